@@ -25,7 +25,7 @@ _THREAD_TIMEOUT = datetime.timedelta(hours=2)  # how long a rank waits for the s
 
 
 def space_report(folder: Path, needed: int) -> str:
-    """Return the advice to free disk space, with the needed bytes and the free bytes."""
+    """Return the fix of an error about a full disk: free space, with the needed and the free bytes."""
     free = free_bytes(folder)
     sizes = f"{human_bytes(needed)} ({needed} bytes) are needed, {human_bytes(free)} ({free} bytes) are free"
     return f"free some space: {sizes}"
@@ -33,7 +33,7 @@ def space_report(folder: Path, needed: int) -> str:
 
 @dataclass(frozen=True)
 class Failure:
-    """Carry an error to other ranks: the exception if it can be pickled safely, otherwise its traceback as text."""
+    """Hold an error to send to other ranks: the exception if it can be pickled safely, otherwise its traceback."""
 
     rank: int
     error: TesseraError | OSError | None
@@ -46,7 +46,7 @@ class Failure:
 
 
 class CollectiveError(RuntimeError):
-    """Report on every rank that some ranks failed by an error that the user did not cause."""
+    """Report on every rank that some ranks failed with an exception other than `TesseraError`."""
 
     def __init__(self, failures: list[Failure]) -> None:
         self.failures = failures
@@ -117,7 +117,10 @@ class Ranks:
         return cast(list[T], outcomes)
 
     def through_rank0(self, work: Callable[[], T], answer: Callable[[list[T]], list[U]]) -> U:
-        """Run `work` on every rank; rank 0 turns all results into one answer per rank. Every rank raises any error."""
+        """Run `work` on every rank, then `answer` on rank 0 with all results. Return this rank's entry of its list.
+
+        If any rank fails, every rank raises the error.
+        """
         outcomes: list[Any] = [_attempt(work, self.rank)]
         if self.world > 1:
             mine, outcomes = outcomes[0], [None] * self.world

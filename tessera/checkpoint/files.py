@@ -35,7 +35,7 @@ MANIFEST = "manifest.json"
 FORMAT = "tessera-checkpoint"
 VERSION = 1
 MAX_MANIFEST_BYTES = 256 << 20
-_MOST_ELEMENTS = 1 << 58  # of a tensor: at 16 bytes each, the number of bytes still fits into 63 bits
+_MOST_ELEMENTS = 1 << 58  # elements of a tensor: with 16 bytes each, its size in bytes still fits into 63 bits
 
 
 def no_fault(point: str) -> None:
@@ -76,7 +76,7 @@ class DurableFile:
         self._size += len(view)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:  # the block failed: an error of closing the file must not replace the first error
+        if kind is not None:  # the `with` block raised: keep that error even if closing the file fails, too
             with contextlib.suppress(OSError):
                 self._file.close()
             return
@@ -121,7 +121,7 @@ class DamagedFileError(Exception):
 
 
 class RecordedFile:
-    """Read a file from the first to the last byte and compare its hash with the manifest. Use it as a context.
+    """Read a file from the first to the last byte and compare its hash with the manifest. It is a context manager.
 
     Raise `DamagedFileError` if size or hash differ from the record.
     """
@@ -198,7 +198,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def free_bytes(folder: Path) -> int:
-    while not os.path.exists(folder) and folder != folder.parent:  # Path.exists would raise if a name is too long
+    while not os.path.exists(folder) and folder != folder.parent:  # Path.exists raises if a name is too long
         folder = folder.parent
     return shutil.disk_usage(folder).free
 
@@ -212,8 +212,8 @@ def _plain(path: Path) -> str:
 class Manifest:
     """Hold the content of `manifest.json`: the files of a checkpoint with size and hash.
 
-    A folder without a manifest is no checkpoint. `serial` counts the saves of a run: it orders checkpoints even after
-    training went back to an earlier step.
+    A folder without a manifest is not a checkpoint. `serial` is the number of the save in its run. It orders
+    checkpoints even after training went back to an earlier step.
     """
 
     step: int
@@ -267,7 +267,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def problems_in(folder: Path, files: Iterable[FileRecord]) -> list[str]:
-    """Return a description of each file that differs from its record."""
+    """Return one line of text for each file that is missing, or whose size or hash differs from its record."""
     problems = []
     for record in files:
         try:
@@ -308,7 +308,7 @@ DTYPES: Mapping[str, torch.dtype] = {code: dtype for dtype, code in CODES.items(
 
 @dataclass(frozen=True)
 class Entry:
-    """Describe a tensor of a file that will be written: its key, type and shape."""
+    """Describe a tensor to write to a safetensors file: its key, dtype and shape."""
 
     key: str
     dtype: torch.dtype
@@ -333,12 +333,12 @@ def storage_order(entries: Sequence[Entry]) -> list[Entry]:
 
 
 class SafetensorsFile(DurableFile):
-    """Write a safetensors file. Its entries are known in advance; `put` writes their tensors in the same order."""
+    """Write a safetensors file. The constructor gets its entries, and `put` writes their tensors in the same order."""
 
     def __init__(
         self, path: Path, entries: Sequence[Entry], fault: Fault = no_fault, metadata: Mapping[str, str] | None = None
     ) -> None:
-        """Plan the file. `metadata`: further strings for the header."""
+        """Compute the header. `metadata`: strings for its `__metadata__`."""
         assert sys.byteorder == "little", "safetensors is a little-endian format"
         super().__init__(path, fault)
         self._waiting = list(reversed(storage_order(entries)))
@@ -368,7 +368,7 @@ class SafetensorsFile(DurableFile):
 
 
 def safetensors_header(entries: Sequence[Entry], metadata: Mapping[str, str] | None = None) -> bytes:
-    """Return the header of a file with these tensors in this order. `metadata`: further strings for the header."""
+    """Return the header of a file with these tensors in this order. `metadata`: strings for `__metadata__`."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     at = 0
     for entry in entries:
@@ -415,7 +415,7 @@ def open_safetensors(path: Path) -> Iterator[Any]:
 def stored_shape(file: Any, key: str) -> tuple[int, ...]:
     """Return the shape of a tensor in an open file."""
     shape = tuple(file.get_slice(key).get_shape())
-    # safetensors checks the number of bytes only: with one size of 0, the other sizes are not limited.
+    # safetensors checks only the number of bytes. If one dimension is 0, the other dimensions could be of any size.
     if prod(max(size, 1) for size in shape) >= _MOST_ELEMENTS:
         raise TesseraError(
             f"{key[:200]} has an impossibly large shape: {str(shape)[:100]}", code="weights.absurd-shape"

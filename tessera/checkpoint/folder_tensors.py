@@ -1,7 +1,7 @@
-"""Read tensors of a published model's folder: names, shapes and types from headers, and boxes of tensors.
+"""Read tensors of a published model's folder: names, shapes and dtypes from headers, and slices of tensors.
 
-Quantized weights (`checkpoint.quantized`) appear under their usual names in the type that config.json names. Each is
-dequantized when it is read. The last dequantized tensor is cached, for further boxes of the same tensor.
+Quantized weights (`checkpoint.quantized`) appear under their usual names in the dtype of config.json. Each is
+dequantized when it is read. The last dequantized tensor is cached, for further slices of it.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _STATE_BYTES = 1 << 16
 
 
 class FolderTensors:
-    """Read the tensors of one component of a folder. Use it as a context: it keeps the files open."""
+    """Read the tensors of one component of a folder. It is a context manager, which keeps the files open."""
 
     def __init__(self, folder: Path, component: str = ROOT) -> None:
         layout = folder_layout(folder)
         self.where = str(folder)
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self.kinds: dict[str, str] = {}  # dtypes by tensor, as safetensors names them
-        self.files: dict[str, str] = {}  # file names by tensor
+        self.kinds: dict[str, str] = {}  # tensor name -> dtype, as safetensors spells it
+        self.files: dict[str, str] = {}  # tensor name -> file name
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}
-        self._places: dict[str, tuple[Path, int, str, tuple[int, ...]]] = {}  # file, position, type, shape
+        self._places: dict[str, tuple[Path, int, str, tuple[int, ...]]] = {}  # file, byte position, dtype, shape
         self._quantized: dict[str, QuantizedWeight] = {}
         self._last: tuple[str, Tensor] | None = None
         with ExitStack() as opening:
@@ -81,7 +81,7 @@ class FolderTensors:
         return last[1][box_slices(offsets, sizes)]
 
     def _mapped(self, name: str, all_soon: bool = False) -> Tensor:
-        """Return a stored tensor over its own memory map. The pages are freed with the tensor."""
+        """Return a stored tensor in a memory map of its own, which is unmapped when the tensor is freed."""
         path, position, kind, shape = self._places[name]
         if kind not in DTYPES:
             tensor: Tensor = self._files[name].get_tensor(name)

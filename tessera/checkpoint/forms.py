@@ -1,8 +1,8 @@
 """Read the native tensors of a model, one at a time, from weights in any format.
 
-A `StoredForm` reads tensors of one format by their stored names. `NativeTensors` translates them to native tensors by a
-weight map. A conversion (`checkpoint.writer`) reads native tensors and writes them in another format, with a few
-tensors in memory at a time.
+A `StoredForm` reads tensors of one format by their stored names. `NativeTensors` translates them by a weight map
+to native tensors, which are those of Tessera's model. A conversion (`checkpoint.writer`) reads native tensors and
+writes them in another format, with a few tensors in memory at a time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tessera.weights.rows import TensorRows
 
 
 class StoredForm(ABC):
-    """Read weights of one format, by the names in their files. Use it as a context: it keeps the files open."""
+    """Read weights of one format, by the names in their files. It is a context manager, which keeps the files open."""
 
     where: str
     weight_map: WeightMap | None = None
@@ -59,7 +59,7 @@ class StoredForm(ABC):
         """
 
     def read_rows(self, name: str) -> TensorRows:
-        """Return a tensor as a list of row blocks, which are not concatenated."""
+        """Return a tensor as blocks of rows that are not concatenated, so that no copy is needed."""
         return TensorRows.of(self.read(name))
 
     def check_copies(self, weight_map: WeightMap) -> None:
@@ -99,14 +99,14 @@ class SafetensorsForm(StoredForm):
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """Name native tensors that are converted together, and describe the tensors of the target format they become."""
+    """Hold native tensors that are converted together, and the tensors of the target format that they become."""
 
     names: tuple[str, ...]
     foreign: Mapping[str, PlannedTensor]
 
 
 class NativeTensors:
-    """Translate stored tensors to the native tensors of a model. Use it as a context: it closes the files."""
+    """Translate stored tensors to the native tensors of a model. It is a context manager, which closes the files."""
 
     def __init__(
         self,
@@ -118,8 +118,8 @@ class NativeTensors:
     ) -> None:
         """Check that names and shapes fit the model.
 
-        `weight_map`: used if the format has no weight map. `shapes`: of all native tensors. `tied`: second names of
-        shared tensors. `types`: dtypes of native tensors that are converted; the others keep the stored dtype.
+        `weight_map`: used if the format has no weight map. `shapes`: shapes of all native tensors. `tied`: second name
+        of a shared tensor -> its first name. `types`: native tensor -> dtype to convert it to; default: as stored.
         """
         self._stored, self.where, self._types = stored, stored.where, types or {}
         self.in_order = stored.in_order
@@ -144,7 +144,7 @@ class NativeTensors:
         return self._stored.gathering([foreign for name in names for foreign in self._sources[name].foreign])
 
     def blanks(self) -> dict[str, Tensor]:
-        """Return tensors on the meta device, by native names."""
+        """Return all native tensors on the meta device, by name."""
         return {name: torch.empty(plan.shape, dtype=plan.dtype, device="meta") for name, plan in self.plans.items()}
 
     def fill(self, name: str, target: Tensor) -> None:
@@ -167,7 +167,7 @@ class NativeTensors:
         return tensors
 
     def check_kinds(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raise if a weight is stored as integers, or a counter as floats. `tensors`: of the model."""
+        """Raise if a float tensor of the model is stored as integers, or the reverse. `tensors`: those of the model."""
         for name, plan in self.plans.items():
             stored = self._sources[name].foreign[0]
             check_stored_kind(stored, CODES.get(plan.dtype, str(plan.dtype)), tensors[name].dtype, self.where)
@@ -194,13 +194,13 @@ class NativeTensors:
     def _planned(self, foreign: str, rows: TensorRows) -> PlannedTensor:
         if rows.dtype is None:
             raise TesseraError(
-                f"tensors of different dtypes become {foreign}", where=self.where, code="weights.mixed-dtypes"
+                f"{foreign} would join tensors of different dtypes", where=self.where, code="weights.mixed-dtypes"
             )
         return PlannedTensor(rows.dtype, rows.shape)
 
 
 def _join(joined: dict[str, list[str]], group: list[str], other: list[str]) -> list[str]:
-    """Merge two groups into `group`."""
+    """Merge the names of `other` into `group`, update `joined`, and return `group`."""
     if group is not other:
         group.extend(other)
         joined.update(dict.fromkeys(other, group))

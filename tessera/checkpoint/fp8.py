@@ -1,7 +1,7 @@
 """Write folders with fp8 projections, in the two formats that vLLM serves.
 
-`fp8`: one scale for each output, as compressed-tensors stores them (`weight_scale`). `fp8-block`: one scale for each
-block of 128 x 128, as DeepSeek and Qwen publish them (`weight_scale_inv`). Activations are scaled when a model is
+`fp8`: one scale for each output feature, as compressed-tensors stores them (`weight_scale`). `fp8-block`: one scale for
+each block of 128 x 128, as DeepSeek and Qwen publish them (`weight_scale_inv`). Activations are scaled when a model is
 served. `checkpoint.quantized` reads both.
 """
 
@@ -22,9 +22,9 @@ from tessera.weights.rows import TensorRows
 
 Quantization = Literal["fp8", "fp8-block"]
 BLOCK = 128
-_UNITS = {"fp8": 16, "fp8-block": BLOCK}  # rows and columns of a projection must be multiples of it
+_UNITS = {"fp8": 16, "fp8-block": BLOCK}  # the rows and columns of a projection must be multiples of this
 _LARGEST = 448.0  # largest value of float8_e4m3fn
-_HEAD = "lm_head"  # always listed as unquantized: readers would convert a tied head, which no file stores
+_HEAD = "lm_head"  # always listed as unquantized: a tied head has no tensor in the files, but readers look for one
 _log = logging.getLogger("tessera")
 
 
@@ -37,15 +37,15 @@ class Fp8Map(WeightMap):
     """
 
     kind: Quantization = "fp8"
-    quantized: frozenset[str] = frozenset()  # native names
-    unquantized: tuple[str, ...] = ()  # foreign modules whose matrix is not quantized
-    dtype: torch.dtype = torch.bfloat16  # of the projections before they were quantized
+    quantized: frozenset[str] = frozenset()  # names in Tessera's model of the weights to quantize
+    unquantized: tuple[str, ...] = ()  # module names in the written folder whose weight stays unquantized
+    dtype: torch.dtype = torch.bfloat16  # dtype of the projections before quantization
 
     @classmethod
     def of(
         cls, weights: WeightMap, kind: str, tensors: Mapping[str, Tensor], projections: Sequence[str], where: str
     ) -> Fp8Map:
-        """Return the map for a model. `tensors`: all native tensors. `projections`: name patterns."""
+        """Return the map for a model. `tensors`: all of the model. `projections`: patterns of names to quantize."""
         if kind not in get_args(Quantization):
             allowed = get_args(Quantization)
             raise TesseraError(
@@ -83,13 +83,13 @@ class Fp8Map(WeightMap):
         foreign = super().to_foreign_rows(native)
         if self.quantized.isdisjoint(native):
             return foreign
-        # Scales come before their weights, so that float32 scales are aligned in the file.
+        # Write scales before their fp8 weights, so that the float32 scales are aligned in the file.
         quantize = _quantize_rows if self.kind == "fp8" else _quantize_blocks
         parts = [part for name, rows in foreign.items() for part in quantize(name, rows.whole()).items()]
         return {name: TensorRows.of(tensor) for name, tensor in parts}
 
     def scales_of(self, foreign: str) -> tuple[str, ...]:
-        """Return the names of a weight's scales."""
+        """Return the names of the scale tensors of a weight in the written folder."""
         return (f"{foreign}_scale" if self.kind == "fp8" else f"{foreign}_scale_inv",)
 
     def config(self, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def _check_single(weights: WeightMap, tensors: Mapping[str, Tensor], projections
         for foreign, blank in _foreign(weights, tensors, name).items():
             if blank.dim() != 2:
                 raise TesseraError(
-                    f"{foreign} stacks all experts: these have no format with one scale per output",
+                    f"{foreign} stacks all experts: fp8 with one scale per output feature is not defined for it",
                     where="--quantize fp8",
                     fix="--quantize fp8-block",
                     code="weights.stacked-experts-quantization",
@@ -112,9 +112,9 @@ def _check_single(weights: WeightMap, tensors: Mapping[str, Tensor], projections
 
 
 def _divisible(kind: str, tensors: Mapping[str, Tensor], projections: Sequence[str]) -> frozenset[str]:
-    """Return the projections whose sizes are multiples of the unit.
+    """Return the projections whose rows and columns are multiples of `_UNITS[kind]`.
 
-    A module keeps all its projections unquantized if one does not fit: vLLM fuses them."""
+    If one projection of a module does not fit, none of the module is quantized: vLLM fuses them."""
     unit = _UNITS[kind]
     odd = {_parent(name): name for name in projections if any(size % unit for size in tensors[name].shape[-2:])}
     chosen = frozenset(name for name in projections if _parent(name) not in odd)
@@ -161,7 +161,7 @@ def _quantize(name: str, weight: Tensor, dims: tuple[int, ...]) -> tuple[Tensor,
             fix="the weights are damaged: download them again, or use an earlier checkpoint",
             code="weights.not-finite",
         )
-    # No scale is 0 (division) or denormal (GPUs may treat it as 0). A group of zeros gets the scale 1.
+    # A scale must not be 0, as a divisor, nor denormal, which GPUs may treat as 0. A group of zeros gets the scale 1.
     scale = (largest / _LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
     scale = torch.where(largest > 0, scale, torch.ones_like(scale))
     return (weight / scale).to(torch.float8_e4m3fn), scale
@@ -196,12 +196,12 @@ def _blocks_settings(unquantized: Sequence[str]) -> dict[str, Any]:
 
 
 def _foreign(weights: WeightMap, tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-    """Return the foreign tensors, on the meta device, that contain a native tensor."""
+    """Return the tensors of the written folder, on the meta device, that contain the model's tensor `name`."""
     group = {n: torch.empty(tensors[n].shape, dtype=tensors[n].dtype, device="meta") for n in weights.group_of(name)}
     return weights.to_foreign(group)
 
 
 def _module(foreign: str) -> str:
-    """Return the module of a weight matrix; an empty name for parameters that are no layer's weight."""
+    """Return the module name of a weight, such as `a.q_proj` of `a.q_proj.weight`; "" for any other parameter."""
     module, _, kind = foreign.rpartition(".")
     return module if kind == "weight" or module.endswith(".experts") else ""

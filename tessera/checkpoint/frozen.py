@@ -20,14 +20,14 @@ from tessera.checkpoint.state import MODEL
 from tessera.errors import TesseraError, few_names
 from tessera.weights.layouts import folder_layout
 
-STATE_KEY = "frozen"  # key in `state.json`
+STATE_KEY = "frozen"  # key of the entry in `state.json`
 
 
 @dataclass(frozen=True)
 class FrozenSource:
     """Locate the frozen weights of a run.
 
-    `folder`: the folder now; None: the folder at the start of the run. `read` fills tensors of the model from a folder.
+    `folder`: where the model's folder is now; None: where it was when the run started. `read` fills tensors from it.
     `names`: the parameters that this run freezes and has filled from the folder.
     """
 
@@ -38,7 +38,7 @@ class FrozenSource:
 
 @dataclass(frozen=True)
 class FrozenWeights:
-    """Name the parameters that a checkpoint does not store, and the folder and files that contain them."""
+    """Hold the names of parameters that a checkpoint does not store, and the folder and files that contain them."""
 
     folder: Path
     files: tuple[FileRecord, ...]  # names are relative to the folder
@@ -61,7 +61,7 @@ class FrozenWeights:
 
     @staticmethod
     def of_state(state: Mapping[str, Any], where: Path) -> FrozenWeights | None:
-        """Return the weights that a checkpoint does not store, by its state; None if it stores all tensors."""
+        """Return the weights that a checkpoint leaves out, from its `state.json`; None if it stores all tensors."""
         if STATE_KEY not in state:
             return None
         try:
@@ -76,7 +76,7 @@ class FrozenWeights:
             ) from None
 
     def dump(self) -> dict[str, Any]:
-        """Return the entry of `state.json`."""
+        """Return these fields as the JSON entry of `state.json`."""
         files = {record.name: {"size": record.size, "sha256": record.sha256} for record in self.files}
         return {"folder": str(self.folder), "files": files, "names": sorted(self.names)}
 
@@ -95,7 +95,7 @@ class FrozenWeights:
             raise TesseraError(
                 f"the checkpoint does not store frozen weights, and their folder has changed: {what}",
                 where=str(checkpoint),
-                fix=f"restore {self.folder}, or name the new folder: `tessera resume RUN model.path=FOLDER`, or "
+                fix=f"restore {self.folder}, or give its new path: `tessera resume RUN model.path=FOLDER`, or "
                 "model.path in RUN/config.yaml for other commands",
                 code="checkpoint.frozen-weights-moved",
             )

@@ -52,8 +52,8 @@ def load_folder(
     """Fill `tensors` (plain or sharded, of any float type) in place from the safetensors of a folder's component.
 
     `tied`: second names of shared tensors -> their names in `tensors`. `expected`: all names of the model, if `tensors`
-    is a part of it. Each rank reads its own shards; every rank raises the error of any rank. `ranks`: the ranks that
-    call this; default: all.
+    is a part of it. Each rank reads its own shards. If any rank fails, all ranks raise. `ranks`: the ranks that call
+    this; default: all.
     """
 
     def work() -> None:
@@ -89,7 +89,7 @@ def stored_dtype(folder: Path, component: str = ROOT) -> torch.dtype:
 
 
 def _split_into_files(tensors: Mapping[str, Tensor], weight_map: WeightMap, shard_bytes: int) -> list[list[Entry]]:
-    """Divide tensors into files of at most `shard_bytes`. Foreign tensors of one native tensor stay in one file."""
+    """Divide tensors into files of at most `shard_bytes`. All tensors made from one model tensor are in one file."""
     files: list[list[list[Entry]]] = [[]]
     space = shard_bytes
     for names in dict.fromkeys(weight_map.group_of(name) for name in tensors):
@@ -101,7 +101,7 @@ def _split_into_files(tensors: Mapping[str, Tensor], weight_map: WeightMap, shar
             space = shard_bytes
         files[-1].append(group)
         space -= size
-    # Largest element sizes first, for alignment; an fp8 weight follows its float32 scales.
+    # For alignment, write the dtypes with most bytes first. An fp8 weight stays behind its float32 scales.
     ordered = (sorted(groups, key=lambda group: -group[0].dtype.itemsize) for groups in files)
     return [[entry for group in groups for entry in group] for groups in ordered]
 
@@ -115,7 +115,7 @@ def plan_folder(
 ) -> FolderPlan:
     """Plan a Hugging Face folder from the dtypes and shapes of native tensors.
 
-    `like`: file names of another folder by tensor. If it lists all tensors, they get the same files.
+    `like`: tensor name -> file name in another folder. If it has all tensors, the new folder uses the same file names.
     """
     contents = _split_into_files(tensors, weight_map, shard_bytes)
     names, index = new_weight_files(config, len(contents))
@@ -168,7 +168,7 @@ class GatheredForm(StoredForm):
         """Gather tensors in the order of `names`: rank 0 by reading them inside the block, other ranks at its end."""
         self._waiting = list(reversed(names))
         yield
-        while self._waiting:  # on rank 0 only after a failed write: the other ranks still send all tensors
+        while self._waiting:  # on rank 0 only if writing has failed: other ranks still send all tensors
             self._gather(self._waiting[-1])
 
     @torch.no_grad()
@@ -189,7 +189,10 @@ def gathered(tensors: Mapping[str, Tensor], prepare: Callable[[str, Tensor], Ten
 
 
 def _holders(ranks: Ranks, tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, PlannedTensor]]:
-    """Return for each tensor the first rank that has it, and its shape and dtype. Pipeline stages differ."""
+    """Return for each tensor the first rank that has a shard of it, and its full shape and dtype.
+
+    Ranks of different pipeline stages have different tensors.
+    """
     here = {name: PlannedTensor(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     holders: dict[str, tuple[int, PlannedTensor]] = {}
     for rank, plans in enumerate(ranks.on_all(lambda: here)):
@@ -205,7 +208,7 @@ def _gather(ranks: Ranks, tensor: Tensor | None, holder: int, plan: PlannedTenso
     if holder == 0:
         return full
     if ranks.rank == holder and full is not None:
-        dist.send(full.cpu().contiguous(), dst=0)  # in host memory, from which rank 0 writes it
+        dist.send(full.cpu().contiguous(), dst=0)  # send from host memory, since rank 0 writes it from there
     if ranks.rank == 0:
         full = torch.empty(plan.shape, dtype=plan.dtype)
         dist.recv(full, src=holder)

@@ -38,17 +38,17 @@ class SaveReport:
     path: Path
     bytes: int
     seconds: float  # from the call to the rename that publishes it
-    paused_seconds: float  # during which training waited
+    paused_seconds: float  # how long training waited for the save
 
 
 @dataclass(frozen=True)
 class _Request:
-    """Describe one save."""
+    """Hold what one save writes."""
 
     step: int
     tensors: TensorSave
     needed: int  # bytes of the checkpoint, summed over all ranks
-    files: Mapping[str, bytes]  # on rank 0: small files by name
+    files: Mapping[str, bytes]  # file name -> content of files other than tensors, on rank 0
     started: float
 
 
@@ -66,7 +66,7 @@ class CheckpointManager:
     ) -> None:
         """Make a manager. `frozen_source`: locates frozen weights that checkpoints do not store."""
         self.folder = folder
-        self.report: SaveReport | None = None  # of the last save
+        self.report: SaveReport | None = None  # report of the last save
         self.newest: Path | None = None  # last saved or loaded checkpoint, whose bytes are verified
         self.folders = StepFolders(folder, keep, fault, free)
         self._frozen_source = frozen_source
@@ -74,7 +74,7 @@ class CheckpointManager:
         self._layout: SaveLayout | None = None  # which chunks this rank writes
         self._fault = fault
         self._thread: threading.Thread | None = None
-        self._outcome: list[SaveReport | Exception] = []  # of the background thread
+        self._outcome: list[SaveReport | Exception] = []  # result of the background thread, once it has ended
         self._thread_ranks: Ranks | None = None
 
     # ------------------------------------------------------------------------------------------ saving
@@ -84,9 +84,10 @@ class CheckpointManager:
         self._layout = plan_save(Ranks.current(), self._stored(tensors))
 
     def save(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], config_text: str) -> Path:
-        """Write and publish a checkpoint, then remove all but the newest `keep`. `state`, `config_text`: of rank 0.
+        """Write and publish a checkpoint, then remove all but the newest `keep`.
 
-        If the disk is too full, older checkpoints are removed before the write, but never the newest undamaged one.
+        `state` and `config_text` are taken from rank 0. If the disk is too full, older checkpoints are removed before
+        the write, but never the newest undamaged one.
         """
         assert self._thread is None, "finish_background comes first"
         ranks = Ranks.current()
@@ -193,7 +194,7 @@ class CheckpointManager:
                 path, size = self._write(ranks, request)
                 break
             except CollectiveError as error:
-                # A full quota shows only when a write fails: the disk still reports free space.
+                # With a full quota only a write fails: the disk still reports free space.
                 may_help = first_attempt and _is_full(error)
                 if may_help and ranks.on_rank0(lambda: self.folders.free_space(request.needed, full=True)):
                     continue
@@ -265,7 +266,7 @@ class CheckpointManager:
     def resume(
         self, tensors: Mapping[str, Tensor], may_lack: Mapping[str, Tensor] | None = None, before: int | None = None
     ) -> tuple[int, dict[str, Any]] | None:
-        """Fill `tensors` from the newest undamaged checkpoint; return its step and state; None without a checkpoint.
+        """Fill `tensors` from the newest undamaged checkpoint. Return its step and state; None if the run has none.
 
         `may_lack`: optional tensors, which are filled if the checkpoint contains them. `before`: use checkpoints of
         earlier steps only.
@@ -305,8 +306,8 @@ class CheckpointManager:
     ) -> StoredCheckpoint | None:
         """Fill tensors from the newest undamaged checkpoint and return it; None if there is no checkpoint.
 
-        Damage shows while a checkpoint is read; then all tensors are filled from an older checkpoint. `choose` returns
-        the tensors to fill.
+        Damage is found while a checkpoint is read. Then all tensors are filled again from the next older one. `choose`
+        returns the tensors to fill from a checkpoint.
         """
         damaged: list[str] = []
         for path, _ in ranks.on_rank0(self.folders.newest_first):
@@ -348,6 +349,6 @@ def _is_full(failure: CollectiveError) -> bool:
 
 
 def _device_of(tensors: Mapping[str, Tensor]) -> torch.device:
-    """Return the accelerator that some of the tensors are on; the CPU if there is none."""
+    """Return the device of the first tensor that is on an accelerator; the CPU if none is."""
     accelerators = (tensor.device for tensor in tensors.values() if tensor.device.type != "cpu")
     return next(accelerators, torch.device("cpu"))

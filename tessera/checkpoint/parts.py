@@ -1,4 +1,4 @@
-"""Read tensors that are stored as several boxes, in one file or more."""
+"""Read tensors that are stored in parts, in one file or more. A part is a box: a rectangular slice of the tensor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from tessera.checkpoint.files import CODES, open_safetensors, read_box, stored_shape
 from tessera.errors import TesseraError
 
-MOST_PARTS = 10_000  # limit per tensor; a tensor has at most one part per rank
+MOST_PARTS = 10_000  # limit per tensor; one part per rank is usual
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class SplitTensor(TensorInParts[KeyedPart]):
         with open_safetensors(part.file) as file:
             if stored_shape(file, part.key) != part.sizes or file.get_slice(part.key).get_dtype() != CODES[self.dtype]:
                 raise TesseraError(
-                    f"{part.key} has another shape or dtype in this file than in the table of the checkpoint",
+                    f"{part.key} has another shape or dtype in this file than in tensors.json of the checkpoint",
                     where=str(part.file),
                     code="checkpoint.part-differs",
                 )
@@ -101,7 +101,7 @@ def check_cover(name: str, shape: tuple[int, ...], chunks: list[Any], where: str
         and all(offset + size <= total for offset, size, total in zip(offsets, sizes, shape, strict=True))
         for offsets, sizes in chunks
     )
-    # No duplicate offsets, also of empty parts: a list of a million empty parts would slow down every reader.
+    # Refuse duplicate offsets, even of empty parts: a list of a million empty parts would slow down every reader.
     distinct = len({str(offsets) for offsets, _ in chunks}) == len(chunks)
     complete = sum(math.prod(sizes) for _, sizes in chunks) == math.prod(shape)
     if not inside or not distinct or not complete or _overlap([chunk for chunk in chunks if 0 not in chunk[1]]):
@@ -111,7 +111,7 @@ def check_cover(name: str, shape: tuple[int, ...], chunks: list[Any], where: str
 
 
 def _overlap(chunks: list[Any]) -> bool:
-    """Return whether two parts overlap. Return True as well if there are too many parts to compare."""
+    """Return whether two parts overlap. With more than MOST_PARTS parts, return True without comparing them."""
     if len(chunks) < 2 or len(chunks) > MOST_PARTS:
         return len(chunks) > MOST_PARTS
     starts = torch.tensor([offsets for offsets, _ in chunks])

@@ -110,16 +110,16 @@ def written_in(folder: Path) -> Iterator[None]:
 
 
 def check_target(folder: Path, overwrite: bool, origin: Origin | None = None) -> tuple[Path, ...]:
-    """Raise unless the target is empty or an earlier export of this origin. Create its parent folders.
+    """Raise unless the target is missing, empty or an earlier export of this origin, or `overwrite` is set.
 
-    Return the created folders.
+    Create its missing parent folders and return them.
     """
     with written_in(folder):
         if folder.is_symlink():  # the rename would replace the link, not the linked folder
             raise TesseraError(
                 "the target is a symbolic link",
                 where=str(folder),
-                fix=f"name {os.path.realpath(folder)}",
+                fix=f"give the linked folder itself as the target: {os.path.realpath(folder)}",
                 code="output.target-is-link",
             )
         here = Path.cwd()
@@ -127,7 +127,7 @@ def check_target(folder: Path, overwrite: bool, origin: Origin | None = None) ->
             raise TesseraError(
                 "the target is the working folder, or contains it",
                 where=str(folder),
-                fix="name a new folder inside the working folder",
+                fix="give a new folder inside the working folder as the target",
                 code="output.target-holds-working-folder",
             )
         if folder.exists() and not folder.is_dir():
@@ -136,7 +136,7 @@ def check_target(folder: Path, overwrite: bool, origin: Origin | None = None) ->
             raise TesseraError(
                 "the target is not empty, and not an earlier export of the same source in the same format",
                 where=str(folder),
-                fix="name another folder, or replace its content by --overwrite (overwrite=True in Python)",
+                fix="choose another target, or replace its content by --overwrite (overwrite=True in Python)",
                 code="output.folder-not-empty",
             )
         missing = tuple(path for path in folder.parents if not path.exists())
@@ -145,7 +145,7 @@ def check_target(folder: Path, overwrite: bool, origin: Origin | None = None) ->
 
 
 def _is_export(folder: Path, origin: Origin | None) -> bool:
-    """Return whether a folder is an export of this origin, by its record."""
+    """Return whether `tessera_export.json` in a folder records this origin."""
     try:
         return origin is not None and read_json_mapping(folder / MARK, _MAX_RECORD_BYTES).get("origin") == origin
     except TesseraError:
@@ -156,7 +156,7 @@ def show(staging: Path, folder: Path, fault: Fault, origin: Origin | None, overw
     """Rename a complete staging folder to the target, and remove the old target."""
     check_target(folder, overwrite, origin)  # check again: another process may have published meanwhile
     mark = staging / MARK
-    # A Hugging Face folder has a record already. Keep its text (one tensor per line) and add the origin.
+    # An exported Hugging Face folder has the file already. Keep its text (one tensor per line) and add the origin.
     record = mark.read_bytes() if mark.exists() else pretty_json({"format": "tessera-export", "version": 1})
     mark.unlink(missing_ok=True)
     if origin is not None:
@@ -193,7 +193,7 @@ def _remove_abandoned(folder: Path) -> None:
 
 
 def _lock(path: Path) -> int | None:
-    """Lock a staging folder and return its handle; None if another process has locked or removed it."""
+    """Lock a staging folder and return its file descriptor; None if another process has locked or removed it."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -202,7 +202,7 @@ def _lock(path: Path) -> int | None:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        locked = error.errno not in (errno.EACCES, errno.EAGAIN)  # other errors: the file system has no locks
+        locked = error.errno not in (errno.EACCES, errno.EAGAIN)  # other errors: the file system does not support locks
     if locked and path.exists():
         return handle
     os.close(handle)

@@ -61,7 +61,7 @@ class ScaledFloat8(QuantizedWeight):
 
 @dataclass(frozen=True)
 class FourBit(QuantizedWeight):
-    """Dequantize a 4-bit tensor of bitsandbytes: a byte is two indices into a table; each block has a scale."""
+    """Dequantize a 4-bit tensor of bitsandbytes. A byte holds two indices into a table; each block has a scale."""
 
     blocksize: int = 64
     nested_blocksize: int = 0
@@ -85,7 +85,7 @@ class GptqWeight(QuantizedWeight):
     """Dequantize a GPTQ layer: values are packed along the inputs, zero points along the outputs."""
 
     bits: int = 4
-    zero_offset: int = 1  # GPTQ version 1 stores zero points minus one
+    zero_offset: int = 1  # added to stored zero points: GPTQ version 1 stores them minus one
 
     def dequantize(self, parts: list[Tensor]) -> Tensor:
         qweight, qzeros, scales = parts[:3]
@@ -159,7 +159,7 @@ def find_quantized(
             weights[prefix + "weight"] = layer
     used = {part for weight in weights.values() for part in weight.parts}
     used |= {name for name in shapes if _STATE in name and name.partition(_STATE)[0] in weights}
-    # Static scales of activations are ignored: Tessera does not quantize activations.
+    # Count static activation scales as used, without reading them: Tessera does not quantize activations.
     used |= {name for name in shapes if name.endswith((".input_scale", ".activation_scale", ".input_scale_inv"))}
     alone = [name for name in shapes if kinds[name] in _FP8 and name not in used]
     if alone:

@@ -24,8 +24,8 @@ MODEL = "model."  # prefix of the model's tensors in a checkpoint; the optimizer
 def model_tensors(parts: nn.Module) -> dict[str, Tensor]:
     """Return parameters and persistent buffers by name.
 
-    A tensor that two modules share appears once, under its first name. Of two copies on pipeline stages, the first
-    appears (the engine keeps both equal).
+    A tensor that two modules share appears once, under its first name. Of a tied weight that is copied to two pipeline
+    stages, only the first appears (the engine keeps both equal).
     """
     reshard(parts)
     tensors: dict[str, Tensor] = {}

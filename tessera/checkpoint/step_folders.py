@@ -52,7 +52,7 @@ class StepFolders:
         """Manage `folder`. `keep`: the number of checkpoints to keep. `free`: returns the free bytes of a disk."""
         assert keep >= 1, "at least one checkpoint must be kept"
         self.folder = folder
-        self.protected_step = -1  # its checkpoint is never removed
+        self.protected_step = -1  # the checkpoint of this step is never removed
         self._keep, self._fault, self._free = keep, fault, free
 
     def newest_first(self) -> list[tuple[Path, int | None]]:
@@ -69,7 +69,10 @@ class StepFolders:
         return sorted(checkpoints, key=lambda entry: (entry[1] is None, entry[1] or 0, entry[0].name), reverse=True)
 
     def newest_config(self) -> Path | None:
-        """Return the path of the newest undamaged recipe in a checkpoint. No tensor is read."""
+        """Return the path of `config.yaml` in the newest checkpoint where it is undamaged; None if there is none.
+
+        Tensors are not read or checked.
+        """
         for path, _ in self.newest_first():
             try:
                 records = [record for record in read_manifest(path).files if record.name == CONFIG]

@@ -43,7 +43,7 @@ from tessera.runtime.torch_internals import foreach_copy_
 TABLE = "tensors.json"
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CODES}
 _log = logging.getLogger("tessera")
-_MARGIN, _LEFT_FREE = 1.1, 1 << 30  # device memory to leave free beside background copies
+_MARGIN, _LEFT_FREE = 1.1, 1 << 30  # factor on the size of the copies, and further bytes of device memory to leave free
 
 
 # ---------------------------------------------------------------------------------------------- writing
@@ -73,11 +73,11 @@ class TensorSave:
             self.chunks |= copies
 
     def host_bytes(self) -> int:
-        """Return the host memory that copies of all chunks need at most."""
+        """Return the bytes of host memory that copies of this rank's chunks need at most."""
         return sum(chunk.nbytes for chunk in self.chunks.values())
 
     def write(self, folder: Path, fault: Fault) -> list[FileRecord]:
-        """Write this rank's chunks to one file; return its record, or none without chunks."""
+        """Write this rank's chunks to one file. Return a list with its record; an empty list if there are no chunks."""
         if not self.chunks:
             return []
         entries = storage_order([Entry(key, chunk.dtype, tuple(chunk.shape)) for key, chunk in self.chunks.items()])
@@ -88,7 +88,7 @@ class TensorSave:
 
 
 def _copies(chunks: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-    """Return copies of tensors of one device and dtype; None if the device has not enough free memory.
+    """Copy tensors on their device. All have the same device and dtype. Return None if its free memory is too small.
 
     All copies share one allocation, because thousands of allocations take longer than the copying.
     """
@@ -108,13 +108,13 @@ def _copies(chunks: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
 
 @dataclass(frozen=True)
 class SaveLayout:
-    """Remember which chunks this rank writes. Ranks agree on a layout once per run."""
+    """Hold which chunks of the checkpoint's tensors this rank writes. It is planned once per run."""
 
     rank: int
     planner: DefaultSavePlanner
     plan: SavePlan
-    table: bytes | None  # content of `tensors.json`, on rank 0
-    described: Mapping[str, tuple[torch.Size, torch.dtype]]  # shapes and dtypes of all tensors
+    table: bytes | None  # content of `tensors.json` on rank 0; None on other ranks
+    described: Mapping[str, tuple[torch.Size, torch.dtype]]  # tensor name -> shape and dtype
 
     def fits(self, tensors: Mapping[str, Tensor]) -> bool:
         """Return whether the layout was planned for tensors of these names, shapes and dtypes."""
@@ -182,7 +182,7 @@ def _key(item: WriteItem) -> str:
 
 
 def total_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """Return the size of the unsharded tensors."""
+    """Return the bytes of the tensors without sharding."""
     return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values())
 
 

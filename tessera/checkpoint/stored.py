@@ -2,7 +2,7 @@
 
 The manifest contains the SHA-256 of each file. Each tensor file is read in full by the rank that needs most of it: this
 rank hashes all bytes and copies its own boxes at the same time. Other ranks read only their boxes. So no rank reads a
-byte twice. The filled tensors are valid after all hashes are compared.
+byte twice. The filled tensors are valid only after all hashes have been compared.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from tessera.runtime.progress import WorkProgress
 
 STATE = "state.json"
 CONFIG = "config.yaml"
-_SHOWN = 10  # problems that a message lists
+_SHOWN = 10  # at most this many problems are listed in a message
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class StoredCheckpoint:
                             progress.count(needs[ranks.rank][name])
                     except DamagedFileError as error:
                         problems.append(str(error))
-                    except TesseraError as error:  # a wrong header: was the file altered?
+                    except TesseraError as error:  # a wrong header: hash the file to see whether it was altered
                         altered = problems_in(self.path, [records[name]])
                         problems += altered
                         failure = failure if altered or failure else error
@@ -187,7 +187,7 @@ class StoredCheckpoint:
 def open_checkpoint(ranks: Ranks, path: Path, step: int | None = None) -> tuple[StoredCheckpoint | None, list[str]]:
     """Read and verify the small files of a checkpoint; return it, or None and descriptions of the damage.
 
-    Every rank calls this. `step`: from the folder name; the manifest must have the same step.
+    Every rank calls this. `step`: the step in the folder name, which must be that of the manifest.
     """
     contents: dict[str, bytes] = {}
     manifests: list[Manifest] = []

@@ -20,26 +20,29 @@ GROUP = "tessera.weight_forms"
 
 
 class ModelForm(ABC):
-    """Read and write one configured model in a format. The format defines its layout objects (`--layout`)."""
+    """Read and write the weights of one configured model in a format. The format defines its layouts (`--layout`)."""
 
     weights: WeightMap
     """Translates native tensor names to those of the format."""
 
     @abstractmethod
     def open(self, folder: Path, layout: Any = None) -> StoredForm:
-        """Open a folder for reading. Raise if its files are divided differently than `layout`; None: any layout."""
+        """Open a folder for reading. Raise if its weights are split into files in another way than `layout` says.
+
+        With None, any layout is accepted.
+        """
 
     @abstractmethod
     def plan(self, tensors: Mapping[str, PlannedTensor], layout: Any, where: str) -> FolderPlan:
-        """Plan the files of a new folder. `tensors`: unsharded, by the names of the format."""
+        """Plan the files of a new folder. `tensors`: the unsharded tensors, by their names in the format."""
 
     @abstractmethod
     def layout_of(self, recipe: str | Path | Mapping[str, Any], model: ModelSection) -> Any:
-        """Return the layout in which a run of this recipe divides `model`."""
+        """Return the layout in which a run of this recipe of another trainer saves `model`."""
 
 
 class WeightForm(ABC):
-    """Recognize folders of a format, and return how models are stored in it."""
+    """Define a format of weight folders: how to recognize it, and how models are stored in it."""
 
     description: str
     """Describes a folder for error messages, for example "shards (their index file)"."""
@@ -57,7 +60,7 @@ class WeightForm(ABC):
         """Return how a configured model is stored; None if the format does not support the family."""
 
     def weights_folder(self, folder: Path) -> Path:
-        """Return the folder with the weights: the folder may contain a torch DCP folder."""
+        """Return the folder that contains the weight files: `folder` itself, or a torch DCP folder inside of it."""
         return folder
 
 

@@ -1,7 +1,7 @@
 """Fill a model's tensors by a weight map, and check a folder before the model is built.
 
-The first part finds the foreign tensors of each native tensor, and reports missing and unused tensors. The second part
-compares config.json with the headers of the weight files.
+Native tensors are those of Tessera's model, foreign tensors those of the files. The first part finds the foreign
+tensors of each native tensor, and reports missing and unused ones. The second part compares config.json with headers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ReadBox = Callable[[str, Sequence[int], Sequence[int]], Tensor]  # (foreign name
 
 @dataclass(frozen=True)
 class TensorSource:
-    """Name the foreign tensors of a native tensor, as the files spell them, and the operation between them."""
+    """Hold the names of the foreign tensors of a native tensor, and the operation that makes it from them."""
 
     native: str
     foreign: tuple[str, ...]
@@ -150,7 +150,7 @@ def add_product(target: Tensor, b: Tensor, a: Tensor, scale: float) -> Tensor:
     return target
 
 
-_COMPARED = 16 << 20  # values of two tensors that are compared at a time
+_COMPARED = 16 << 20  # number of values that are compared at a time
 
 
 def check_stored_kind(name: str, stored: str, wanted: torch.dtype, where: str) -> None:
@@ -200,13 +200,13 @@ def same_numbers(name: str, other: str, shapes: Mapping[str, Shape], read: ReadB
     return True
 
 
-# Keys for the number of layers. A layer has at least one tensor, so there cannot be more layers than tensors.
+# Keys of config.json with a number of layers. A layer has at least one tensor, so layers cannot exceed tensors.
 _LAYERS = frozenset(
     {"num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth", "depths", "layers", "encoder_layers"}
     | {"decoder_layers", "num_encoder_layers", "num_decoder_layers"}
 )
-_LAYERS_ANYWAY = 4096  # up to this number, building the layers is fast enough without a check
-_LARGEST = 1 << 53  # of numbers in a configuration: floats are exact up to it
+_LAYERS_ANYWAY = 4096  # up to this number of layers, a model is built quickly enough to need no check
+_LARGEST = 1 << 53  # limit of numbers in config.json: floats are exact up to it
 
 
 def check_config_numbers(data: Mapping[str, Any], folder: Path) -> None:

@@ -1,9 +1,9 @@
 """Write weights in another format. Conversions and exports use this writer.
 
-A group of native tensors is read from the source, translated to the target format, and written to planned positions.
-Each chunk is read back after its write and compared bit for bit. The first group of each kind (such as a layer) is also
-read by the reader of the target format, and must give the source tensors again. The folder is published by one rename:
-a killed process publishes nothing.
+A group of native tensors (tensors of Tessera's model) is read from the source, translated to the target format, and
+written to planned positions. Each chunk is read back after its write and compared bit for bit. The first group of each
+kind (such as a layer) is also read by the reader of the target format, and must give the source tensors again. The
+folder is published by one rename: a killed process publishes nothing.
 
 Source files are memory-mapped, and reordered rows are views, so most bytes are copied only once, by the write.
 """
@@ -37,10 +37,10 @@ from tessera.weights.file_plan import FilePlan, FolderPlan, Place
 from tessera.weights.map import WeightMap
 from tessera.weights.rows import Bytes, TensorRows
 
-_IN_FLIGHT = 512 << 20  # bytes of tensors in work at a time; each needs about three times its size
+_IN_FLIGHT = 512 << 20  # bytes of tensors that are converted at a time; memory use is about three times this
 _MAX_JOBS = 8
 _EXTRA_JOBS = 2  # more threads than processors, because some wait for the disk
-_WORTH_A_REQUEST = 1 << 20  # from this size on, writing to the disk starts at once
+_WORTH_A_REQUEST = 1 << 20  # bytes; after a write of this size, the kernel is asked to start writing it to the disk
 _log = logging.getLogger("tessera")
 
 
@@ -54,9 +54,9 @@ class Interrupted(TesseraError):
 class WriteJob:
     """Describe a folder of weights to write.
 
-    `weight_map`: of the target format. `reopen` opens a staging folder in the target format. `finish` adds the other
-    files and checks the folder. `rounded`: native tensors that are written quantized, so that they are not compared
-    with the source. `jobs`: number of threads; None: by the number of processors.
+    `weight_map`: from native names to those of the target format. `reopen` opens a staging folder in the target format.
+    `finish` adds all other files and checks the folder. `rounded`: native tensors that are written quantized and so not
+    compared with the source. `jobs`: number of threads; None: two more than processors.
     """
 
     native: NativeTensors
@@ -119,7 +119,7 @@ class _Writer:
     def __init__(self, job: WriteJob, groups: Sequence[TensorGroup], staging: Path) -> None:
         self._job, self._groups, self._staging = job, groups, staging
         self._files = PlannedFolder(staging, job.plan)
-        self._proved: set[Any] = set()  # kinds of groups that the reader gave back unchanged
+        self._proved: set[Any] = set()  # kinds of groups that were read back unchanged
         self._sizes = [sum(job.native.plans[name].nbytes for name in group.names) for group in groups]
 
     def run(self, jobs: int) -> None:
@@ -161,7 +161,7 @@ class _Writer:
         for name, rows in tensors.items():
             if (rows.dtype, rows.shape) != (group.foreign[name].dtype, group.foreign[name].shape):
                 raise TesseraError(
-                    f"tensors of different dtypes become {name}",
+                    f"{name} would join tensors of different dtypes",
                     where=self._job.native.where,
                     code="weights.mixed-dtypes",
                 )
@@ -188,7 +188,7 @@ class _Writer:
 
 @contextlib.contextmanager
 def _one_thread_each() -> Iterator[None]:
-    """Let each operation of torch use one thread: several threads call torch at the same time."""
+    """Limit torch to one thread per operation inside of the block, since several threads call torch at once."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -201,7 +201,7 @@ def _one_thread_each() -> Iterator[None]:
 
 
 def plan_safetensors(files: Mapping[str, Sequence[Entry]]) -> FolderPlan:
-    """Plan safetensors files. `files`: the tensors of each file name."""
+    """Plan safetensors files. `files`: file name -> its tensors in order."""
     plans, places = dict[str, FilePlan](), dict[str, list[Place]]()
     for name, entries in files.items():
         ordered = storage_order(entries)
@@ -215,7 +215,7 @@ def plan_safetensors(files: Mapping[str, Sequence[Entry]]) -> FolderPlan:
 
 
 class PlannedFolder:
-    """Write the files of a plan. Several threads may write tensors, in any order. Use it as a context."""
+    """Write the files of a plan. Several threads may write tensors, in any order. It is a context manager."""
 
     def __init__(self, folder: Path, plan: FolderPlan) -> None:
         self._folder, self._plan = folder, plan
@@ -242,7 +242,7 @@ class PlannedFolder:
             os.close(handle)
 
     def put(self, name: str, tensor: TensorRows) -> None:
-        """Write a tensor to its planned positions, and its checksums in zip archives. Several threads may call this.
+        """Write a tensor to its planned positions, and in zip archives also its CRC-32. Several threads may call this.
 
         Each chunk is read back after its write and compared.
         """

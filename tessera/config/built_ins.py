@@ -12,15 +12,15 @@ from tessera.errors import TesseraError, nearest
 
 @dataclass(frozen=True)
 class BuiltIns:
-    """List the modules of a package that define an agreed attribute."""
+    """List the modules of packages that define an agreed attribute, such as TASK."""
 
     kind: str  # the noun in error messages: "model family"
-    packages: tuple[str, ...]  # whose modules are searched
+    packages: tuple[str, ...]  # packages whose modules are searched
     attribute: str  # the name that each module defines, such as TASK
     key: str  # recipe key whose value is one of the names
 
     def modules(self) -> dict[str, str]:
-        """Return the import path of every built-in by its name."""
+        """Return name -> import path of every built-in."""
         defined = re.compile(rf"^{self.attribute}\b", re.MULTILINE)
         modules = {}
         for name in self.packages:
@@ -39,7 +39,7 @@ class BuiltIns:
         return sorted(self.modules())
 
     def check(self, name: str) -> None:
-        """Raise for a name that is neither a built-in nor an import path."""
+        """Raise unless a name is a built-in or has the syntax of an import path."""
         if not ("." in name or ":" in name) and name not in self.names():
             raise self.unknown(name)
 

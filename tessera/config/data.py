@@ -53,7 +53,7 @@ Host = Annotated[str, Field(pattern=r"^[A-Za-z0-9.\-]+$", max_length=253)]
 
 
 class UrlSection(Section):
-    """Allow downloads of images that data names by http(s) URLs, and set their limits."""
+    """Allow downloads of images that samples refer to by http(s) URLs, and set limits for them."""
 
     hosts: list[Host] = Field(
         default_factory=list, max_length=1000, description="allowed hosts, with their subdomains; default: all"
@@ -133,7 +133,7 @@ class DataSection(Section):
     @field_validator("train", "eval", mode="before")
     @classmethod
     def _several(cls, value: Any) -> Any:
-        """Accept `a.json,b.json` as two sets, and a path as a set without other settings."""
+        """Accept the text `a.json,b.json` as two data sets, and a path as a data set without other settings."""
         if isinstance(value, (str, Path, Mapping)):
             value = [value]
         if not isinstance(value, (list, tuple)):

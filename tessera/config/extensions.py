@@ -3,12 +3,12 @@
 | group | name | object |
 |---|---|---|
 | `tessera.commands` | any | a `typer.Typer` whose commands join the command line |
-| `tessera.check_environment` | any | `(world_size) -> {key: value}`: check variables before ranks start; keys to set |
+| `tessera.check_environment` | any | `(world_size) -> {key: value}`: check variables before the start; keys to set |
 | `tessera.prepare_rank` | any | `() -> list[Callback]`: prepare the process of a rank before it joins the others |
 | `tessera.recipe_files` | recipe key | `(recipe) -> recipe`: replace the key by the settings of the file it names |
 | `tessera.key_hints` | any | `(key, value, allowed) -> KeyHint or None`: what to write instead of an unknown key |
 | `tessera.module_names` | any | `(model) -> {name: paths}`: other names of modules, for patterns that match no path |
-| `tessera.weight_forms` | word of `convert --to` | a `tessera.checkpoint.weight_forms.WeightForm` |
+| `tessera.weight_forms` | value of `convert --to` | a `tessera.checkpoint.weight_forms.WeightForm` |
 
 A package declares entry points in its `pyproject.toml`, and an installer stores them as metadata. A source tree on the
 import path has no metadata, so the `pyproject.toml` of this repository is read as well. Entry points of packages that
@@ -30,18 +30,18 @@ _PROJECT_FILE = Path(__file__).parents[2] / "pyproject.toml"
 
 
 def extension(group: str, name: str) -> Any | None:
-    """Import the extension of this name; return None if no package declares it."""
+    """Import and return the object of an entry point; return None if no package declares it."""
     point = _entry_points(group).get(name)
     return None if point is None else _imported(point)
 
 
 def extension_names(group: str) -> list[str]:
-    """Return the names in a group. No package is imported."""
+    """Return the names of all entry points of a group. No package is imported."""
     return list(_entry_points(group))
 
 
 def extensions(group: str) -> list[Any]:
-    """Import all extensions of a group."""
+    """Import and return the objects of all entry points of a group."""
     return [_imported(point) for point in _entry_points(group).values()]
 
 
@@ -50,7 +50,7 @@ class KeyHint(NamedTuple):
 
     name: str  # the key of another program, as the user wrote it or with its spelling corrected
     sentence: str  # what to write instead
-    key: str = ""  # the key of a recipe that replaces it, if there is one
+    key: str = ""  # the recipe key that replaces it; "" if there is none
 
 
 def find_hint(key: str, value: Any = None, allowed: Collection[str] | None = None) -> KeyHint | None:

@@ -13,7 +13,7 @@ from tessera.errors import TesseraError
 Hub = Literal["hf", "ms"]
 RepoKind = Literal["model", "dataset"]
 HUBS: dict[str, str] = {"hf": "Hugging Face", "ms": "ModelScope"}
-_SCHEME = re.compile(r"(hf|ms):/{1,2}(?=[^/])", re.IGNORECASE)  # `Path` removes the second slash
+_SCHEME = re.compile(r"(hf|ms):/{1,2}(?=[^/])", re.IGNORECASE)  # one slash is allowed: `Path` removes the second
 _WORD = r"[A-Za-z0-9][\w.\-]{0,95}"
 _NAME = re.compile(rf"{_WORD}/{_WORD}", re.ASCII)
 _PLAIN = re.compile(rf"{_WORD}/{_WORD}(?:@[\w.\-]+)?", re.ASCII)
@@ -31,7 +31,7 @@ class HubId:
     kind: RepoKind
     name: str  # org/name
     revision: str | None = None  # branch, tag or commit; None: the default branch
-    inside: str = ""  # a folder or file of the repository; for data sets also a pattern of files
+    inside: str = ""  # path of a folder or file in the repository; for data sets also a glob pattern
     looks_like_path: bool = field(default=False, compare=False)  # written as org/name, which may also be a local path
 
     def __str__(self) -> str:
@@ -61,7 +61,7 @@ def hub_spelling(value: str | Path) -> str:
 
 
 def parse_hub_id(value: str | Path, kind: RepoKind, where: str) -> HubId:
-    """Parse an id with `hf://` or `ms://`. `kind`: used unless the id begins with `datasets/` or `models/`."""
+    """Parse an id with `hf://` or `ms://`. `kind`: its kind, unless it begins with `datasets/` or `models/`."""
     text = hub_spelling(value)
     hub, _, rest = text.partition("://")
     for prefix, named in (("datasets/", "dataset"), ("models/", "model")):
@@ -87,9 +87,9 @@ def parse_hub_id(value: str | Path, kind: RepoKind, where: str) -> HubId:
 
 
 def plain_hub_id(path: Path, kind: RepoKind) -> HubId | None:
-    """Return the id of `org/name` on Hugging Face; None for a local path.
+    """Return the Hugging Face id of a text like `org/name`; None for a local path.
 
-    A text is a local path if it, or its first folder, exists.
+    A text is a local path if it exists, or if its parent folder exists.
     """
     text = str(path)
     if _PLAIN.fullmatch(text) is None or _FILE.search(text) or path.exists() or path.parent.exists():
@@ -109,7 +109,10 @@ def hub_hint(path: Path) -> str:
 
 
 def find_hub_id(value: str | Path, kind: RepoKind, where: str) -> HubId | None:
-    """Return the id that a text or path contains; None for a local path."""
+    """Return the id of a model or data set on a hub, written as `hf://org/name`, `ms://org/name` or `org/name`.
+
+    Return None if the value is a local path.
+    """
     if is_hub_id(value):
         return parse_hub_id(value, kind, where)
     return plain_hub_id(Path(value), kind)

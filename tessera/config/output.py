@@ -58,12 +58,15 @@ class CheckpointSection(Section):
 
     @property
     def best(self) -> MetricSection | None:
-        """Return the metric by which the best checkpoint is chosen."""
+        """Return the metric by which the best checkpoint is chosen; None if none is."""
         return MetricSection(metric=self.keep_best) if isinstance(self.keep_best, str) else self.keep_best
 
     @property
     def interval(self) -> Interval:
-        """Return the interval between checkpoints: `every`, or ten minutes unless `at_end` is off."""
+        """Return the interval between checkpoints: `every` if it is set; otherwise ten minutes.
+
+        It is 0 (never) if neither `every` nor `at_end` is set.
+        """
         if self.every is not None:
             return parse_interval(self.every)
         return Interval(10, "minutes") if self.at_end else Interval(0)
@@ -128,7 +131,7 @@ class TrackerSection(Section):
     def _says_nothing_in_vain(self) -> TrackerSection:
         for key in ("project", "workspace", "run_name", "tags", "mode"):
             if getattr(self, key) and self.name == "tensorboard":
-                raise ValueError(f"`{key}` has no effect with tensorboard, which takes no settings")
+                raise ValueError(f"`{key}` has no effect with tensorboard, which has no settings")
         return self
 
 
@@ -147,7 +150,7 @@ class LogSection(Section):
         names = [one.name for one in self.tracker_sections]
         for name in names:
             if names.count(name) > 1:
-                raise ValueError(f"the tracker {name} is named {names.count(name)} times")
+                raise ValueError(f"the tracker {name} is listed {names.count(name)} times")
         return self
 
 

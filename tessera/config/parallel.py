@@ -1,4 +1,4 @@
-"""Declare the keys of `parallel` and `precision`: the layout of a run over ranks and its number formats."""
+"""Declare the keys of `parallel` and `precision`: how a run is split over ranks, and its dtypes."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ class RecomputeSection(Section):
 
 
 class EncoderSection(Section):
-    """Declare the parallel layout of an encoder. Its tp and cp divide those of the model, and its input sequences are
-    distributed over the remaining ranks."""
+    """Declare the parallel layout of an encoder. Its tp and cp must divide those of the model.
+
+    Its input sequences are distributed over the remaining ranks.
+    """
 
     tp: Ranks | None = Field(None, description="ranks that compute one layer together; default: as the model")
     cp: Ranks = Field(1, description="ranks that share each sequence (the patches of an image): 1, or the model's cp")

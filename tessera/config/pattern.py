@@ -11,7 +11,7 @@ from tessera.errors import TesseraError, nearest
 _RANGE = re.compile(r"(\d+)-(\d+)")
 _CLASS_PATH = re.compile(r"[A-Za-z_]\w*(\.[\w-]+)*\.[A-Z]\w*")  # package folders of remote code may contain a dash
 _MAX_RANGE = 100_000
-_EXPERTS = "experts"  # the name of modules with stacked experts, in every family
+_EXPERTS = "experts"  # name of the module with stacked experts in every model family
 
 
 @lru_cache(maxsize=4096)
@@ -113,7 +113,7 @@ def nothing_matches(pattern: str, paths: Sequence[str], where: str) -> TesseraEr
 
 
 def select_trees(patterns: Sequence[str], paths: Iterable[str], where: str) -> list[str]:
-    """Return the paths like `select`, where a pattern that names a module also matches everything below it."""
+    """Return paths like `select`; a pattern that matches a module also selects everything inside of it."""
     candidates = list(paths)
     above = {path: ancestors(path) for path in candidates}
     modules = sorted({module for found in above.values() for module in found})
@@ -128,7 +128,7 @@ def ancestors(path: str) -> list[str]:
 
 
 def home(path: str, modules: Iterable[str]) -> str | None:
-    """Return the innermost of the modules that contains a path, or is it; None if none does."""
+    """Return the innermost of these modules that is `path` or contains it; None if there is none."""
     return max((m for m in modules if path == m or path.startswith(m + ".")), key=len, default=None)
 
 

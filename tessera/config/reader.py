@@ -41,7 +41,7 @@ class Section(BaseModel):
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    if "\t" in text:  # published files have tabs at the ends of lines, which YAML's scanner refuses
+    if "\t" in text:  # some published files have tabs at the ends of lines, which PyYAML refuses
         text = "\n".join(line.rstrip(" \t") for line in text.split("\n"))
     try:
         return yaml.load(text, Loader=StrictLoader)
@@ -75,7 +75,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
         )
     if path.stat().st_size > MAX_CONFIG_BYTES:
         raise TesseraError(
-            f"a configuration of {path.stat().st_size} bytes; at most {MAX_CONFIG_BYTES} are read",
+            f"the configuration has {path.stat().st_size} bytes; the limit is {MAX_CONFIG_BYTES}",
             where=str(path),
             code="recipe.file-too-large",
         )
@@ -172,7 +172,7 @@ def _explain(section: type[Section], error: ValidationError, where: str) -> Tess
     for problem in error.errors(include_url=False):
         path = _key_path(section, problem["loc"])
         problems.setdefault(".".join(map(str, path)), []).append((path, problem))
-    # Where a key takes a mapping or a text, an invalid key inside of the mapping is reported, not that it is no text.
+    # If a key accepts a mapping or a text, report an invalid key inside of the mapping, not that it is not a text.
     lines = {
         key: _line(section, key, reports)
         for key, reports in problems.items()
@@ -273,12 +273,12 @@ def _words(expected: str) -> list[str]:
 
 
 def _key_path(section: type[Section], location: Sequence[Any]) -> list[Any]:
-    """Return the keys and list indices of a problem, without the type names that pydantic inserts."""
+    """Return the location of a pydantic error as keys and list indices, without the type names in it."""
     path: list[Any] = []
     kind: Any = section
     for part in location:
         members = [one for one in members_of(kind) if one is not type(None)]
-        if len(members) > 1:  # a key of several types: this part names the type
+        if len(members) > 1:  # the key accepts several types: this part of the location is the name of the type
             word = str(part).partition("[")[0]
             kind = next((one for one in members if word == getattr(typing.get_origin(one) or one, "__name__", "")), Any)
             continue
@@ -306,7 +306,7 @@ def _section_at(section: type[Section], path: Iterable[Any]) -> type[Section] | 
 
 
 def keys_of(section: type[Section]) -> list[str]:
-    """Return all dotted keys below a section, without the keys inside of lists and free mappings."""
+    """Return all dotted keys of a section and its sub-sections, without keys inside of lists and free mappings."""
     keys: list[str] = []
     for name, field in section.model_fields.items():
         inner = [one for one in members_of(field.annotation) if isinstance(one, type) and issubclass(one, Section)]

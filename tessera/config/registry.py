@@ -4,8 +4,8 @@ A built-in is a module of a package (`tessera.models.qwen2_vl`) that defines an 
 user is an import path: `my_package.my_model` or `my_package.my_module:MY_SPEC`. Nothing is registered at import time.
 
 A recipe is code, like a script: the classes and functions that it names are called. The checks here find mistakes and
-simple attacks; they are no sandbox. A class of the wrong type is not called, and a module of Python's standard library
-(`os`, `subprocess`, `builtins`) is not imported. `SECURITY.md` describes what is trusted.
+simple attacks; they are not a sandbox. A class of the wrong type is not called, and a module of Python's standard
+library (`os`, `subprocess`, `builtins`) is not imported. `SECURITY.md` describes what is trusted.
 """
 
 from __future__ import annotations
@@ -93,18 +93,18 @@ def refuse_standard_library(path: str, where: str | None) -> None:
         raise TesseraError(
             f"{path!r} is part of Python's standard library, which recipes may not name",
             where=where,
-            fix="name a class or a function of your own; rename your module if it has the name of a standard module",
+            fix="use a class or a function of your own; rename your module if it has the name of a standard module",
             code="recipe.part-of-python",
         )
 
 
 @dataclass(frozen=True)
 class Maker:
-    """Describe the classes and functions that may be called to make an object that a recipe names."""
+    """Describe which classes and functions of a recipe may be called to make an object, such as a data set."""
 
-    makes: str  # what an error calls the object: "data set"
-    bases: tuple[type, ...] = ()  # a subclass of one of these may be called
-    methods: tuple[tuple[str, ...], ...] = ()  # and a class of the user that has all methods of one of these sets
+    makes: str  # noun for the object in error messages, such as "data set"
+    bases: tuple[type, ...] = ()  # subclasses of these may be called
+    methods: tuple[tuple[str, ...], ...] = ()  # also user classes that have all methods of one of these tuples
 
     def check(self, target: Any, path: str, where: str | None) -> None:
         """Raise unless the class or function at an import path may be called."""
@@ -119,17 +119,17 @@ class Maker:
             accepted = [f"a subclass of {base.__module__.partition('.')[0]}'s {base.__name__}" for base in self.bases]
             accepted += [f"a class of your own with {' and '.join(names)}" for names in self.methods]
             raise TesseraError(
-                f"{path} is not called: it is no class of a {self.makes} and no function of your own",
+                f"{path} cannot make a {self.makes}: it is neither an accepted class nor a function of your own",
                 where=where,
                 allowed=[*accepted, "a function of your own that returns one"],
-                fix="name a function of your own that returns it",
+                fix=f"set the key to a function of your own that returns the {self.makes}",
                 code="recipe.wrong-class",
             )
 
 
 @dataclass(frozen=True)
 class Instance:
-    """Accept an object of one class, which is not called."""
+    """Accept an import path to an object of one class, such as a `ModelSpec`. The object is not called."""
 
     kind: type
 
@@ -138,13 +138,13 @@ class Instance:
             raise TesseraError(
                 f"{path} is a {type(target).__name__}, not a {self.kind.__name__}",
                 where=where,
-                fix=f"name a {self.kind.__name__}, as package.module:NAME",
+                fix=f"give the import path of a {self.kind.__name__}, as package.module:NAME",
                 code="recipe.wrong-class",
             )
 
 
 def check_callable(target: Any, path: str, where: str | None) -> Any:
-    """Return the class or function of an imported object, without decorators; raise if it is something else."""
+    """Return the class or function inside of decorators and partials; raise if it is something else."""
     called = _unwrapped(target)
     module = str(getattr(called, "__module__", None) or "")
     refuse_standard_library(f"{module}:{getattr(called, '__qualname__', path)}", where)
@@ -185,7 +185,7 @@ def check_arguments(called: Callable[..., Any], arguments: Mapping[str, Any], na
     """Raise unless a class or function can be called with these arguments. `name`: its name in the error."""
     try:
         signature = inspect.signature(called)
-    except ValueError:  # a class of an extension module without a signature
+    except ValueError:  # a class written in C that has no signature
         return
     try:
         signature.bind(**arguments)

@@ -36,7 +36,7 @@ from tessera.config.train import (
 )
 from tessera.errors import TesseraError
 
-NAME_PATTERN, NAME_LENGTH = r"^[^\W_][\w.\-]*$", 128  # of a run's folder: neither `..` nor an option such as `-rf`
+NAME_PATTERN, NAME_LENGTH = r"^[^\W_][\w.\-]*$", 128  # of a run's name; excludes `..` and options such as `-rf`
 ADAPTER_LR = 1e-4
 
 
@@ -69,9 +69,9 @@ class RunConfig(Section):
         read = extension("tessera.recipe_files", key)
         if read is None:
             raise TesseraError(
-                "no installed package reads this file",
+                "no installed package can read the file that this key names",
                 where=key,
-                fix="write its settings into parallel and precision",
+                fix="leave the key out, and write the settings of the file into parallel and precision",
                 code="recipe.no-reader-installed",
             )
         return read(data)
@@ -79,7 +79,7 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _adapters_learn_faster(cls, data: Any) -> Any:
-        """Set the default learning rate of adapters: it is ten times that of full models."""
+        """Set the default learning rate for adapters: ten times that of full training."""
         if not isinstance(data, Mapping):
             return data
         model, optim = data.get("model"), data.get("optim", {})
@@ -115,9 +115,9 @@ class RunConfig(Section):
 
 
 def load_config(recipe: Path | str | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> RunConfig:
-    """Read a recipe, a file or a dict, and apply overrides with dotted keys.
+    """Read a recipe from a file or a dict, and apply overrides with dotted keys.
 
-    Relative paths begin at the working folder.
+    Relative paths in it are relative to the working folder.
     """
     if isinstance(recipe, Mapping):
         data, where = dict(recipe), "recipe given as a mapping"

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from tessera.errors import TesseraError
 
-ABSURD_EPOCHS = 50  # more epochs are usually a mistake: a warning is shown
+ABSURD_EPOCHS = 50  # above this number of epochs a warning is shown: it is usually a mistake
 _UNITS = {
     "step": ("steps", 1),
     "s": ("minutes", 1 / 60),
@@ -86,12 +86,12 @@ class RunLength:
         if steps is None:
             assert epochs is not None, "a recipe has one of the two"
             assert rows_per_epoch is not None, "epochs of data without a length are refused before"
-            # Subtract a rounding error of the product, which would add a step.
+            # Subtract 1e-9: a rounding error of the product must not add a step.
             steps = max(1, math.ceil(epochs * rows_per_epoch / rows_per_step - 1e-9))
         return RunLength(steps, rows_per_step, rows_per_epoch, samples_per_step)
 
     def epoch(self, rows: int) -> float | None:
-        """Return how many epochs the first `rows` rows are."""
+        """Return how many epochs `rows` rows are; None if the length of the data is unknown."""
         return None if not self.rows_per_epoch else rows / self.rows_per_epoch
 
     @property
@@ -99,9 +99,9 @@ class RunLength:
         return self.epoch(self.steps * self.rows_per_step)
 
     def due(self, every: Interval, step: int, rows: int) -> bool:
-        """Return whether an interval ends with a step. `rows`: the rows of all steps so far, this one included.
+        """Return whether an interval ends at `step`. `rows`: number of rows of all steps so far, including this one.
 
-        Always False for minutes: clocks of ranks differ.
+        Return False for intervals in minutes: clocks of ranks differ.
         """
         if every.unit == "steps":
             return every.steps > 0 and step % every.steps == 0
@@ -112,10 +112,10 @@ class RunLength:
         return math.floor(rows / between + 1e-9) > math.floor((rows - self.rows_per_step) / between + 1e-9)
 
     def row_after(self, state: Mapping[str, Any]) -> int:
-        """Return the row with which a resumed run continues. `state`: the result of `position` in the checkpoint.
+        """Return the row index at which a resumed run continues. `state`: the result of `position` in the checkpoint.
 
-        Row numbers do not depend on the rows of a step, unless the recipe sets `samples_per_step`. Then the rows
-        differ, and the run continues at the same fraction of an epoch, rounded to a step.
+        The index is that of the checkpoint, even if the rows per step have changed. With `samples_per_step` rows are
+        packed differently then: the run continues at the same fraction of an epoch, rounded to a step.
         """
         rows, before = int(state["rows_drawn"]), state.get("length") or {}
         same = all(before.get(key) == getattr(self, key) for key in ("samples_per_step", "rows_per_step"))
@@ -127,7 +127,7 @@ class RunLength:
         return round(rows * self.rows_per_epoch / (int(epoch) * self.rows_per_step)) * self.rows_per_step
 
     def position(self, rows: int) -> dict[str, Any]:
-        """Return the data position for a checkpoint."""
+        """Return the position in the data after `rows` rows, as a checkpoint stores it."""
         length = {key: getattr(self, key) for key in ("rows_per_step", "rows_per_epoch", "samples_per_step")}
         return {"rows_drawn": rows, "length": length}
 
@@ -185,6 +185,6 @@ def check_batch(global_batch: int, micro_batch: int, ranks: int) -> None:
         f"global_batch {global_batch} does not split over {ranks} ranks with micro_batch {micro_batch}",
         where="train",
         allowed=values,
-        fix="take one of these, or let several ranks share a row: parallel.tp, parallel.cp or parallel.pp",
+        fix="use one of the allowed values, or let several ranks share a row: parallel.tp, parallel.cp or parallel.pp",
         code="layout.batch-not-divisible",
     )

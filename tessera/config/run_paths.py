@@ -13,14 +13,14 @@ from tessera.config.reader import dump_yaml
 from tessera.config.run_config import NAME_LENGTH, NAME_PATTERN, DataSection, ModelSection, RunConfig, SourceSection
 from tessera.errors import TesseraError, nearest
 
-MOST_RUNS = 8  # listed in an error
+MOST_RUNS = 8  # at most this many runs are listed in an error
 _PATTERN = re.compile(r"[*?\[{]")  # a glob pattern
 
 
 def located(config: RunConfig, base: Path) -> RunConfig:
-    """Return the recipe with absolute paths. Relative paths begin at `base`, the folder in which the run is started.
+    """Return the recipe with absolute paths. Relative paths are relative to `base`, where the run is started.
 
-    A text among the options of a data kind or a task is a path if it exists. `out` and `name` do not change.
+    A text in the options of a data kind or a task counts as a path if it exists. `out` and `name` do not change.
     """
     base = base.absolute()
 
@@ -48,13 +48,16 @@ def moved(config: RunConfig, was: Path, now: Path) -> RunConfig:
 
 
 def kept_text(config: RunConfig) -> str:
-    """Return the recipe as YAML for the run folder. A name that a recipe may not have is replaced by `run`."""
+    """Return the recipe as YAML for the run folder. If `name` is not valid in a recipe, it is replaced by `run`."""
     named = re.fullmatch(NAME_PATTERN, config.name) and len(config.name) <= NAME_LENGTH
     return dump_yaml(config if named else config.model_copy(update={"name": "run"}))
 
 
-def no_run(folder: Path, lacks: str, fix: str = "name the folder that `tessera train` made") -> TesseraError:
-    """Return the error for a folder that is not a run. It lists the runs in the parent folder."""
+def no_run(folder: Path, lacks: str, fix: str = "give the run folder that `tessera train` made") -> TesseraError:
+    """Return the error for a folder that is not a run. It lists the runs in the parent folder.
+
+    `lacks`: the file that a run folder must have.
+    """
     beside = sorted(file.parent for file in folder.parent.glob("*/config.yaml"))
     return TesseraError(
         f"{folder} is not a run: it has no {lacks}" if folder.is_dir() else f"there is no run {folder}",
@@ -102,7 +105,7 @@ def _words(tree: Any, base: Path) -> Any:
         return tree
     try:
         return os.path.normpath(base / tree) if (base / tree).exists() else tree
-    except OSError:  # too long for a file name, so it is a text
+    except OSError:  # the text is too long for a file name, so it is not a path
         return tree
 
 

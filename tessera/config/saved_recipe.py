@@ -8,7 +8,7 @@ from typing import Any
 
 from tessera.config.reader import read_mapping
 
-# Removed keys by section, with their defaults. A saved configuration contains every key of its version.
+# Section -> removed key -> its default. A saved configuration contains every key of its version, also removed ones.
 _REMOVED: Mapping[str, Mapping[str, Any]] = {"guard": {"copy_every": 0}}
 
 
@@ -21,7 +21,7 @@ def read_saved(path: Path) -> dict[str, Any]:
 
 
 def in_keys_of_today(data: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return a saved configuration with the keys of this version, and a line for each setting that is lost."""
+    """Return a saved configuration with the keys of this version, and a text for each setting that has no such key."""
     saved = dict(data)
     for name, translate in (("data", _data_of_today), ("log", _log_of_today), ("parallel", _parallel_of_today)):
         if isinstance(saved.get(name), Mapping):
@@ -37,7 +37,7 @@ def in_keys_of_today(data: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
 
 
 def _data_of_today(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the section without the key `question` of its sources, where it is not set."""
+    """Return the section `data` without the removed key `question` of its sources, unless it has a value."""
     saved = dict(section)
     for split in ("train", "eval"):
         for source in saved[split] if isinstance(saved.get(split), list) else []:
@@ -47,7 +47,7 @@ def _data_of_today(section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _log_of_today(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the section without MLflow, and without the key `uri` that MLflow alone had."""
+    """Return the section `log` without the tracker MLflow, and without the key `uri`, which only MLflow used."""
     trackers = [
         {key: value for key, value in entry.items() if key != "uri"} if isinstance(entry, Mapping) else entry
         for entry in section.get("trackers") or []
@@ -57,7 +57,7 @@ def _log_of_today(section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parallel_of_today(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the section with one list of modules to recompute."""
+    """Return the section `parallel` with the key `recompute` in place of two older keys."""
     saved = dict(section)
     patterns = [*saved.pop("recompute_activation", []), *saved.pop("recompute_norm", [])]
     if patterns:

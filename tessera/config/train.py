@@ -69,7 +69,7 @@ class EarlyStopSection(MetricSection):
 
 
 class CallbackSection(Section):
-    """Name a callback of the user, with arguments."""
+    """Declare a callback of the user: an import path, and its arguments."""
 
     name: str = Field(max_length=512, description="import path, package.module:Class")
     options: dict[str, Any] = Field(default_factory=dict, description="arguments of the class")

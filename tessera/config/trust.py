@@ -1,8 +1,8 @@
 """Decide whether the code that `config.yaml` of a run folder names may be imported. The folder may be a download.
 
-A run that names code outside of this package gets a random id, in its folder and, with the import paths, in a state
-folder of the user. The import paths of any folder without such an entry are printed, and nothing is imported unless the
-user passes `--trust`. A run that names no such code has no id.
+A run that names code outside of this package gets a random id. The id is stored in the run folder and, with the import
+paths, in the user's state folder. If a folder has no such entry there, its import paths are printed, and nothing is
+imported unless the user passes `--trust`. A run that names no such code has no id.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from tessera.config.registry import IMPORT_PATH
 from tessera.config.run_config import ModelSection, RunConfig
 from tessera.errors import TesseraError
 
-Trust = bool | Collection[str]  # True: all import paths; otherwise the trusted ones
+Trust = bool | Collection[str]  # True: trust all import paths; a collection: trust these
 
 RUN_ID = "run-id"
 STATE_VARIABLE = "TESSERA_STATE_DIR"
 _ID = re.compile(r"[0-9a-f]{32}")
-_OWN = re.compile(r"tessera(\.\w+)*(:\w+)?")  # no dot after the colon: `tessera.a:os.system` is not ours
+_OWN = re.compile(r"tessera(\.\w+)*(:\w+)?")  # no dot after the colon: `tessera.a:os.system` is not part of Tessera
 log = logging.getLogger("tessera")
 
 
 def named_code(config: RunConfig) -> dict[str, str]:
-    """Return the import paths outside of this package in a configuration, each with its key."""
+    """Return import path -> recipe key for all code outside of this package that a configuration names."""
     code = model_code(config.model)
     for key, name, options in (
         ("data.kind", config.data.kind, config.data.options),
@@ -49,7 +49,7 @@ def named_code(config: RunConfig) -> dict[str, str]:
 
 
 def model_code(section: ModelSection) -> dict[str, str]:
-    """Return the import paths outside of this package in the section `model`, each with its key."""
+    """Return import path -> recipe key for all code outside of this package that the section `model` names."""
     code = {section.family: "model.family"} if section.family and _is_path(section.family) else {}
     for at, path in _paths_in(section.config, "model.config"):
         code.setdefault(path, at)
@@ -59,7 +59,7 @@ def model_code(section: ModelSection) -> dict[str, str]:
 def check_trusted(folder: Path, code: Mapping[str, str], trust: Trust) -> None:
     """Raise if a run folder names code that is not trusted. Nothing is imported.
 
-    `folder`: a run, or one of its checkpoints. `code`: import paths with their keys.
+    `folder`: a run, or one of its checkpoints. `code`: import path -> recipe key.
     """
     if trust is True or not code:
         return
@@ -71,8 +71,8 @@ def check_trusted(folder: Path, code: Mapping[str, str], trust: Trust) -> None:
     raise TesseraError(
         f"this folder names code to import and call, and you have not trained it on this machine:{listing}",
         where=str(folder),
-        fix="if you trust this code, pass --trust (in Python trust=True); for `tessera train`, name the "
-        "code in the recipe",
+        fix="if you trust this code, pass --trust (in Python trust=True); for `tessera train`, write the "
+        "import paths into the recipe",
         code="run.code-not-trusted",
     )
 

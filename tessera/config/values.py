@@ -1,4 +1,4 @@
-"""Check values before a section is built from them, and define the number types that sections share."""
+"""Check recipe values before a section is built from them, and define number types that several sections use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_DEPTH = 64
 MAX_PATH, MAX_PATH_PART = 4096, 255  # limits of Linux, in bytes
 LARGEST = 2**63 - 1  # the largest integer of 64 bits: tensors and file offsets cannot store more
 
-# Upper bounds that no real job reaches: a larger number is a typing error, which would otherwise fail much later.
+# Upper bounds that no real run reaches: a larger number is a typing error, which would otherwise fail much later.
 Steps = Annotated[int, Field(gt=0, le=10**12)]
 StepsOrNone = Annotated[int, Field(ge=0, le=10**12)]
 Count = Annotated[int, Field(gt=0, le=10**9)]
@@ -94,7 +94,7 @@ def _check_path(value: str) -> None:
 
 
 def members_of(annotation: Any) -> list[Any]:
-    """Return the members of a union annotation, without `Annotated`; of any other annotation, itself."""
+    """Return the members of a union type without `Annotated`; for any other type, a list with the type itself."""
     origin = typing.get_origin(annotation)
     if origin is Annotated:
         return members_of(typing.get_args(annotation)[0])

@@ -12,9 +12,9 @@ from typing import Any
 import yaml
 
 MAX_DEPTH = 100
-MAX_DIGITS = 100  # of one number; each key has its own limit besides
+MAX_DIGITS = 100  # maximum digits of a number; the keys have lower limits of their own
 
-# Type of a value, a regular expression for its text, and the characters with which the text can begin.
+# (YAML tag, regular expression of its texts, characters with which such a text can begin).
 _RESOLVERS: tuple[tuple[str, str, list[str]], ...] = (
     ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", list("tTfF")),
     ("int", r"^(?:[-+]?[0-9][0-9_]*|0o[0-7]+|0x[0-9a-fA-F]+)$", list("-+0123456789")),
@@ -29,7 +29,7 @@ _RESOLVERS: tuple[tuple[str, str, list[str]], ...] = (
 
 
 class StrictLoader(yaml.SafeLoader):
-    """Read plain data. Refuse aliases, which can expand without limit, and duplicate keys."""
+    """Read YAML as plain data. Raise for aliases, which can expand without limit, and for duplicate keys."""
 
     yaml_implicit_resolvers: dict[Any, Any] = {}  # noqa: RUF012 - PyYAML's name; filled below
 
@@ -80,7 +80,7 @@ class StrictDumper(yaml.SafeDumper):
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> Any:
-    """Escape invisible characters of a text: PyYAML loses some of them."""
+    """Write a text with invisible characters in double quotes and escaped: PyYAML loses some of them otherwise."""
     seen = all(character.isprintable() or character == "\n" for character in text)
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if seen else '"')
 

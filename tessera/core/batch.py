@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 IGNORE = -100  # the label of a position that is not trained on
-EMBEDDING_NOISE = "embedding_noise"  # the tensor of a batch that training adds to the embeddings of its tokens
+EMBEDDING_NOISE = "embedding_noise"  # name of a batch tensor that training adds to the token embeddings
 
 
 @dataclass(frozen=True)
@@ -19,12 +19,13 @@ class Segments:
 
     bounds: Tensor  # [S + 1] int32
     longest: int
-    lengths: tuple[int, ...] = ()  # of the segments; empty if they are not known on the host
+    lengths: tuple[int, ...] = ()  # segment lengths; empty if they are not known on the host
     # If not 0: the sequence has this many rows of equal length, each one segment followed by padding. Causal attention
     # over full rows then gives the same outputs for the segments, with the same shapes in every step.
     rows: int = 0
-    # [3] int64, on the host: `longest`, `rows` and the first length (0: unknown). As a tensor they do not cause a
-    # recompilation for every batch. It is a field because torch copies dataclasses by fields when it casts inputs.
+    # [3] int64, on the host: `longest`, `rows`, and the length of the first segment (0: unknown). Compiled code reads
+    # this tensor: Python ints would cause a recompilation for every batch. `extent` is a dataclass field because FSDP
+    # copies dataclasses by their fields when it casts inputs.
     extent: Tensor = field(default_factory=lambda: torch.empty(0), repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -51,21 +52,21 @@ class Batch:
 
     Language batches have `tokens`, `labels` (already shifted), `positions` and segments "text". Training batches also
     have `trained`, the positions that have a label: their number is a shape, which the host has to know. Batches with
-    media have tensors of the family. The trainer reads no tensor.
+    media have further tensors that the model family defines. The trainer itself reads no tensor.
     """
 
     tensors: dict[str, Tensor]
     segments: dict[str, Segments] = field(default_factory=dict)
-    # Name of a packed tensor -> shape (frames, rows, columns) of each sample in it, on the host. Also on a rank that
-    # has a part of the tokens, these are shapes of full samples.
+    # Name of a packed tensor -> shape (frames, rows, columns) of each sample in it, on the host. These are shapes of
+    # full samples, even if this rank has only a part of their tokens.
     shapes: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     sample_ids: tuple[str, ...] = ()
-    rows: tuple[tuple[int, int], ...] = ()  # (row number, number of its samples), in the order of `sample_ids`
+    rows: tuple[tuple[int, int], ...] = ()  # (row index, number of its samples), in the order of `sample_ids`
     counts: dict[str, int] = field(default_factory=dict)
     seeds: tuple[int, ...] = ()  # one per row, so that random numbers of a task do not depend on the layout
     problems: tuple[tuple[str, str], ...] = ()  # (id, reason) of masked samples, for quarantine.jsonl
-    outputs: tuple[str, ...] = ()  # hidden states that the model should return: names of `core.outputs`
-    flops: float = 0.0  # of one forward and backward pass over the rows that this rank reports
+    outputs: tuple[str, ...] = ()  # names of hidden states that the model should return (see `core.outputs`)
+    flops: float = 0.0  # FLOPs of one forward and backward pass over the rows that this rank reports
 
     def __repr__(self) -> str:
         shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in self.tensors.items())

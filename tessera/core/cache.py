@@ -4,8 +4,8 @@ The memory of a cache is a pool of blocks for `block_size` tokens each (`nn.cach
 being generated, has a list of blocks. With one large block per row the cache is slotted; with small blocks it is paged.
 Models and `ops.cached_attention` do not distinguish them. Between two calls rows may join, leave, or get more blocks.
 
-Shapes depend only on the numbers of rows, tokens and blocks of a row, so a caller that pads these to fixed numbers can
-capture a call in a graph. A padding token needs a block that belongs to no row.
+Tensor shapes depend only on the number of rows, of tokens, and of blocks of a row. So a caller that pads these to fixed
+numbers can capture a call in a CUDA graph. A padding token needs a block that belongs to no row.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from tessera.runtime import device as devices
 
 @dataclass(frozen=True)
 class CacheRow:
-    """Describe a row in a call: its blocks, and the numbers of cached and new tokens."""
+    """Describe a row in a call: its blocks, and its number of cached and of new tokens."""
 
-    blocks: Sequence[int]  # in the order of its tokens
+    blocks: Sequence[int]  # indices of its blocks, in the order of its tokens
     cached: int  # tokens that the cache holds before the call
     new: int  # tokens that the call adds: one while decoding, a chunk of the prompt before
     sampled: bool = True  # whether the logits of its last token are needed; False inside of a prompt
@@ -39,16 +39,16 @@ class CacheStep:
     Rows with one new token should come first: their attention is computed together, without padding.
     """
 
-    segments: Segments  # of the new tokens, one for each row
-    lengths: Tensor  # [rows] int64: tokens of each row, with the new ones
+    segments: Segments  # one segment for the new tokens of each row
+    lengths: Tensor  # [rows] int64: number of tokens of each row, including new ones
     table: Tensor  # [rows, blocks of a row] int64: the blocks of each row; unused entries are any block
     slots: Tensor  # [tokens] int64: where new keys and values are stored: block x block size + offset
     last: Tensor  # [sampled rows] int64: the tokens whose logits are needed
     block_size: int
-    # On the host, so that reading them needs no synchronisation. `longest` may be larger than the maximum.
-    longest: int  # the maximum of `lengths`
+    # The following are on the host, so that reading them needs no synchronisation.
+    longest: int  # an upper bound of `lengths`
     single: int  # how many rows at the beginning have one new token
-    prefill: bool  # no row has cached tokens, so new tokens attend to one another only
+    prefill: bool  # True if no row has cached tokens: new tokens then attend to one another only
 
     @staticmethod
     def of(rows: Sequence[CacheRow], block_size: int, device: torch.device | str, width: int = 0) -> CacheStep:
@@ -75,7 +75,7 @@ class CacheStep:
         last = [end - 1 for end, row in zip(ends, rows, strict=True) if row.sampled]
         new = tuple(row.new for row in rows)
         parts = ([0, *ends], lengths, [block for blocks in table for block in blocks], slots, last)
-        # One transfer for all of them.
+        # Copy all index tensors to the device in one transfer.
         sent = devices.send([number for part in parts for number in part], torch.int64, torch.device(device))
         on_device = sent.split([len(part) for part in parts])
         return CacheStep(

@@ -25,10 +25,10 @@ class TrainerHandle(Protocol):
     """Declare the members of the trainer that a callback may use (`tessera.training.trainer.Trainer`)."""
 
     step: int  # optimizer steps done
-    phase: str  # of the step; threads that watch the run read it
+    phase: str  # what the trainer is doing now; watchdog threads read it
     phase_listeners: list[Callable[[str], None]]  # called with the new phase whenever it changes
-    stop_reason: str | None  # of `request_stop`
-    paused_seconds: float  # spent on evaluation and saving
+    stop_reason: str | None  # argument of `request_stop`; None: no stop was requested
+    paused_seconds: float  # seconds spent on evaluation and saving
 
     # ---- the run
 
@@ -45,7 +45,7 @@ class TrainerHandle(Protocol):
 
     @property
     def data_seconds(self) -> float:
-        """Return how long the trainer has waited for data since the start."""
+        """Return the seconds that the trainer has waited for data since the start."""
         ...
 
     @property
@@ -70,7 +70,7 @@ class TrainerHandle(Protocol):
 
     @property
     def eval_weights(self) -> Callable[[], AbstractContextManager[None]]:
-        """Return a context in which the module has the weights to evaluate."""
+        """Return a function that makes a context in which the module has the weights to evaluate, such as EMA."""
         ...
 
     def tensors(self) -> dict[str, Tensor]:
@@ -78,25 +78,25 @@ class TrainerHandle(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state besides tensors, as a checkpoint keeps it."""
+        """Return all state of the run except tensors, as `state.json` of a checkpoint has it."""
         ...
 
     # ---- requests
 
     def request_stop(self, reason: str) -> None:
-        """Finish this step, save and end. A resume goes on."""
+        """Finish this step, save a checkpoint and end the run. It can be resumed."""
 
     def request_save(self) -> None:
         """Save after this step. All ranks call this at the same step."""
 
     def end_early(self, reason: str) -> None:
-        """End as if this step were the last. All ranks call this at the same step."""
+        """End the run as if this step were its last. All ranks call this at the same step."""
 
     def report_eval(self, metrics: dict[str, float]) -> None:
         """Call `on_eval` of all callbacks."""
 
     def save(self) -> Path | None:
-        """Save this step, unless it is saved already, and wait until it is written."""
+        """Save a checkpoint of this step, unless there is one, and wait until it is written."""
 
     def paused(self, phase: str) -> AbstractContextManager[None]:
         """Return a context whose time does not count as training."""
@@ -107,23 +107,23 @@ class RewindHandle(TrainerHandle, Protocol):
     """Declare the further members that `OptimizerStep.update` may use, to return to an earlier state."""
 
     def begin(self) -> None:
-        """Fill the initial weights."""
+        """Fill the model with its initial weights."""
 
     def resume(self, before: int | None = None) -> bool:
-        """Load the newest good checkpoint, of fewer than `before` steps; return False if there is none."""
+        """Load the newest undamaged checkpoint, of a step below `before` if given; return False if none exists."""
         ...
 
     def restore_state(self, step: int, state: Mapping[str, Any]) -> None:
-        """Restore everything but tensors (see `state_dict`)."""
+        """Restore all state except tensors from the result of `state_dict`."""
 
     def continue_from_here(self) -> None:
-        """Drop the records of later steps and read the data of this step again."""
+        """Remove log records of steps after the current one, and let the data continue from this step."""
 
 
 class AsyncScalars:
-    """Copy named numbers to the host while the device continues to compute.
+    """Copy named scalars to the host while the device continues to compute.
 
-    A call waits for the copy alone, not for kernels that were queued after it.
+    Calling the object returns them. It waits for the copy, but not for kernels that were queued after it.
     """
 
     def __init__(self, names: Sequence[str], conditions: Sequence[str], copy: devices.HostCopy) -> None:
@@ -131,7 +131,7 @@ class AsyncScalars:
 
     @staticmethod
     def of(numbers: Mapping[str, Tensor], counted: Mapping[str, Tensor] | None = None) -> AsyncScalars:
-        """Begin to copy scalars to the host. `counted`: counts of some of them; those with count 0 are left out."""
+        """Begin to copy scalars to the host. `counted`: name -> whether to include it; default: yes."""
         conditions = counted or {}
         wide = devices.sum_dtype(next(iter(numbers.values())).device)
         stacked = torch.stack([number.detach().to(wide) for number in (*numbers.values(), *conditions.values())])
@@ -143,7 +143,7 @@ class AsyncScalars:
         return {name: value for name, value in zip(self._names, values, strict=False) if exists.get(name, 1.0)}
 
     def ready(self) -> bool:
-        """Return whether a call would not have to wait."""
+        """Return whether the copy is finished, so that a call does not wait."""
         return self._copy.ready()
 
 
@@ -151,12 +151,12 @@ class AsyncScalars:
 class StepResult:
     """Describe one finished optimizer step."""
 
-    step: int  # steps done, this one included
+    step: int  # number of finished steps, including this one
     numbers: AsyncScalars  # `loss`, `grad_norm` and metrics of the task
     lr: float
-    microbatches: Sequence[Batch]  # of this rank, without their tensors
+    microbatches: Sequence[Batch]  # micro-batches of this rank, without their tensors
     applied: bool = True  # False: the guard skipped the update
-    epoch: float | None = None  # passes over the data, this step included; None: the data has no length
+    epoch: float | None = None  # passes over the data, including this step; None: the length of the data is unknown
 
 
 class Callback:
@@ -171,7 +171,7 @@ class Callback:
     def on_step_begin(self, trainer: TrainerHandle) -> None: ...
 
     def on_before_optim(self, trainer: TrainerHandle) -> None:
-        """Read gradients before they are clipped."""
+        """Run after backward, before gradients are clipped."""
 
     def on_step_end(self, trainer: TrainerHandle, result: StepResult) -> None: ...
 

@@ -16,18 +16,18 @@ class Engine(Protocol):
     """Compute losses and gradients. `SimpleEngine` and `PipelineEngine` of `tessera.parallel` implement it."""
 
     loss_scale: LossScale | None
-    microbatch: int | None  # index of the current micro-batch; None: none, or several at once
+    microbatch: int | None  # index of the current micro-batch; None if no micro-batch or several are being computed
 
     def encode(self, task: Task, microbatches: Sequence[Batch]) -> list[Batch]:
         """Return micro-batches with the outputs of frozen encoders. All ranks take part."""
         ...
 
     def step(self, task: Task, microbatches: Sequence[Batch]) -> LossTotals:
-        """Add the gradients of the loss to the parameters; return sums over all micro-batches and ranks."""
+        """Add the gradients of the loss to the parameters; return loss sums over all micro-batches and ranks."""
         ...
 
     def evaluate(self, task: Task, batch: Batch, counts: bool) -> LossTotals:
-        """Return the losses without gradient. `counts` False: take part in collectives with zeros."""
+        """Return the losses without gradient. `counts` False: this rank adds zeros, but takes part in collectives."""
         ...
 
     def settle(self, optimizer: torch.optim.Optimizer) -> None:

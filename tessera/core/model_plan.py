@@ -11,11 +11,11 @@ import torch
 from tessera.core.batch import Batch
 
 # How a parameter is split over the ranks of tensor parallelism.
-# column, row: by the output or input features of a linear layer (of stacked experts: of each expert)
-# vocab: by the entries of a table of tokens
-# sequence: not split; with `parallel.sequence_parallel` applied to the tokens of the rank
-# heads: not split; applied to the heads or features of a rank
-# features: the vector of a norm over features that are split by columns, split alike
+# column, row: by the output or input features of a linear layer, or of each expert
+# vocab: by the tokens of an embedding or head
+# sequence: not split; with `parallel.sequence_parallel` each rank applies it to its own tokens
+# heads: not split; each rank applies it to its own heads or features
+# features: the weight of a norm over features that are split by columns; it is split in the same way
 # replicate: not split; applied to all tokens
 TensorStyle = Literal["column", "row", "vocab", "sequence", "heads", "features", "replicate"]
 
@@ -29,27 +29,27 @@ class Stream:
     other ranks wait for it in collectives.
     """
 
-    tensors: tuple[str, ...]  # have one entry per element; the length of the first is the number of elements
-    segments: str  # key of the bounds of its sequences: images, recordings, samples
-    dim: int = 0  # dimension of these tensors that counts elements
+    tensors: tuple[str, ...]  # names of batch tensors with one entry per element: a token, patch or audio frame
+    segments: str  # key in `Batch.segments` of its sequences: images, recordings, samples
+    dim: int = 0  # the dimension of `tensors` along elements
     module: str = ""  # path of the encoder
     projector: str = ""  # path of the module that turns the encoder's outputs into elements of the main sequence
-    slots: str = ""  # tensor with the positions in the main sequence that the outputs replace
-    windows: str = ""  # key of finer bounds, which never cross those of `segments`
-    positions: tuple[str, ...] = ()  # tensors with positions in this sequence, in ascending order
-    index: str = ""  # tensor with the indices of this rank's elements, if the sequence is sharded
-    own_segments: str = ""  # key of the bounds of sequences among this rank's elements, if the sequence is sharded
+    slots: str = ""  # name of the tensor with the positions in the main sequence that the outputs replace
+    windows: str = ""  # key in `Batch.segments` of attention windows, which lie inside of `segments`
+    positions: tuple[str, ...] = ()  # names of tensors with ascending positions in this sequence
+    index: str = ""  # name of the tensor with the indices of this rank's elements, if the sequence is sharded
+    own_segments: str = ""  # key in `Batch.segments` of this rank's elements, if the sequence is sharded
     per_slot: int = 1  # maximum number of neighbouring elements that become one output
-    width: int = 0  # features of an output of the encoder; 0: unknown
-    blank: Callable[[torch.device], Batch] | None = None  # the smallest input that the encoder takes
+    width: int = 0  # number of features of an encoder output; 0: unknown
+    blank: Callable[[torch.device], Batch] | None = None  # makes the smallest input that the encoder takes
 
     @staticmethod
     def sources(positions: str) -> str:
-        """Name the tensor with the source index of each slot or position on a rank, if the sequence is sharded."""
+        """Return the name of the tensor with the index, in the unsharded batch, of each slot or position on a rank."""
         return f"{positions}.sources"
 
     def selection(self, name: str) -> str:
-        """Name a tensor that selects features or outputs of the encoder: `patches`, `index` or `weights`."""
+        """Return the batch key of a tensor that selects encoder features. `name`: `patches`, `index` or `weights`."""
         return f"{self.slots.removesuffix('_slots')}_{name}"
 
     def elements(self, batch: Batch) -> int:
@@ -60,8 +60,10 @@ class Stream:
 
 @dataclass(frozen=True)
 class StageActivation:
-    """Describe the activation between two pipeline stages: a tensor [elements, width] with at most `per_token` elements
-    for each token of a micro-batch. The receiver ignores the padding behind the real ones."""
+    """Describe the activation between two pipeline stages: a tensor [rows, width].
+
+    It has at most `per_token` rows for each token of a micro-batch. The receiver ignores padding rows at its end.
+    """
 
     per_token: int
     width: int
@@ -69,9 +71,11 @@ class StageActivation:
 
 @dataclass(frozen=True)
 class PipelineUnit:
-    """Describe a step of the forward pass that a pipeline can assign to a stage: a module pattern, and the cost of one
-    match. A stage may end behind a match if `output` is given. Units with a `stream` are layers, which
-    `parallel.layers` counts; the others (embeddings, norms, heads) stay with the layer before them."""
+    """Describe modules that a pipeline assigns to stages: a module pattern, and the cost of each matching module.
+
+    A stage may end after such a module if `output` is given. Units with a `stream` are layers, which `parallel.layers`
+    counts. The others (embeddings, norms, heads) are in the stage of the layer before them.
+    """
 
     pattern: str
     cost: float = 1.0
@@ -83,15 +87,15 @@ class PipelineUnit:
 class ModelPlan:
     """Describe how a model may be split over devices, by patterns of module paths (see `config.pattern`)."""
 
-    blocks: tuple[str, ...]  # modules that are the unit of sharding, recompute and compile
+    blocks: tuple[str, ...]  # modules that are sharded, recomputed and compiled as a whole
     tensor: Mapping[str, TensorStyle]  # parameter pattern -> style; every parameter is matched exactly once
-    units: tuple[PipelineUnit, ...] = ()  # in order of execution
-    streams: Mapping[str, Stream] = field(default_factory=dict)  # by the name that `parallel.encoders` and units use
+    units: tuple[PipelineUnit, ...] = ()  # what a pipeline assigns to stages, in order of execution
+    streams: Mapping[str, Stream] = field(default_factory=dict)  # by name, as in `parallel.encoders` and `units`
     experts: tuple[str, ...] = ()  # modules that hold the stacked weights of experts, [experts, ...] each
     # Modules that compute attention alone, forward(q, k, v, segments): context parallelism wraps them.
     attention: tuple[str, ...] = ()
     heads: Mapping[str, int] = field(default_factory=dict)  # module pattern -> number of heads in its output features
-    decoder: str = ""  # path of the text decoder, if `streams` do not declare encoders
+    decoder: str = ""  # path of the text decoder, for models whose encoders are not in `streams`
     # Modules that keep float32 weights and cast their inputs and outputs themselves. Inside of blocks they are small,
     # and every rank has them unsharded.
     float32: tuple[str, ...] = ()

@@ -1,7 +1,7 @@
 """Define the outputs of models, by name.
 
-A model family declares the outputs it gives (`ModelSpec.outputs`), a task those it reads (`Task.reads`). Heads are
-always given. Hidden states of layers cost memory: a model returns them only if the batch asks for them
+A model family declares the outputs of its model (`ModelSpec.outputs`), a task those it reads (`Task.reads`). Outputs of
+heads are always returned. Hidden states of layers cost memory: a model returns them only if the batch asks for them
 (`Batch.outputs`). A name is a dotted path, so that a declaration can be a pattern (see `config.pattern`).
 """
 
@@ -14,10 +14,10 @@ from torch import Tensor
 
 from tessera.errors import TesseraError
 
-LOGITS = "logits"  # of the next token, by the main head
+LOGITS = "logits"  # logits of the next token, from the main head
 REWARDS = "rewards"  # one number for each token: the reward of the sequence up to it
 LATENTS = "latents"  # the raw prediction of a generation model (a velocity, the noise or v), [N, channels x patch]
-HIDDEN = "hidden"  # the final hidden states; `hidden_of(path)`: those behind a layer
+HIDDEN = "hidden"  # the final hidden states; `hidden_of(path)` names those after a layer
 # Outputs of families that use `nn.causal_lm` or `nn.multimodal`.
 LANGUAGE_OUTPUTS = (LOGITS, HIDDEN, f"{HIDDEN}.text.layers.{{*}}")
 
@@ -29,7 +29,7 @@ class Projection(NamedTuple):
     """
 
     hidden: Tensor  # [T, D]
-    head: Any  # nn.Module with .weight [V, D]; `tree_map` over tensors skips a module
+    head: Any  # nn.Module with .weight [V, D]; it is Any because `tree_map` over tensors skips modules
 
 
 class AuxiliaryLoss(NamedTuple):
@@ -39,17 +39,17 @@ class AuxiliaryLoss(NamedTuple):
     weight: float
 
 
-# Plain dictionaries and tuples: FSDP looks for tensors in these to run its hooks.
+# Only dictionaries and tuples: FSDP finds tensors in these to add its backward hooks.
 Outputs = dict[str, Tensor | Projection | AuxiliaryLoss]
 
 
 def hidden_of(path: str) -> str:
-    """Return the name of the hidden states behind the layer at a module path, such as `text.layers.3`."""
+    """Return the output name of the hidden states after the layer at a module path, such as `text.layers.3`."""
     return f"{HIDDEN}.{path}"
 
 
 def projection(outputs: Mapping[str, Any], name: str) -> Projection:
-    """Return the output of a head, before the head is applied."""
+    """Return the output `name` as a `Projection`: hidden states and the head that is not applied yet."""
     output = _output(outputs, name)
     if not isinstance(output, Projection):
         raise TesseraError(

@@ -1,4 +1,4 @@
-"""Define a data set for the loader: rows by number."""
+"""Define the interface of data sets for the loader: rows by index."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from tessera.core.batch import Batch
 from tessera.errors import TesseraError
 
-ENDLESS = 1 << 40  # rows of one epoch of data without a known length
+ENDLESS = 1 << 40  # number of rows of an epoch if the length of the data is unknown
 
 
 class RowSource(ABC):
-    """Base class of data sets for the loader: rows by number, each a pure function of its number.
+    """Base class of data sets for the loader. A row depends on nothing but its index.
 
-    Row numbers count draws since the start of training, so that number // len(source) is the epoch. A source is pickled
+    The index counts rows since the start of training, so index // len(source) is the epoch. A source is pickled
     to worker processes and called there: it holds no open file and no device tensor. Only `__len__` and `batch` must be
     written; the other members are optional.
     """
@@ -31,15 +31,16 @@ class RowSource(ABC):
 
     @property
     def identity(self) -> str:
-        """Return a hash that changes whenever a row would contain other samples; "": unknown.
+        """Return a hash of the assignment of samples to rows; "": unknown. A resume compares it with the checkpoint's.
 
-        Several hashes may be joined by slashes: rows are the same if one of them is unchanged.
+        It may be several hashes, joined by slashes, such as one with file paths and one of the content. Rows are
+        unchanged if any of them is equal.
         """
         return ""
 
     @property
     def rows_per_step(self) -> int | None:
-        """Return the rows of a step if the source decides it (train.samples_per_step); None: as in the recipe."""
+        """Return the number of rows of a step if the source sets it (train.samples_per_step); None: the recipe does."""
         return None
 
     @property
@@ -49,7 +50,7 @@ class RowSource(ABC):
 
     @property
     def decodes_media(self) -> bool:
-        """Return whether a batch needs media decoders, which may crash and so run in worker processes."""
+        """Return whether a batch needs media decoders. They may crash, so they run in worker processes."""
         return False
 
     @abstractmethod
@@ -76,12 +77,15 @@ class RowSource(ABC):
         return self.batch(rows)
 
     def work(self, rows: Sequence[int]) -> Sequence[float] | None:
-        """Return the cost of each row, to balance ranks; None: unknown, and all rows count alike."""
+        """Return the cost of each row in FLOPs, to balance ranks; None: unknown, so all rows have equal cost."""
         return None
 
     def without(self, samples: Mapping[str, str]) -> RowSource | None:
-        """Return the same rows with these samples (with the reason) masked; None: the source cannot leave any out."""
+        """Return a source with the same rows in which these samples are masked; None if it cannot mask samples.
+
+        `samples`: id -> reason.
+        """
         return None
 
     def check_ranks(self, position: int, count: int) -> None:  # noqa: B027
-        """Raise if the source splits its rows over other ranks than rank `position` of `count` data-parallel ones."""
+        """Raise if the source was made for another data-parallel rank than `position` of `count`."""

@@ -8,17 +8,17 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-PartKind = Literal["text", "image", "video", "audio", "features"]  # features: outputs of encoders for a full sample
+PartKind = Literal["text", "image", "video", "audio", "features"]  # features: stored encoder outputs of a full sample
 PLAIN = "text"  # the role of plain text: no header, no end of turn, and all tokens are trained on
 
 
 class StoredTensors(ABC):
-    """Base class of values of parts of kind `features`: stored encoder outputs of one sample."""
+    """Base class of `Part.value` for the kind `features`: stored encoder outputs of one sample."""
 
     @property
     @abstractmethod
     def content(self) -> str:
-        """Return text that differs between samples with different tensors."""
+        """Return a text that identifies the tensors: it differs between samples with different tensors."""
 
     @abstractmethod
     def load(self) -> dict[str, Tensor]:
@@ -58,13 +58,13 @@ class MediaSize:
     width: int
     height: int
     frames: int = 1
-    samples: int = 0  # of audio, at the rate it is decoded to
-    total: int = 0  # frames of the full video, from which `frames` are taken evenly
+    samples: int = 0  # audio samples, at the sampling rate to which audio is decoded
+    total: int = 0  # number of frames of the full video, from which `frames` frames are taken evenly
     rate: float | None = None  # frames per second of the full video; None: unknown
 
     @property
     def fps(self) -> float | None:
-        """Return the frames per second of the selected frames."""
+        """Return the frames per second after `frames` frames were selected from the video."""
         return None if self.rate is None or not self.total else self.frames / self.total * self.rate
 
 
@@ -72,13 +72,13 @@ class MediaSize:
 class EncodedStream:
     """Hold the input of one encoder for one sample, before packing. The fields follow `Stream` in the model's plan."""
 
-    tensors: dict[str, Tensor]  # by their names in a batch; they have one entry per element
-    lengths: tuple[int, ...]  # elements of each sequence: a frame, a tile, a recording
-    slots: Tensor  # [outputs] int64: tokens of the sample that the encoder's outputs replace
-    windows: tuple[int, ...] = ()  # elements of each window, for encoders with window attention
-    selected: Tensor | None = None  # [features] elements whose features become outputs; None: all of them
-    # [outputs, K]: features that each output is interpolated from, -1 for the projector's own embedding; None: each
-    # feature is an output.
+    tensors: dict[str, Tensor]  # by their names in a batch, with one entry per element: a patch or audio frame
+    lengths: tuple[int, ...]  # number of elements of each sequence: an image, a video frame, a recording
+    slots: Tensor  # [outputs] int64: positions of the tokens that the encoder's outputs replace
+    windows: tuple[int, ...] = ()  # number of elements of each window, for encoders with window attention
+    selected: Tensor | None = None  # [features]: indices of the elements whose features are used; None: all
+    # [outputs, K]: indices of the features that each output is interpolated from; -1 is the projector's own embedding.
+    # None: each feature is an output.
     index: Tensor | None = None
     weights: Tensor | None = None  # [outputs, K] interpolation weights
 

@@ -21,15 +21,18 @@ from tessera.weights.map import WeightMap
 
 @dataclass(frozen=True)
 class Passes:
-    """Count how often a training step computes the products of a module: once in forward, once for the gradient of the
-    input if an earlier module is trained, and once for the gradient of a trained weight."""
+    """Hold how often a training step computes each kind of matrix product of a module.
 
-    weights: float = 3.0  # products with weights
-    attention: float = 3.0  # products of queries with keys, and of attention weights with values
-    first: float = 2.0  # the first product of an encoder, whose input has no gradient
+    Once in forward, once for the gradient of the input if an earlier module is trained, and once for the gradient of a
+    trained weight.
+    """
+
+    weights: float = 3.0  # passes over products with weights
+    attention: float = 3.0  # passes over the QK and AV products of attention
+    first: float = 2.0  # passes over the first product of an encoder, whose input has no gradient
 
 
-# By the name of a part of the model ("text", "head", "vision", "projector"). Missing parts are fully trained.
+# Part of the model ("text", "head", "vision", "projector") -> its passes. Missing parts are fully trained.
 Training = Mapping[str, Passes]
 FULL = Passes()
 
@@ -39,17 +42,19 @@ class Processor(Protocol):
     """Turn samples into batches. The same object serves training, evaluation and serving."""
 
     def measure(self, sample: Sample, sizes: Sequence[MediaSize]) -> dict[str, int]:
-        """Return the cost of the encoded sample from headers alone: {"tokens": n, "patches": m, ...}."""
+        """Return the size of the encoded sample without decoding media: {"tokens": n, "patches": m, ...}."""
         ...
 
     def encode(self, sample: Sample, media: Sequence[Any], sizes: Sequence[MediaSize] | None = None) -> Any:
-        """Return a sample ready to be packed: `Encoded` of conversations, others of other kinds. `media`: one
-        decoded object per media part (PIL image, or uint8 frames [F, H, W, 3]), in order. `sizes`: of their
-        headers, where images were made smaller while they were decoded."""
+        """Return a sample ready to be packed: for conversations an `Encoded`, for other data another type.
+
+        `media`: one decoded object per media part (PIL image, or uint8 frames [F, H, W, 3]), in order. `sizes`: the
+        sizes in their headers, which differ if images were made smaller while they were decoded.
+        """
         ...
 
     def collate(self, rows: Sequence[Sequence[Any]], length: int) -> Batch:
-        """Pack each row's samples into `length` tokens (padded), rows one after another."""
+        """Pack the samples of each row into `length` tokens, with padding, and concatenate the rows."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -71,8 +76,10 @@ class LanguageProcessor(Processor, Protocol):
         media: Sequence[Sequence[Any]],
         sizes: Sequence[Sequence[MediaSize]] | None = None,
     ) -> Batch:
-        """Return a batch to generate from: one unpadded segment per sample, ending where the assistant speaks. `sizes`
-        as for `encode`."""
+        """Return a batch to generate from: one unpadded segment per sample, which ends with the assistant's header.
+
+        `sizes`: as for `encode`.
+        """
         ...
 
     def decode(self, tokens: Sequence[int]) -> str: ...
@@ -83,7 +90,7 @@ class LanguageProcessor(Processor, Protocol):
 
 @runtime_checkable
 class InitializesByName(Protocol):
-    """Mark a module that draws initial weights by name, so that any part of it can be filled alone."""
+    """Declare a module that can draw the initial values of each parameter separately, by its name."""
 
     def initialize(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
         """Fill the full parameter of this name in place."""
@@ -92,7 +99,7 @@ class InitializesByName(Protocol):
 
 @runtime_checkable
 class InitializesItself(Protocol):
-    """Mark a module that draws the initial weights of all its parameters at once."""
+    """Declare a module that draws the initial weights of all its parameters at once."""
 
     def init_weights(self) -> None:
         """Fill every parameter in place."""
@@ -101,7 +108,7 @@ class InitializesItself(Protocol):
 
 @runtime_checkable
 class AdjustsAfterInit(Protocol):
-    """Mark a module that adjusts weights or buffers after initialization."""
+    """Declare a module that adjusts weights or buffers after initialization."""
 
     def post_meta_init(self) -> None:
         """Adjust parameters or buffers in place.
@@ -115,8 +122,8 @@ class AdjustsAfterInit(Protocol):
 # Where a frozen component is stored between uses: unsharded on every rank's device, sharded over the ranks that share
 # the trained model, or in host memory, from which each use copies it to the device.
 Residence = Literal["device", "sharded", "offloaded"]
-# Which pipeline stages hold a frozen component: the first, where `Task.encode` runs; the last, where `Task.losses`
-# runs; or all of them, each the layers that it holds of the trained model.
+# Which pipeline stages have a frozen component: the first, where `Task.encode` runs; the last, where `Task.losses`
+# runs; or "split" like the trained model, so that each stage has its layers.
 Stage = Literal["first", "last", "split"]
 
 
@@ -126,13 +133,13 @@ class Component:
 
     build: Callable[[Any], nn.Module]  # (config) -> the module without weights, on the meta device
     plan: Callable[[Any], ModelPlan] = lambda _: ModelPlan((), {})
-    weights: Mapping[str, Callable[[Any], WeightMap]] = field(default_factory=dict)  # by form: "hf", "original", ...
+    weights: Mapping[str, Callable[[Any], WeightMap]] = field(default_factory=dict)  # by format: "hf", "original"
     trained: bool = True
     # (config) -> the unsharded module with weights, on the host: from its own files, or as its constructor draws
-    # them. None, or a module of None: `initialize(name, tensor, generator)` of the module draws initial weights.
+    # them. If `load` is None or returns None, `initialize(name, tensor, generator)` of the module draws the weights.
     load: Callable[[Any], nn.Module | None] | None = None
-    residence: Residence = "sharded"  # of a frozen component that is not split
-    # Of a frozen component. One that is split is laid out like the trained model and has its initial weights.
+    residence: Residence = "sharded"  # used for frozen components with another `stage` than "split"
+    # Used for frozen components. "split": laid out like the trained model, whose initial weights it has.
     stage: Stage = "split"
 
     def loaded(self, config: Any = None) -> nn.Module:
@@ -142,9 +149,9 @@ class Component:
         return module
 
     def weight_map(self, config: Any, form: str = "hf") -> WeightMap | None:
-        """Return the weight map of this form; None where the component has no such files.
+        """Return the weight map of a folder format; None if the component is not stored in this format.
 
-        That of Hugging Face folders knows the tables of all other forms: reading, the names in a folder decide.
+        The map of "hf" contains the maps of all other formats (`others`): a reader chooses by the names in a folder.
         """
         make = self.weights.get(form)
         if make is None or form != "hf":
@@ -158,33 +165,34 @@ class ModelSpec:
     """Describe a model family to other packages. A folder under `models/` exposes one as `SPEC`."""
 
     name: str
-    config: type[Section]  # with a classmethod from_hf(dict) and to_hf() -> dict if the family has a Hugging Face form
+    config: type[Section]  # with from_hf(dict) and to_hf() -> dict if the family has Hugging Face folders
     main: Component  # the model that is trained
     processor: Callable[..., Processor] | None = None  # (config, folder, **options of the `data.processor` section)
-    # (config, batch, training: Training) -> FLOPs of one forward and backward pass: products of the model itself, with
-    # half the square of causal attention, without recomputation, untrained positions of the head and unused
-    # gradients. One definition for the step line, benchmarks and balance.
+    # (config, batch, training: Training) -> FLOPs of one forward and backward pass. Only matrix products count; causal
+    # attention counts half of the square. Recomputation, head positions without a label and unused gradients do not
+    # count. The step line, benchmarks and the balancing of ranks use it.
     flops: Callable[..., float] | None = None
-    # (config, measures of samples by name, training: Training) -> the same for each sample in each stream; adds up
+    # (config, measures of samples by name, training: Training) -> FLOPs of each sample, by stream. They may be summed
     # over the samples of a row.
     work: Callable[..., dict[str, np.ndarray]] | None = None
-    # (config, tokens) -> a micro-batch of so many tokens, made up: input of forecasts and dry runs.
+    # (config, tokens) -> an invented micro-batch with this number of tokens, for forecasts and dry runs.
     example: Callable[[Any, int], Batch] | None = None
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    # Of classes of another library, which continue prompts by themselves: (module, batch, *, max_new_tokens,
+    # Set if the model is a class of another library that generates by itself: (module, batch, *, max_new_tokens,
     # stop_tokens, choose: logits [rows, vocabulary] -> tokens [rows], greedy, on_token) -> the new tokens of each row.
     generate: Callable[..., list[list[int]]] | None = None
     task: str = "language"  # the objective when the recipe names none
-    outputs: tuple[str, ...] | None = None  # patterns of the outputs that the model gives by name; None: not declared
+    outputs: tuple[str, ...] | None = None  # patterns of the names of the model's outputs; None: not declared
     # Values of "model_type" (transformers) or "_class_name" (diffusers) in config.json that mean this family.
     hf_types: tuple[str, ...] = ()
-    # The same for folders in the form of a model's makers: (folder, config.json) -> config.json of Hugging Face's form.
+    # The same for folders in the original format of a model's authors, with a function that translates config.json:
+    # (folder, original config.json) -> config.json of Hugging Face.
     originals: Mapping[str, Callable[[Path, Mapping[str, Any]], dict[str, Any]]] = field(default_factory=dict)
 
     @property
     def foreign(self) -> bool:
-        """Return whether the model is a class of another library: it may lack a tokenizer, and it may have parameters
-        that no loss reaches."""
+        """Return whether the model is a class of another library. It may lack a tokenizer, and it may have parameters
+        without a gradient."""
         return self.generate is not None
 
     def gives(self, output: str) -> bool:

@@ -24,7 +24,7 @@ class StepSource(ABC):
     step. After training went back to an earlier step, `load_state_dict` and `start` are called again.
 
     A resume is bitwise if the micro-batches of a step depend on nothing but the step, the weights and the state of the
-    source. So random numbers are drawn from a seed and the step (`tessera.runtime.rng.generator`).
+    source. So draw random numbers from a seed and the step (`tessera.runtime.rng.generator`).
     """
 
     def setup(self, module: nn.Module, task: Task, world: World) -> None:  # noqa: B027
@@ -32,7 +32,7 @@ class StepSource(ABC):
 
     @abstractmethod
     def start(self, step: int, row: int) -> None:
-        """Begin after the first `step` steps, which have used `row` rows."""
+        """Begin after `step` finished steps, which have used the first `row` rows."""
 
     @abstractmethod
     def next_step(self) -> Sequence[Batch]:
@@ -52,21 +52,21 @@ class StepSource(ABC):
 
     @property
     def can_read_again(self) -> bool:
-        """Return whether `read_again` works."""
+        """Return whether `read_again` is implemented: whether rows that a step has used can be read a second time."""
         return False
 
     def read_again(self, rows: Sequence[int], without: Collection[str] = ()) -> Batch:
-        """Return a micro-batch of these rows once more, on the host.
+        """Return a micro-batch of rows that an earlier step has used, with tensors on the host.
 
-        `without`: ids of samples to leave out. It is empty unless `can_leave_out`.
+        `without`: ids of samples to leave out; empty unless `can_leave_out` is True.
         """
         raise NotImplementedError
 
     @property
     def can_leave_out(self) -> bool:
-        """Return whether `leave_out` works, and `read_again` with some samples left out."""
+        """Return whether single samples can be excluded: by `leave_out`, and by `without` of `read_again`."""
         return False
 
     def leave_out(self, samples: Mapping[str, str]) -> None:
-        """Leave samples out of the steps after the next `start`. `samples`: the reason by id."""
+        """Exclude samples from all steps after the next `start`. `samples`: id -> reason."""
         raise NotImplementedError

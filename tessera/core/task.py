@@ -1,6 +1,7 @@
 """Define the interface of objectives: counts, model inputs and loss terms.
 
-A loss term is a *sum* with the name of its count. Counts are summed over all ranks and micro-batches before backward:
+A loss term is a *sum* with the name of its count, the number of tokens or samples that it is averaged over. Counts are
+summed over all ranks and micro-batches before backward:
 
     loss = sum(term.weight * term.sum / global_counts[term.count] for term in terms)
 
@@ -26,13 +27,14 @@ from tessera.errors import TesseraError
 from tessera.runtime import device as devices
 from tessera.runtime.distributed import World
 
-# Counts by name: an int if the host knows it, as from a shape; otherwise a tensor, for which the host does not wait.
+# Name -> number of tokens or samples that terms are averaged over. An int if the host knows it, as from a shape;
+# otherwise a tensor, for which the host does not wait.
 Counts = Mapping[str, "int | Tensor"]
 
 
 @dataclass(frozen=True)
 class LossTerm:
-    """Hold one term of the loss: a sum over the elements that `count` names, and its weight in the loss."""
+    """Hold one term of the loss: a sum over tokens or samples, the name of their count, and its weight in the loss."""
 
     name: str
     sum: Tensor  # a scalar with a gradient
@@ -42,7 +44,7 @@ class LossTerm:
 
 @dataclass(frozen=True)
 class Metric:
-    """Hold a number to report: a sum without gradient, which is divided by the global count of this name."""
+    """Hold a metric to report: a sum without gradient, and the name of the global count to divide it by."""
 
     sum: Tensor
     count: str
@@ -58,17 +60,17 @@ class Losses:
 
 
 class Reference(Protocol):
-    """Compute a reference with the trained model, for example without its adapters.
+    """Use the trained model as a reference model, for example without its adapters.
 
-    The engine runs every micro-batch through it first, without gradient.
+    The engine first runs every micro-batch through the reference, without gradient.
     """
 
     def active(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which `module` computes the reference."""
+        """Return a context in which `module` computes as the reference model."""
         ...
 
     def tensors(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
-        """Return tensors from the reference's outputs; they are added to the batch for the loss."""
+        """Return tensors to add to the batch for `losses`, made from the reference's outputs: log-probabilities."""
         ...
 
 
@@ -97,9 +99,9 @@ class FrozenModule:
             for part in self._module.modules():
                 if isinstance(
                     part, FSDPModule
-                ):  # FSDP frees the root's gathered weights in backward, which does not run here
+                ):  # FSDP frees gathered weights of the root in backward, but no backward runs here
                     part.reshard()
-            for parameter, on_host in self._host.items():  # weights do not change: nothing is copied back
+            for parameter, on_host in self._host.items():  # frozen weights do not change, so nothing is copied back
                 parameter.data = on_host
 
 
@@ -113,7 +115,7 @@ class Task(ABC):
     reads: tuple[str, ...] = ()  # names of the model's outputs that `losses` needs; see `core.outputs`
 
     def bind(self, spec: ModelSpec, config: Any) -> None:  # noqa: B027
-        """Keep facts of the model family and the model's configuration."""
+        """Store what the task needs of the model family and of the model's configuration."""
 
     def check(self, config: RunConfig, module: nn.Module) -> None:  # noqa: B027, not every task has something to check
         """Raise a `TesseraError` if this objective cannot train the model. `module`: unsharded, on the meta device."""
@@ -126,49 +128,54 @@ class Task(ABC):
         return {}
 
     def setup(self, components: Mapping[str, FrozenModule], world: World) -> None:  # noqa: B027
-        """Keep the frozen models of this rank, with their weights. A pipeline stage has only those that it needs."""
+        """Store the frozen models, which have their weights. A rank of a pipeline gets only those of its stages."""
 
     def compile(self) -> None:  # noqa: B027
-        """Prefer compiled operations: called when the run compiles blocks (`parallel.compile`)."""
+        """Compile operations of the task. It is called if the run compiles blocks (`parallel.compile`)."""
 
     @property
     def reference(self) -> Reference | None:
-        """Return how to compute the trained model as a reference; None where the task has none."""
+        """Return how to use the trained model as a reference model; None if the task needs no reference."""
         return None
 
     def prepare(self, batch: Batch) -> Batch:
-        """Return the batch with tensors that the host computes ahead. The loader calls it before a batch of a training
-        step goes to the device, in its copying thread where it has one, while earlier steps compute."""
+        """Return the batch with added tensors that the host computes while earlier steps run.
+
+        The loader calls it for training batches before they are copied to the device, in its copying thread if it has
+        one.
+        """
         return batch
 
     @property
     def encode_steps(self) -> int:
-        """Return how many training steps are encoded together, before the first of them."""
+        """Return for how many training steps `encode` runs at once, before the first of them."""
         return 1
 
     def encode(self, batches: Sequence[Batch]) -> list[Batch]:
         """Return micro-batches with the outputs of frozen encoders. Runs on the device, without gradient.
 
-        In a pipeline only the first stage runs it, where there are components of this stage; the results are sent to
-        the others. Batches that are encoded already are returned as they are.
+        If components are on the first pipeline stage only, that stage runs it and sends the results to the others.
+        Batches that are already encoded are returned unchanged.
         """
         return list(batches)
 
     @abstractmethod
     def counts(self, batch: Batch) -> Counts | None:
-        """Return how many elements each count of this micro-batch has, before the model runs.
+        """Return the counts of this micro-batch, before the model runs: how many tokens or samples each term sums over.
 
-        None where only the model's outputs tell: then `losses` returns the counts, all terms share one count, and
-        gradients are divided after backward.
+        Return None if only the model's outputs tell. Then `losses` returns the counts, all terms must share one count,
+        and gradients are divided by it after backward.
         """
 
     def inputs(self, batch: Batch) -> Batch:
-        """Return the inputs of the model. Runs without gradient, on every pipeline stage: noise and targets belong
-        here."""
+        """Return the inputs of the model. Draw noise and compute targets here.
+
+        It runs without gradient, and on every pipeline stage.
+        """
         return batch
 
     def model_inputs(self, batch: Batch) -> Batch:
-        """Return `inputs` of a batch, which also asks the model for every output that the task reads."""
+        """Return `inputs(batch)` with the names of all outputs that the task reads in `Batch.outputs`."""
         return replace(self.inputs(batch), outputs=self.reads)
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:
@@ -177,12 +184,12 @@ class Task(ABC):
 
     @abstractmethod
     def losses(self, outputs: Any, batch: Batch) -> Losses:
-        """Return the loss terms and metrics of one micro-batch, given what `inputs` returned for it."""
+        """Return the loss terms and metrics of one micro-batch. `batch`: what `inputs` returned for it."""
 
 
 @dataclass(frozen=True)
 class SumSpec:
-    """Describe one summed number: its name, its count, and its weight in the loss; None for a metric."""
+    """Describe a loss term or metric: its name, the name of its count, and its weight (None for a metric)."""
 
     name: str
     count: str
@@ -194,7 +201,7 @@ class LossTotals:
     """Hold sums of terms and metrics over micro-batches and ranks, and the counts to divide them by, on the device."""
 
     specs: tuple[SumSpec, ...]
-    sums: Tensor  # [specs]
+    sums: Tensor  # [specs]: one sum for each loss term and metric
     counts: dict[str, Tensor]
 
     def loss(self) -> Tensor:

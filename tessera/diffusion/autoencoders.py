@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tessera.errors import TesseraError, foreign_values, nearest
 
 VAE = "vae"
-_MOST_PIXELS = 1 << 25  # maximum per call of a VAE: about 80 frames of 480 x 832
+_MOST_PIXELS = 1 << 25  # maximum pixels per call of a VAE: about 80 frames of 480 x 832
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ class Autoencoder(nn.Module):
         """Return the module without weights; None: load the class of diffusers that the folder names."""
         return None
 
-    # Subclasses may override the next two methods. All tensors are [B, channels, frames, rows, columns].
+    # Subclasses may override `to_latents` and `to_pixels`. Tensors are [B, channels, frames, rows, columns].
 
     def to_latents(self, pixels: Tensor) -> Tensor:
         """Return unscaled latents of pixels, which are between -1 and 1."""
-        # The mode of the distribution, not a sample: so stored features equal latents computed in every step.
+        # Take the mode of the VAE's distribution, not a sample: stored features equal latents encoded in training.
         latents: Tensor = self.vae.encode(pixels).latent_dist.mode()  # type: ignore[operator]
         return latents
 
@@ -83,8 +83,8 @@ class Autoencoder(nn.Module):
         return next(self.vae.parameters()).dtype
 
     def spare_memory(self, *, tiling: bool, slicing: bool) -> None:
-        """Save memory: compute large frames in overlapping tiles, and the videos of a batch one by one. Options that
-        are False keep the default of the class."""
+        """Save memory: compute large frames in overlapping tiles, and the videos of a batch one by one. An option that
+        is False keeps the default of the VAE class."""
         for chosen, name in ((tiling, "tiling"), (slicing, "slicing")):
             if chosen:
                 getattr(self.vae, f"enable_{name}")()
@@ -119,7 +119,7 @@ class Autoencoder(nn.Module):
         return (self.to_latents(values).to(torch.float32) - mean) / std
 
     def _calls(self, tensors: Sequence[Tensor], scale: int) -> list[list[int]]:
-        """Group tensors of the same shape into calls of limited size. `scale`: pixels per value."""
+        """Group tensors of the same shape into VAE calls of limited size. `scale`: pixels per tensor value."""
         by_shape: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for number, tensor in enumerate(tensors):
             by_shape[tuple(tensor.shape)].append(number)
@@ -158,7 +158,7 @@ class QwenImageVae(Autoencoder):
 
     @classmethod
     def strides(cls, config: Mapping[str, Any]) -> tuple[int, int]:
-        """Return the number of frames, and the pixels along a side, per latent."""
+        """Return the VAE's strides: frames per latent frame, and pixels per latent along height or width."""
         down = config.get("temperal_downsample", (False, True, True))
         return 2 ** sum(map(bool, down)), 2 ** len(down)
 
@@ -197,7 +197,7 @@ class CogVideoXVae(Autoencoder):
 
 class LTXVideoVae(Autoencoder):
     """Wrap `AutoencoderKLLTXVideo`. Its buffers contain mean and standard deviation of the latents. The decoder of some
-    releases performs the last denoising step and gets a time of zero."""
+    releases performs the last denoising step and gets timestep zero."""
 
     @classmethod
     def form_of(cls, config: Mapping[str, Any]) -> VaeForm:
@@ -257,7 +257,7 @@ def _channels(config: Mapping[str, Any]) -> int:
 
 
 def _halvings(config: Mapping[str, Any]) -> int:
-    """Return the pixels along a side per latent: a factor of two for each level of the encoder but one."""
+    """Return the VAE's spatial stride, 2 ** (encoder levels - 1): pixels per latent along height or width."""
     return int(2 ** (len(config.get("block_out_channels", (0, 0, 0, 0))) - 1))
 
 

@@ -13,8 +13,8 @@ from tessera.diffusion.family import GenerationFamily
 from tessera.diffusion.samples import EncodedMedia
 
 IMAGE_EMBEDS = "image_embeds"
-# For families whose empty caption differs between samples: embeddings of the empty caption from row `empty_starts` on.
-# The rows before are equal to the first embeddings of the sample's caption.
+# Batch tensors for families whose empty caption differs between samples: its embeddings from row `empty_starts` on.
+# Earlier rows equal the embeddings of the sample's caption.
 EMPTY_TEXT, EMPTY_STARTS = "empty_text", "empty_starts"
 _LATENTS = "latents"
 
@@ -31,7 +31,7 @@ def latent_lengths(batch: Batch, family: GenerationFamily) -> list[int]:
 
 def pack(family: GenerationFamily, items: Sequence[EncodedMedia]) -> Batch:
     """Return samples as one packed batch with a segment each. An item without a grid is padding or an unreadable
-    sample: its elements are latents that do not count in the loss."""
+    sample: its tokens do not count in the loss."""
     joint = family.joint
     positions, text_index, embeds_index, latent_index, trained, reference_index = [], [], [], [], [], []
     shapes: dict[str, list[tuple[int, ...]]] = {
@@ -88,7 +88,7 @@ def pack(family: GenerationFamily, items: Sequence[EncodedMedia]) -> Batch:
 def _join(
     family: GenerationFamily, items: Sequence[EncodedMedia], tensors: dict[str, Tensor], bounds: dict[str, Segments]
 ) -> None:
-    """Add the tensors of all samples: pixels and token ids, or features."""
+    """Concatenate the tensors of all samples into the batch: pixels and token ids, or stored features."""
     names = dict.fromkeys(name for item in items for name in item.tensors)
     if not names:  # all samples of the batch are unreadable
         tensors["frames"] = torch.empty(0, 3, dtype=torch.uint8)

@@ -21,7 +21,7 @@ from tessera.diffusion.frame_encoder import FrameForm, prepared, read_frame_form
 from tessera.errors import TesseraError, first_line
 from tessera.models.processing.tokenizer import load_tokenizer
 
-MAX_CHARACTERS = 100_000  # of a caption; longer captions are refused
+MAX_CHARACTERS = 100_000  # maximum characters of a caption; longer captions are refused
 TEXT_ENCODERS = (
     *("T5EncoderModel", "UMT5EncoderModel", "CLIPTextModel", "CLIPTextModelWithProjection", "LlamaModel"),
     *("Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLTextModel", "LlavaForConditionalGeneration"),
@@ -30,11 +30,11 @@ TEXT_ENCODERS = (
 
 @dataclass(frozen=True)
 class TextEmbedding:
-    """Hold the embeddings of a caption, by one text encoder or by all. A field is None if the family does not read
-    it."""
+    """Hold the embeddings of a caption, by one text encoder or by all. A field that the family does not read is
+    None."""
 
-    tokens: Tensor | None  # [L, D]
-    pooled: Tensor | None  # [D]
+    tokens: Tensor | None  # embeddings of L tokens, [L, D]
+    pooled: Tensor | None  # pooled embedding, [D]
 
     def resized(self, count: int) -> TextEmbedding:
         """Return `count` token embeddings: truncated, or padded with zeros."""
@@ -65,13 +65,13 @@ class Captions:
     template: str = "{}"  # text to tokenize; {} stands for the caption
     blank: str = ""  # replaces an empty caption
     tidy: bool = False  # resolve HTML entities and runs of spaces in captions
-    skip: int = 0  # number of embeddings to drop at the beginning: those of the template
+    skip: int = 0  # number of embeddings to drop at the beginning: the template before the caption
     pad: int | None = None  # the id of padding tokens; None: `pad_token_id` of the encoder's config.json
     masked: bool = True  # whether the encoder gets an attention mask
     layer: int = -1  # the layer whose hidden states are read; -1: the encoder's output
     tokens: bool = True  # whether the model reads the embeddings of tokens
     pooled: bool = False  # whether the model reads the pooled embedding
-    beside: bool = False  # whether to concatenate these embeddings to those of the previous encoder, along features
+    beside: bool = False  # whether to concatenate the features of this encoder and of the previous one, token by token
 
     @property
     def reads_frames(self) -> bool:
@@ -88,7 +88,7 @@ class Captions:
         return max(0, min(ids, self.length + self.skip) - self.skip) if self.tokens else 0
 
     def encoder_length(self, longest: int) -> int:
-        """Return the padded number of tokens for the encoder. `longest`: token ids of the longest caption."""
+        """Return the number of tokens after padding. `longest`: number of token ids of the longest caption."""
         return max(longest, 1)
 
     def read(self, states: Tensor, ids: int) -> Tensor:
@@ -158,12 +158,12 @@ class PaddedInputCaptions(Captions):
 @dataclass(frozen=True)
 class FrameCaptions(Captions):
     """Describe an encoder that also reads the first frame of a video. The model reads some states of the frame, then
-    those of the caption, without the tokens of the template that begin the assistant's answer."""
+    those of the caption, without the header of the assistant's turn: `closing` tokens that end with the last `mark`."""
 
     word: str = "<image>"  # the word of the template that stands for the frame
-    every: int = 1  # stride: the model reads one of this many states of the frame
+    every: int = 1  # stride: the model reads one of this many hidden states of the frame
     mark: str = ""  # the special token that ends a header of the template
-    closing: int = 4  # number of tokens to drop, up to the last `mark`
+    closing: int = 4  # number of tokens to drop that end with the last `mark`
     frame_tokens: int = 576  # number of tokens of a frame in the encoder
     negative_every: int = 2  # the stride `every` for negative prompts, which the encoder reads with a black image
 
@@ -172,7 +172,7 @@ class FrameCaptions(Captions):
         return True
 
     def frame_states(self, every: int) -> int:
-        """Return the number of states of the frame that the model reads, one in `every`."""
+        """Return how many hidden states of the frame the model reads: one in `every`."""
         return -(-self.frame_tokens // every)
 
     def embeddings(self, ids: int) -> int:
@@ -267,7 +267,7 @@ class TextEncoder(nn.Module):
 
 
 class FrameTextEncoder(TextEncoder):
-    """Encode captions together with a frame, which takes many tokens in place of one word of the template."""
+    """Encode captions together with a frame. Many frame tokens replace one word of the template."""
 
     def __init__(self, encoder: nn.Module, captions: FrameCaptions, pad: int, frames: FrameForm, mark: int) -> None:
         """Wrap an encoder. `frames`: how frames are resized and normalized. `mark`: the token id of
@@ -297,8 +297,8 @@ class FrameTextEncoder(TextEncoder):
         embeddings = []
         for state, caption, at in zip(states, cut, places, strict=True):
             marks = (caption == self.mark).nonzero().flatten().tolist()
-            last = marks[-1] if len(marks) > 2 else len(caption) - 1  # a truncated caption lacks the last mark
-            text = state[more:]  # shifted, so that token numbers of the caption index it
+            last = marks[-1] if len(marks) > 2 else len(caption) - 1  # truncation may remove the last `mark`
+            text = state[more:]  # skip the extra frame tokens, so that caption positions index the states
             parts = [text[reader.skip : last + 1 - reader.closing], text[last + 1 : len(caption)]]
             frame = state[at : at + reader.frame_tokens : every]
             embeddings.append(TextEmbedding(torch.cat([frame, *parts]), None))
@@ -339,7 +339,7 @@ class CaptionTokenizer:
             raise TesseraError(
                 f"the folder {folder} has no tokenizer folder {captions.tokenizer}",
                 where="model.path or model.tokenizer",
-                fix="name the folder of a complete diffusers pipeline",
+                fix="set model.path to the folder of a complete diffusers pipeline",
                 code="generation.missing-tokenizer",
             )
         tokenizer = load_tokenizer(place) if (place / "tokenizer.json").is_file() else _converted(place)
@@ -366,7 +366,7 @@ class CaptionTokenizer:
         return number
 
     def empty(self) -> list[int]:
-        """Return the ids of the empty caption."""
+        """Return the token ids of the empty caption."""
         return list(self._tokenizer.encode(self.captions.prompt("")).ids)
 
     def ids(self, caption: str, *, may_be_empty: bool = False, template: str | None = None) -> list[int]:

@@ -16,21 +16,21 @@ from tessera.errors import TesseraError, nearest
 from tessera.models.text.hf import Check, check_supported
 from tessera.ops.attention import AttentionBackend
 
-# The key of config.json for fields that diffusers lacks. diffusers ignores keys that begin with an underscore.
+# Key of config.json for fields that only Tessera reads. diffusers ignores keys that begin with an underscore.
 NATIVE = "_tessera"
 WRITTEN_AS = "0.35.0"  # the diffusers release whose config.json format is written
 
 
 class DiffusersConfig(Section):
-    """Read and write the fields of a diffusers config.json under their own names.
+    """Read and write a diffusers config.json. Fields have the same names as there.
 
-    Defaults are those of the diffusers class, because files may leave fields out.
+    Defaults are those of the diffusers class, because a config.json may lack fields.
     """
 
     class_name: ClassVar[str]  # `_class_name` in config.json
     # Fields of config.json with few supported values. The first value is the default and is written to exports.
     fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    native: ClassVar[tuple[str, ...]] = ("attention",)  # fields that config.json of diffusers lacks
+    native: ClassVar[tuple[str, ...]] = ("attention",)  # fields that only Tessera reads
 
     attention: AttentionBackend = Field("auto", description="implementation of attention")
 
@@ -53,7 +53,7 @@ class DiffusersConfig(Section):
         native = data.get(NATIVE) or {}
         if not isinstance(native, Mapping) or not set(native) <= set(cls.native) - {"attention"}:
             raise TesseraError(
-                f"{NATIVE} is not as an export of {cls.class_name} writes it: {native}",
+                f"{NATIVE} of {cls.class_name} has unexpected content: {native}",
                 where=where,
                 code="model.bad-native-config",
             )
@@ -64,12 +64,12 @@ class DiffusersConfig(Section):
         raise NotImplementedError
 
     def proof_grid(self) -> Grid:
-        """Return the size in tokens of a small sample, for the comparison with diffusers."""
+        """Return the size in tokens (frames, rows, columns) of a small sample for the comparison with diffusers."""
         return (1 if self.generation().sampling.frames == 1 else 2, 2, 3)
 
     def diffusers_inputs(self, batch: Batch, latents: Tensor) -> dict[str, Any]:
         """Return the arguments of the diffusers class for a batch of one sample, for the comparison of predictions.
-        `latents`: those of the batch, [channels, frames, rows, columns]."""
+        `latents`: [channels, frames, rows, columns]."""
         raise NotImplementedError
 
     def diffusers_tokens(self, prediction: Tensor) -> Tensor:

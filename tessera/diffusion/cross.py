@@ -32,7 +32,7 @@ from tessera.nn.vit import PatchEmbed
 from tessera.ops.pointwise import Angles
 
 EXAMPLE_TEXT = 512
-# The main sequence. The task computes latents of full samples; `token_index` selects those of this rank.
+# The main sequence. The task computes the latents of full samples; `token_index` selects the tokens of this rank.
 LATENTS = Stream(
     tensors=("sample_index", "positions", "time_index"),
     segments="latents",
@@ -50,8 +50,8 @@ class CrossShape:
     width: int  # heads x head size
     heads: int
     layers: int
-    block: int  # number of weights in one block that are multiplied with each token
-    latent_values: int  # values in an input token
+    block: int  # number of weights in one block that multiply each token
+    latent_values: int  # number of values in an input token
     out_values: int
     text_width: int
     time_features: int
@@ -60,7 +60,7 @@ class CrossShape:
 
 
 class CrossConfig(DiffusersConfig):
-    """Define the base of configurations of families with cross attention."""
+    """Base class of configurations of families with cross attention."""
 
     @property
     def shape(self) -> CrossShape:
@@ -89,10 +89,10 @@ def cross_plan(shape: CrossShape, embed: float, **more: Any) -> ModelPlan:
 
 @dataclass(frozen=True)
 class CrossLayout:
-    """Hold the inputs that all blocks share and that have no gradient."""
+    """Hold the inputs without gradient that all blocks share, such as rotary angles and segment bounds."""
 
     angles: Angles
-    times: Tensor | None  # [T]: the entry of the modulation for each token; see `time_index`
+    times: Tensor | None  # [T]: index of each token's entry in the modulation; see `time_index`
     segments: Segments  # bounds of samples in the full sequence
     local: Segments  # bounds of samples among the tokens of this rank
     text: Segments
@@ -100,10 +100,10 @@ class CrossLayout:
 
 
 class CrossEmbeddings(nn.Module):
-    """Compute the inputs of the blocks that have weights: embeddings of tokens, text, images and time."""
+    """Compute the embeddings of tokens, text, images and time, which are inputs of the blocks."""
 
     def __init__(self, shape: CrossShape, image: nn.Module | None = None) -> None:
-        """Create the layers. `image`: module that projects embeddings of given images."""
+        """Create the layers. `image`: module that projects embeddings of conditioning images."""
         super().__init__()
         self.patch = PatchEmbed(shape.latent_values, shape.width, bias=True)
         self.time = TimeEmbedding(shape.time_features, shape.width)
@@ -139,8 +139,8 @@ class CrossHead(nn.Module):
 class CrossTransformer(nn.Module, ABC):
     """Predict a velocity for each token.
 
-    Parts that are None are in another pipeline stage. `carry` is the output of the previous stage: tokens, then text,
-    image embeddings and time. Only the first stage computes these.
+    Parts that are None are in another pipeline stage. `carry` contains the outputs of the previous stage: tokens, then
+    text, image embeddings and time, which only the first stage computes.
     """
 
     narrow_init: ClassVar[Sequence[str]] = ()  # parts of `embed` that are initialized with a standard deviation of 0.02
@@ -189,7 +189,7 @@ class CrossTransformer(nn.Module, ABC):
 
     @torch.no_grad()
     def initialize(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
-        """Initialize an unsharded parameter. The first prediction is zero."""
+        """Initialize an unsharded parameter. The output layer is zero, so that the first prediction is zero."""
         *path, kind = name.split(".")
         if kind in ("bias", "positions") or path[:2] == ["head", "proj"]:
             tensor.zero_()
@@ -208,7 +208,7 @@ class CrossTransformer(nn.Module, ABC):
 
 
 def batch_measures(batch: Batch) -> dict[str, np.ndarray]:
-    """Return the measures of each sample of a batch, on the host."""
+    """Return the numbers of tokens of each sample, on the host, from which FLOPs are computed."""
     names = {"tokens": "latents", "text": "text", "image_embeds": "image_embeds"}
     measures = {n: np.array(batch.segments[of].lengths) for n, of in names.items() if of in batch.segments}
     count = len(measures["tokens"])

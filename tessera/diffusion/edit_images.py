@@ -1,7 +1,7 @@
 """Prepare images to edit for a text encoder that reads them: sizes, token ids and patches.
 
 Training, features and sampling share this code. An image is resized as in the published pipeline and cut into patches,
-and takes as many tokens in the caption's template. Sizes and token counts follow from image headers.
+and each merged patch takes one token in the caption's template. Sizes and token counts follow from image headers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tessera.runtime.files import read_json_mapping
 from tessera.weights.layouts import CLASS_NAME, CONFIG_FILE, DiffusersFolder
 
 Size = tuple[int, int]  # width and height, in pixels
-SHOWN, SHOWN_GRIDS = "shown", "shown_grids"  # batch tensors: patches, uint8 [P, W], and grids of images [N, 3]
+SHOWN, SHOWN_GRIDS = "shown", "shown_grids"  # batch tensors of images to edit: patches uint8 [P, W], grids [N, 3]
 EMPTY_IDS = "empty_ids"  # batch tensor: token ids of the empty caption with the images of the sample
 SAVED_FILE = "edit_pipeline.json"  # file in run folders: class of the pipeline, and sizes of patches
 _GEOMETRY = {"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2}  # defaults of Qwen2.5-VL
@@ -41,8 +41,8 @@ class EditPipeline:
     pipeline: str  # class name of the pipeline in model_index.json
     captions: Captions  # used instead of the family's captions
     image: str = ""  # the token of the template that stands for an image
-    each: str = ""  # text for each image, joined in place of {images} of the template; {} is its number
-    # Size of an image in pixels for the text encoder and for the VAE. None: the same size for both.
+    each: str = ""  # text for each image; the joined texts replace {images} in the template, {} is the image number
+    # Area of a resized image in pixels, for the text encoder and for the VAE. None: the same size for both.
     shown_pixels: int | None = None
     pixels: int = 1 << 20
     multiple: int = 32  # height and width of resized images are multiples of this
@@ -90,7 +90,7 @@ def reference_size(width: int, height: int, pixels: int, multiple: int) -> Size:
     size = round(wide / multiple) * multiple, round(wide / ratio / multiple) * multiple
     if not all(size):
         raise TesseraError(
-            f"an image to edit has {width}x{height} pixels, which is too narrow",
+            f"an image to edit has {width}x{height} pixels, which is too narrow to be resized",
             code="generation.edit-image-too-narrow",
         )
     return size
@@ -110,7 +110,7 @@ class _Geometry:
 
 @dataclass(frozen=True)
 class EditImages:
-    """Resize images to edit and cut them into patches for a text encoder. `pixels`: size of images for the VAE; None:
+    """Resize images to edit and cut them into patches for a text encoder. `pixels`: area of images for the VAE; None:
     as in the published pipeline."""
 
     edit: EditPipeline
@@ -185,8 +185,8 @@ class EditImages:
     def encode(
         self, encoder: TextEncoder, captions: Sequence[Tensor], patches: Tensor, grids: Tensor
     ) -> list[TextEmbedding]:
-        """Return the embeddings of captions, given as token ids. `patches`, `grids`: images of all captions, in their
-        order."""
+        """Return the embeddings of captions from their token ids. `patches`, `grids`: images of all captions, in the
+        order of the captions."""
         ids, mask = encoder.padded(captions, max(map(len, captions)))
         scale, offset = self._affine.to(patches.device).unbind()
         states, _ = encoder(
@@ -197,7 +197,7 @@ class EditImages:
             # Without token types, transformers gives image tokens the positions of text. The published models were
             # trained with positions by row and column.
             mm_token_type_ids=((ids == encoder.image_token) & (mask == 1)).int(),
-            logits_to_keep=1,  # logits are not used
+            logits_to_keep=1,  # only hidden states are used: compute the fewest logits
             use_cache=False,
         )
         assert states is not None, "encoders of this kind return the states of tokens"
@@ -208,7 +208,7 @@ class EditImages:
 
 @dataclass(frozen=True)
 class EditReader:
-    """Turn a caption and the images to edit into token ids. Every image takes as many tokens as its merged patches."""
+    """Turn a caption and the images to edit into token ids. An image takes one token per merged patch."""
 
     images: EditImages
     tokenizer: CaptionTokenizer

@@ -1,6 +1,6 @@
-"""Encode captions, frames and given images with frozen encoders: for training, stored features and sampling.
+"""Encode captions, frames and conditioning images with frozen encoders: for training, stored features and sampling.
 
-In training, `frames`, `references` and `text_ids` of a packed batch become `clean`, `text`, `pooled` and `condition`.
+In training, the batch tensors `frames`, `references` and `text_ids` become `clean`, `text`, `pooled` and `condition`.
 Stored features are the same tensors. Padding and unreadable samples have zeros.
 """
 
@@ -30,25 +30,25 @@ from tessera.diffusion.given_images import Given, Grid, patchify
 from tessera.diffusion.pipeline_folder import PipelineFolder
 from tessera.errors import TesseraError
 
-# (number of a sample, pixels of its given image) -> pixels with noise
+# (index of a sample, pixels of its conditioning image) -> pixels with noise
 DisturbSample = Callable[[int, Tensor], Tensor]
 _PROMPTS = 8  # maximum number of prompts in one call of a text encoder
 _OTHER_FOLDER = {
     "where": "train.task_options.encoders.folder",
-    "fix": "leave it out, or name the folder that model.path names",
+    "fix": "leave the key out, or set it to the folder of model.path",
 }
 Encoder = TypeVar("Encoder", bound=nn.Module)
 
 
 @dataclass(frozen=True)
 class SampleConditions:
-    """Hold the conditions of one sample to generate: embeddings of text and images, and latents of given images."""
+    """Hold the inputs of one sample to generate: embeddings of text and images, and latents of conditioning images."""
 
-    text: Tensor  # [L, D]
-    pooled: Tensor | None = None  # [Dp]
-    image_embeds: Tensor | None = None  # [M, Di]
+    text: Tensor  # token embeddings, [L, D]
+    pooled: Tensor | None = None  # pooled text embedding, [Dp]
+    image_embeds: Tensor | None = None  # embeddings of conditioning frames, [M, Di]
     condition: Tensor | None = None  # [n, values]: condition channels beside the latents
-    first: Tensor | None = None  # [n, values]: clean tokens of given frames, which replace noise
+    first: Tensor | None = None  # [n, values]: clean tokens of conditioning frames, which replace noise
     references: tuple[tuple[Tensor, Grid], ...] = ()  # tokens [n, values] and grid of each image to edit
 
 
@@ -79,7 +79,7 @@ class Encoders:
     # ------------------------------------------------------------------------------------------ batches
 
     def encode(self, batch: Batch, dropped: Collection[int], disturb: DisturbSample | None = None) -> Batch:
-        """Return the batch with features. Samples whose numbers are in `dropped` get the empty caption."""
+        """Return the batch with features. Samples whose indices are in `dropped` get the empty caption."""
         (encoded,) = self.encode_all([batch], [dropped], [disturb])
         return encoded
 
@@ -131,7 +131,7 @@ class Encoders:
     def _with_image_embeds(self, batch: Batch, encoder: FrameEncoder) -> Batch:
         places = (0,) if self.given_frames == "first" else (0, -1)
         frames = [video[at] for video in _videos(batch) for at in places]
-        black = batch["frames"].new_zeros(1, 1, 3)  # encoded for its width, if no sample of the batch is readable
+        black = batch["frames"].new_zeros(1, 1, 3)  # encoded to learn the number of embeddings
         embeds = encoder.encode(frames or [black])
         count = len(embeds[0])
         lengths = [len(places) * count if shape[0] else 0 for shape in batch.shapes["frames"]]
@@ -149,7 +149,7 @@ class Encoders:
 
     def _with_text(self, batches: Sequence[Batch], dropped: Sequence[Collection[int]]) -> list[Batch]:
         embeddings: list[list[list[TextEmbedding]]] = [[] for _ in batches]  # indexed by batch, text encoder and sample
-        # Embeddings of the empty captions, and the number of their first row, by batch.
+        # Embeddings of the empty captions, and the index of their first row, by batch.
         empty: dict[int, tuple[list[Tensor], list[int]]] = {}
         for number, reader in enumerate(self.family.captions):
             with self._use(reader.encoder, TextEncoder) as encoder:
@@ -244,7 +244,7 @@ class Encoders:
         self, encoder: TextEncoder, number: int, batch: Batch, captions: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[int]]:
         """Return the embeddings of each sample's empty caption, from the first row that differs from the sample's
-        caption, and the number of that row. Attention is causal, so rows before it are equal."""
+        caption, and the index of that row. Attention is causal, so rows before it are equal."""
         empty = self._empty_ids(batch, number, captions)
         embeddings, _ = self._embedded(encoder, number, batch, empty)
         if self.edit_images is not None:
@@ -278,8 +278,8 @@ class Encoders:
     def prompts(
         self, texts: Sequence[str], device: torch.device, frame: Image.Image | None = None, *, negative: bool = False
     ) -> list[TextEmbedding]:
-        """Return the embeddings of prompts by all text encoders. `frame`: the given first frame, for encoders that read
-        it. `negative`: whether these are negative prompts."""
+        """Return the embeddings of prompts by all text encoders. `frame`: conditioning first frame, for encoders that
+        read a frame. `negative`: whether these are negative prompts."""
         embeddings: list[list[TextEmbedding]] = [[] for _ in texts]
         for reader, tokenizer in zip(self.family.captions, self.tokenizers, strict=True):
             ids = [tokenizer.cut(tokenizer.ids(text, may_be_empty=True)) for text in texts]
@@ -328,7 +328,7 @@ class Encoders:
     def conditions(
         self, images: Sequence[Image.Image], last: Image.Image | None, size: Grid, device: torch.device
     ) -> SampleConditions:
-        """Return the conditions from a given first frame, and from a last frame, for every sample. `size`: frames,
+        """Return the model inputs made from a conditioning first and last frame, for every sample. `size`: frames,
         height and width of the video in pixels."""
         family, nothing = self.family, SampleConditions(torch.empty(0))
         frames, height, width = size
@@ -360,8 +360,8 @@ class Encoders:
         return patchify(latents, self.family.patch), (frames, rows, columns)
 
     def _image_embeds(self, images: Sequence[Image.Image], device: torch.device) -> Tensor | None:
-        """Return the embeddings of given frames by the image encoder; None if the model reads none. The image processor
-        of the folder prepares the frames, as in diffusers."""
+        """Return the image encoder's embeddings of conditioning frames; None if the model reads none. The image
+        processor of the folder prepares the frames, as in diffusers."""
         if not self.family.image_embeds:
             return None
         with self._use(IMAGE_ENCODER, FrameEncoder) as encoder:
@@ -377,7 +377,7 @@ def without_captions(batch: Batch, dropped: Collection[int]) -> Batch:
     """Return a batch of features in which the samples `dropped` have the empty caption.
 
     Its embeddings are `empty_text` and `empty_pooled` of the batch, or zeros if the batch has none. If `empty_starts`
-    is in the batch, rows before it are those of the sample's own caption.
+    is in the batch, rows before that index are those of the sample's own caption.
     """
     changed = {}
     if EMPTY_STARTS in batch:
@@ -399,7 +399,7 @@ def without_captions(batch: Batch, dropped: Collection[int]) -> Batch:
 
 
 def _rows(batch: Batch, name: str) -> list[Tensor]:
-    """Return the rows of a packed tensor, split by sample."""
+    """Split the rows of a packed tensor by sample."""
     return list(torch.split(batch[name], [*batch.segments[name].lengths]))
 
 

@@ -1,4 +1,4 @@
-"""Define generation families: how a model reads latents, captions and given images, and how samples are drawn.
+"""Define generation families: how a model reads latents, captions and conditioning images, and how samples are drawn.
 
 Data, encoders, objective, features, export proofs and sampling use only the methods of `GenerationFamily`. A family
 with different behavior overrides a method in its own folder.
@@ -45,14 +45,14 @@ class GenerationFamily:
     `timesteps` of a batch run from 0 (data) to 1000 (noise).
     """
 
-    channels: int  # of the VAE's latents, which the model predicts; its input may have further condition channels
+    channels: int  # channels of the VAE's latents, which the model predicts; its input may have condition channels, too
     patch: Grid  # frames, rows and columns of latents in one token
     joint: bool = False  # whether text and latents form one sequence; otherwise latents cross-attend to the text
-    # Whether context-parallel ranks each get the full text of a joint sequence, because the model refines all of it.
+    # Whether each context-parallel rank gets all text tokens of a joint sequence: the model's text refiner needs all.
     whole_text: bool = False
     captions: tuple[Captions, ...] = (Captions(),)  # one for each text encoder
     images: GivenImages = field(default_factory=GivenImages)
-    image_embeds: bool = False  # whether the model also reads embeddings of given frames, made by an image encoder
+    image_embeds: bool = False  # whether the model reads embeddings of conditioning frames by an image encoder
     token_times: bool = False  # whether each token, rather than each sample, may have its own timestep
     guidance_input: bool = False  # whether the guidance scale is an input of the model (guidance distillation)
     objective: Objective = "flow"
@@ -76,7 +76,7 @@ class GenerationFamily:
         return self.channels * frames * rows * columns
 
     def positions(self, text: int, grids: Sequence[Grid]) -> Tensor:
-        """Return frame, row and column [3, T] of each element of a sample: first `text` text tokens, then the latents
+        """Return frame, row and column [3, T] of each token of a sample: first `text` text tokens, then the latents
         of the image or video and of its reference images. `grids`: their sizes in tokens.
 
         By default, text is at position 0, and reference images are additional frames after those of the sample.
@@ -97,7 +97,7 @@ class GenerationFamily:
 
     @property
     def embeds_in_sequence(self) -> bool:
-        """Return whether embeddings of given frames are part of the main sequence."""
+        """Return whether embeddings of conditioning frames are part of the main sequence."""
         return self.joint and self.image_embeds
 
     @property
@@ -132,14 +132,14 @@ class GenerationFamily:
         return {"channels": self.channels, "patch": list(self.patch), "joint": self.joint, "text": text}
 
     def fingerprint_fields(self) -> list[Any]:
-        """Return the settings that batches of media depend on, as JSON."""
+        """Return the settings of the family that change batches of images and videos, as JSON."""
         edits = [edit.facts() for edit in self.edits]
         return [type(self).__qualname__, self.facts(), self.image_embeds, edits, asdict(self.images)]
 
     # ------------------------------------------------------------------------------------------ sampling
 
     def sigmas(self, steps: int) -> np.ndarray | None:
-        """Return the noise levels of a sampler before they are shifted; None: the scheduler chooses them."""
+        """Return the noise levels of a sampler before they are shifted; None: diffusers' scheduler chooses them."""
         return None
 
     def draw_noise(self, shape: Grid, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
@@ -148,7 +148,7 @@ class GenerationFamily:
         return torch.randn(self.channels, *shape, generator=generator)
 
     def mix_noise(self, noise: Tensor, image: Tensor | None, frames: int) -> Tensor:
-        """Return the tokens from which sampling begins. `image`: latents of a given first frame as tokens, or None."""
+        """Return the tokens that sampling starts from. `image`: latents of a conditioning first frame as tokens."""
         return noise
 
     def guide(self, with_prompt: Tensor, without: Tensor, scale: float) -> Tensor:
@@ -156,11 +156,11 @@ class GenerationFamily:
         return without + scale * (with_prompt - without)
 
     def fit_image(self, image: Image.Image, height: int, width: int) -> Image.Image:
-        """Return a given image, cropped as in the published pipeline. Afterwards it is resized to height and width."""
+        """Return a conditioning image, cropped as in the published pipeline. The caller resizes it afterwards."""
         return image
 
     def trim(self, video: Tensor) -> Tensor:
-        """Return a decoded video without the frames that are not part of the sample."""
+        """Return a decoded video without extra frames, such as copies of the conditioning image at the beginning."""
         return video
 
 

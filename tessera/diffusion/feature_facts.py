@@ -22,7 +22,7 @@ _BLOCK, _BLOCKS = 1 << 16, 128  # bytes of a block, and number of blocks that ar
 
 
 def form_facts(family: GenerationFamily, edit: EditPipeline | None = None) -> dict[str, Any]:
-    """Return how a family reads latents and captions, as JSON. `edit`: for a pipeline that edits images."""
+    """Return the format of latents and captions of a family, as JSON. `edit`: set for a pipeline that edits images."""
     return dict(json.loads(json.dumps(family.facts() | ({} if edit is None else {"edit": edit.facts()}))))
 
 
@@ -64,7 +64,7 @@ def check_made_for(
     """Raise unless stored features were made for this family, with the encoders in `folder`. `facts`: from
     features.json. `knows_pipeline`: whether the folder identifies the pipeline of the model."""
     expected, stored = form_facts(family, edit), facts.get("form")
-    if not knows_pipeline and isinstance(stored, dict):  # a folder with only the transformer does not name its pipeline
+    if not knows_pipeline and isinstance(stored, dict):  # a folder with only the transformer has no pipeline class
         expected |= {"edit": stored["edit"]} if "edit" in stored else {}
     if stored != expected:
         fields = stored if isinstance(stored, dict) else {}
@@ -83,8 +83,8 @@ def check_made_for(
             raise TesseraError(
                 f"these features were made with other weights of {name} than those in {folder}",
                 where=where,
-                fix="make features with these weights: tessera data features; or name the folder that they were made "
-                "with as model.path",
+                fix="make features with these weights: tessera data features; or set model.path to the folder "
+                "whose weights made these features",
                 code="data.features-of-another-encoder",
             )
 

@@ -1,7 +1,7 @@
 """Read folders of features: latents and embeddings that the encoders of a generation model made once, for all runs.
 
-`features.json` is written when all shards are complete. It records the settings that the features depend on, and the
-number of samples in each shard. The metadata of a shard describes its samples.
+A shard is a safetensors file with the features of some samples, described in its metadata. `features.json` is written
+when all shards are complete. It records the settings that the features depend on, and the samples in each shard.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from tessera.runtime.files import check_regular, read_json_mapping
 
 log = logging.getLogger("tessera")
 ABOUT = "features"  # the only key in a shard's metadata: safetensors writes several keys in random order
-KEY = "key"  # in the metadata: hash of the settings that the shard depends on
-CHECKSUM = "crc32"  # checksum of a sample, or of all tensors of `empty.safetensors`
+KEY = "key"  # metadata field with the hash of the settings that the shard depends on
+CHECKSUM = "crc32"  # metadata field with the checksum of a sample, or of all tensors of `empty.safetensors`
 MANIFEST = "features.json"
 EMPTY = "empty.safetensors"  # embeddings of the empty caption, for caption dropout
-SAMPLES = "samples"  # in the metadata: descriptions of the samples
-PROBLEMS = "problems"  # in the metadata: ids of unusable samples, and reasons
+SAMPLES = "samples"  # metadata field with descriptions of the samples
+PROBLEMS = "problems"  # metadata field with ids of unusable samples, and reasons
 VERSION = 1
-FEATURES = "features"  # the key of a record that holds a `StoredSample`
-KEPT = 50_000  # maximum number of sample descriptions in memory, under one kilobyte each
+FEATURES = "features"  # key of a data record whose value is a `StoredSample`
+KEPT = 50_000  # maximum number of sample descriptions in the cache, under one kilobyte each
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class FeatureManifest:
 
     key: str  # hash of `facts`, also stored in every shard
     facts: Mapping[str, Any]  # model, encoders, options and data from which the features were made
-    shards: tuple[tuple[str, int, int], ...]  # name, bytes, samples
+    shards: tuple[tuple[str, int, int], ...]  # file name, bytes, number of samples
     checksums: bool = True  # whether every sample has a checksum
 
     @staticmethod
@@ -64,7 +64,7 @@ class FeatureManifest:
             manifest = FeatureManifest(str(data["key"]), dict(data["facts"]), shards, data.get("checksums") is True)
         except (KeyError, TypeError, ValueError) as error:
             raise TesseraError(
-                f"the file does not list features: {first_line(error)}",
+                f"the file is no valid list of feature shards: {first_line(error)}",
                 where=str(path),
                 code="data.unreadable-feature-list",
             ) from None
@@ -104,7 +104,7 @@ def damaged(file: Path, reason: str) -> TesseraError:
 
 
 def of_other_features(file: Path) -> TesseraError:
-    """Return the error for a file that does not belong to the other files of its folder."""
+    """Return the error for a file that was made with other settings than the other files of its folder."""
     return TesseraError(
         f"{file.name} was made with another model, other options or other data than the other files",
         where=str(file.parent),
@@ -148,7 +148,7 @@ def empty_caption(folder: Path, key: str) -> dict[str, Tensor]:
 
 
 def shard_about(shard: Any) -> dict[str, Any]:
-    """Return the description in the metadata of an open shard. Raise ValueError if there is none."""
+    """Return the JSON description in the metadata of an open shard. Raise ValueError if the metadata has none."""
     about = json.loads((shard.metadata() or {}).get(ABOUT, "null"))
     if not isinstance(about, dict):
         raise ValueError("it has no description of its samples")
@@ -167,11 +167,11 @@ def checksum(tensors: Mapping[str, Tensor], about: Any = None) -> int:
 
 @dataclass(frozen=True)
 class StoredSample(StoredTensors):
-    """Locate the tensors of one sample in a shard, with the shapes from its metadata."""
+    """Describe where the tensors of one sample are in a shard, with their shapes from the metadata."""
 
     file: Path
-    key: str  # the key in the metadata of the shard
-    prefix: str  # of the names of the sample's tensors in the shard
+    key: str  # hash of the settings, which the metadata of the shard must contain
+    prefix: str  # prefix of the names of the sample's tensors in the shard
     shapes: tuple[tuple[str, tuple[int, ...]], ...]  # (name without prefix, shape) of each tensor
     grids: tuple[tuple[int, int, int], ...]  # sizes of latents in patches: of the sample, then of images to edit
     id: str = ""
@@ -189,7 +189,7 @@ class StoredSample(StoredTensors):
         try:
             check_regular(self.file)
             with safe_open(self.file, framework="pt") as shard:
-                # A search in the text, without parsing: the descriptions of all samples can be larger than this sample.
+                # Search the metadata without parsing it: it describes all samples of the shard and may be large.
                 if self.key not in (shard.metadata() or {}).get(ABOUT, ""):
                     raise of_other_features(self.file)
                 tensors = {name: shard.get_tensor(f"{self.prefix}{name}") for name, _ in self.shapes}
@@ -209,7 +209,7 @@ def sample_facts(id: str, grids: Any) -> list[Any]:
 
 
 class FeatureFolder(Container):
-    """Read samples of a folder of features by number."""
+    """Read samples of a folder of features by index."""
 
     def __init__(self, folder: Path, limit: int | None) -> None:
         self.manifest = FeatureManifest.read(folder)
@@ -230,7 +230,7 @@ class FeatureFolder(Container):
         super().__init__(folder.name, count, {"path": str(folder.resolve()), "features": self.manifest.key})
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_read": {}}  # not sent to workers
+        return {**self.__dict__, "_read": {}}  # the cache is not sent to worker processes
 
     def load(self, number: int) -> RawRecord:
         shard = bisect_right(self.starts, number) - 1

@@ -47,14 +47,14 @@ def shard_name(number: int) -> str:
 
 @dataclass
 class Shard:
-    """Collect the features of samples, under their names in the file of the shard."""
+    """Collect the features of samples, by tensor name in the safetensors file of the shard."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     samples: list[dict[str, Any]] = field(default_factory=list)
     problems: list[tuple[str, str]] = field(default_factory=list)
 
     def add(self, encoders: Encoders, batch: Batch, length: int) -> None:
-        """Add the samples of a batch. Every row of `length` elements contains one sample, then padding."""
+        """Add the samples of a batch. Every row of `length` tokens contains one sample, then padding."""
         self.problems += batch.problems
         encoded = encoders.encode(batch, ())
         names = [name for name in encoded.tensors if name not in batch.tensors]
@@ -66,7 +66,7 @@ class Shard:
                 id = next(ids)
                 if batch.shapes["frames"][number][0]:
                     features = {name: rows[number] for name, rows in parts.items()}
-                    if encoders.family.zeros_to:  # not stored: the processor pads with zeros again
+                    if encoders.family.zeros_to:  # zeros at the end are not stored: the processor pads again
                         features["text"] = features["text"][: _last_row(features["text"])]
                     self._append(id, _grids(batch, number), features)
             at += elements
@@ -91,7 +91,7 @@ def _last_row(text: Tensor) -> int:
 
 
 def _lengths(batch: Batch, name: str, encoders: Encoders) -> list[int]:
-    """Return how many rows of a tensor belong to each segment of the main sequence."""
+    """Return how many rows of the tensor `name` belong to each segment of the main sequence."""
     if name == "pooled":
         return [1] * len(batch.segments["latents"].lengths)
     if name in batch.segments:
@@ -111,7 +111,7 @@ def _grids(batch: Batch, number: int) -> list[list[int]]:
 
 def publish(file: Path, content: bytes) -> None:
     """Write a file under a temporary name, flush it to the disk, and rename it."""
-    # Ranks on several machines may have the same process id, and all of them write the plan.
+    # All ranks write the plan, and ranks on several machines may have the same process id: add a random part.
     beside = file.with_name(f"{file.name}.{os.getpid()}-{secrets.token_hex(4)}.part")
     try:
         with beside.open("wb") as opened:
@@ -142,7 +142,7 @@ def keep_plan(folder: Path, facts: Mapping[str, Any]) -> None:
             raise TesseraError(
                 f"the folder has features that were made with other settings; different are: {', '.join(other)}",
                 where=str(folder),
-                fix="name another folder, or remove this one",
+                fix="choose another output folder, or remove this one",
                 code="data.features-made-otherwise",
             )
     try:
@@ -157,7 +157,7 @@ def keep_plan(folder: Path, facts: Mapping[str, Any]) -> None:
 
 
 def complete_shard(file: Path, key: str) -> tuple[list[dict[str, Any]], list[tuple[str, str]]] | None:
-    """Return samples and problems of a complete shard; None if the shard must be written."""
+    """Return the descriptions of samples, and the unusable samples, of a complete shard; None if it must be written."""
     try:
         return shard_content(file, key) if file.is_file() else None
     except TesseraError:
@@ -176,6 +176,6 @@ def finish(folder: Path, facts: Mapping[str, Any], shards: int) -> int:
     # Shards of earlier releases have no checksums.
     checksums = all(CHECKSUM in entry for entries in samples.values() for entry in entries)
     publish(folder / MANIFEST, FeatureManifest(key, facts, listed, checksums).text().encode())
-    for leftover in (folder / PLAN, *folder.glob("*.part")):  # of processes that were killed
+    for leftover in (folder / PLAN, *folder.glob("*.part")):  # temporary files of killed processes
         leftover.unlink(missing_ok=True)
     return 0

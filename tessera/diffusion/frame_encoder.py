@@ -1,4 +1,4 @@
-"""Embed given frames with the vision model of a diffusers folder."""
+"""Embed conditioning frames with the vision model of a diffusers folder."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from tessera.weights.layouts import CONFIG_FILE
 IMAGE_ENCODER = "image_encoder"
 SIGLIP = "SiglipVisionModel"
 IMAGE_ENCODERS = ("CLIPVisionModel", "CLIPVisionModelWithProjection", SIGLIP)
-# Mean and standard deviation of pixels.
+# Mean and standard deviation of CLIP's input pixels, by color channel.
 _CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 _HALF = (0.5, 0.5, 0.5)
 
 
 @dataclass(frozen=True)
 class FrameForm:
-    """Describe the preprocessing of frames for a vision model, and which of its states are the embeddings.
+    """Describe the preprocessing of frames for a vision model, and which of its hidden states are the embeddings.
 
-    SigLIP: frames are stretched to a square, and its output is the embeddings. CLIP: frames are center-cropped, and the
-    states before the last layer are the embeddings.
+    SigLIP: frames are stretched to a square; the embeddings are its output. CLIP: frames are center-cropped; the
+    embeddings are the hidden states before the last layer.
     """
 
     size: int  # height and width in pixels
@@ -62,7 +62,7 @@ def frame_embeddings(folder: Path | None) -> int:
         raise TesseraError(
             "this model needs embeddings of the first frame, and its folder has no image encoder",
             where="model.path" if file is None else str(file),
-            fix="name the folder of a diffusers pipeline as model.path, or train on features (tessera data features)",
+            fix="set model.path to the folder of a diffusers pipeline, or train on features (tessera data features)",
             code="generation.missing-image-encoder",
         )
     config = read_json_mapping(file)
@@ -71,7 +71,7 @@ def frame_embeddings(folder: Path | None) -> int:
 
 
 class FrameEncoder(nn.Module):
-    """Embed given frames."""
+    """Embed conditioning frames."""
 
     def __init__(self, encoder: nn.Module, form: FrameForm) -> None:
         super().__init__()

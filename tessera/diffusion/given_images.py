@@ -1,6 +1,6 @@
-"""Describe how models read given images: as channels beside noisy latents, in place of noisy latents, or not at all.
+"""Describe how models read conditioning images: as channels beside noisy latents, in place of noisy latents, or not.
 
-A family holds an instance of one of these classes. Training and sampling both use it.
+A `GenerationFamily` has an instance of one of these classes, for training and sampling.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import Tensor
 
 from tessera.diffusion.autoencoders import Autoencoder
 
-# The frames of a video that the model gets as a condition.
+# The conditioning frames of a video: frames that the model gets without noise.
 Given = Literal["none", "first", "first_last"]
 Grid = tuple[int, int, int]  # frames, rows and columns, in tokens or in pixels
-Disturb = Callable[[Tensor], Tensor]  # adds noise to the pixels of a given image
+Disturb = Callable[[Tensor], Tensor]  # adds noise to the pixels of a conditioning image
 
 
 def patchify(latents: Tensor, patch: Grid) -> Tensor:
@@ -37,11 +37,11 @@ def from_tokens(tokens: Tensor, patch: Grid, grid: Grid) -> Tensor:
 
 @dataclass(frozen=True)
 class GivenImages:
-    """Describe a model without image conditions. `required`: whether every sample needs a given image."""
+    """Describe a model without image conditions. `required`: whether every sample needs a conditioning image."""
 
     reads_first: ClassVar[bool] = False
     reads_last: ClassVar[bool] = False
-    takes_noise: ClassVar[bool] = False  # whether training may add noise to given images or drop them
+    takes_noise: ClassVar[bool] = False  # whether training may add noise to conditioning images or drop them
 
     required: bool = False
 
@@ -53,7 +53,7 @@ class GivenImages:
         return first if self.required else ("none", *first)
 
     def replaced_tokens(self, grid: Grid) -> int:
-        """Return the number of tokens at the beginning of a sample that are given instead of noisy."""
+        """Return how many tokens at the beginning of a sample are latents of conditioning frames, without noise."""
         return 0
 
     def count(self, channels: int, time_stride: int) -> int:
@@ -61,7 +61,7 @@ class GivenImages:
         return 0
 
     def blank_channels(self, channels: int) -> int:
-        """Return the number of condition channels, all zero, of a sample without a given image."""
+        """Return the number of condition channels, all zero, of a sample without a conditioning image."""
         return 0 if self.required else self.count(channels, 1)
 
     def channels(
@@ -69,14 +69,14 @@ class GivenImages:
     ) -> Tensor | None:
         """Return the condition channels [C, f, h, w] of a video; None: the model has none.
 
-        `video`: uint8 [F, H, W, 3]. `shape`: of its latents. `frames`: which of its frames are given. `disturb`: adds
+        `video`: uint8 [F, H, W, 3]. `shape`: of its latents. `frames`: which are conditioning frames. `disturb`: adds
         noise to the pixels of the first frame, which are between -1 and 1.
         """
         return None
 
 
 class ReplacedFrames(GivenImages):
-    """Replace the noisy latents of the first frame by its clean latents, at time zero."""
+    """Replace the noisy latents of the first frame by its clean latents, at timestep zero."""
 
     reads_first = True
 
@@ -109,7 +109,7 @@ class FirstFrameChannels(GivenImages):
 
 
 class MarkedFrameChannels(FirstFrameChannels):
-    """Add the latents of the first frame and a mask of given latent frames as channels. Without an image, all are
+    """Add the latents of the first frame as channels, and a mask of conditioning frames. Without an image, all are
     zero."""
 
     takes_noise = False
@@ -122,7 +122,7 @@ class MarkedFrameChannels(FirstFrameChannels):
 
 
 class MaskedVideoChannels(GivenImages):
-    """Add a mask of given frames as channels, then the latents of a video that is grey except for the given frames."""
+    """Add channels: a mask of conditioning frames, then the latents of a video whose other frames are grey."""
 
     reads_first = True
     reads_last = True
@@ -143,8 +143,8 @@ class MaskedVideoChannels(GivenImages):
 
     @staticmethod
     def _mask(time_stride: int, length: int, size: Sequence[int], frames: Given) -> Tensor:
-        """Return [time_stride, f, h, w], 1 for given frames. A latent frame encodes `time_stride` frames, each with a
-        channel. The first latent frame encodes one frame, so all its channels have the same value."""
+        """Return a mask [time_stride, f, h, w], 1 for conditioning frames. A latent frame encodes `time_stride` frames,
+        with a channel for each. The first latent frame encodes one frame, so all its channels have the same value."""
         mask = torch.zeros(length + time_stride - 1)
         mask[:time_stride] = 1
         if frames == "first_last":

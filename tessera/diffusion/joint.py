@@ -23,7 +23,7 @@ from tessera.nn.joint_transformer import TIME_FEATURES, JointTransformer, Transf
 from tessera.weights.map import Rule, WeightMap
 from tessera.weights.operations import ColumnsByHead
 
-# The task computes latents and text of full samples; the index tensors select those of this rank.
+# The task computes latents and text of full samples; the index tensors select the tokens of this rank.
 JOINT_STREAM = Stream(
     tensors=("sample_index", "positions"),
     segments="latents",
@@ -36,7 +36,7 @@ PATCH = 2  # rows and columns of latents in a token, for models whose input is a
 
 
 class JointConfig(DiffusersConfig, ABC):
-    """Define the base of configurations of families with text and latents in one sequence."""
+    """Base class of configurations of families with text and latents in one sequence."""
 
     @property
     @abstractmethod
@@ -94,7 +94,7 @@ def joint_plan(shape: TransformerShape, stream: Stream = JOINT_STREAM, **more: A
 
 # ---------------------------------------------------------------------------------------------- parameter names
 
-# Native names and names in diffusers folders, for weights with the same shape in both.
+# (parameter name in Tessera, parameter name in diffusers folders), for weights with the same shape in both.
 DOUBLE_ATTENTION = (
     ("attn.latent.{h}.{kind}", "attn.to_{h}.{kind}"),
     ("attn.text.{h}.{kind}", "attn.add_{h}_proj.{kind}"),
@@ -141,7 +141,7 @@ def single_rules(shape: TransformerShape) -> list[Rule]:
 
 
 def idle_layers(shape: TransformerShape) -> tuple[str, ...]:
-    """Return the layers whose output is not used: those that compute text after its last attention."""
+    """Return the names of layers whose output is not used: text layers after the last attention."""
     idle = [number for number in range(shape.double) if shape.rest(number) == "kept"]
     return tuple(f"blocks.{n}.{name}" for n in idle for name in ("attn.text_out", "text_mlp.up", "text_mlp.down"))
 
@@ -174,7 +174,7 @@ def joint_work(shape: TransformerShape, measures: Measures, training: Training) 
         + double.attention * (shape.double * attention + duals * 4 * size * latents**2)
         + single.weights * 2 * shape.single * (tokens * layer + conditions * 3 * size**2)
         + single.attention * shape.single * attention
-        # Latents, text and times need no gradient, which saves one product in the backward pass.
+        # Inputs (latents, text, times) need no gradient, which saves one matrix product in the backward pass.
         + first.first * 2 * size * (latents * shape.latent_values + text * shape.text_width + conditions * times)
         + first.weights * 2 * conditions * squares * size**2
         + last.weights * 2 * size * (latents * shape.out_values + conditions * 2 * size)
@@ -183,20 +183,20 @@ def joint_work(shape: TransformerShape, measures: Measures, training: Training) 
 
 
 def batch_measures(batch: Batch, conditions: Sequence[str] = ("text",)) -> dict[str, np.ndarray]:
-    """Return the measures of each sample of a batch. `conditions`: names of segments in the main sequence beside
-    latents."""
+    """Return the numbers of tokens of each sample of a batch. `conditions`: names of the other segments in the main
+    sequence, such as text."""
     lengths = np.array(batch.segments["latents"].lengths)
     text = sum(np.array(batch.segments[name].lengths) for name in conditions if name in batch.segments)
     return {"tokens": lengths, "text": np.asarray(text), "samples": np.ones_like(lengths)}
 
 
 def _layer_weights(shape: TransformerShape) -> int:
-    """Return the number of weights in one block that are multiplied with each element."""
+    """Return the number of weights in one block that multiply each token."""
     return shape.block.hidden * (4 * shape.block.hidden + 2 * shape.block.intermediate)
 
 
 def joint_example(config: JointConfig, tokens: int) -> Batch:
-    """Return a batch of one sample of zeros with `tokens` elements. At most a quarter of them is text."""
+    """Return a batch of one sample of zeros with `tokens` tokens. At most a quarter of them is text."""
     shape = config.shape
     text = min(EXAMPLE_TEXT, tokens // 4)
     latents = tokens - text

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from tessera.config.reader import Section
 
-TIMES = 1000  # the time of pure noise in all models
+TIMES = 1000  # the timestep of pure noise in all models
 # The prediction of the model: the velocity from data to noise, the noise, or v.
 Objective = Literal["flow", "epsilon", "v"]
 
 
 class ShiftByTokens(Section):
-    """Shift times towards noise by the size of a sample: large images need more noise to hide their content."""
+    """Shift timesteps towards noise by the number of latent tokens: large images need more noise."""
 
     base_shift: float = Field(0.5, ge=-100, le=100, description="shift of a sample with `base_tokens` tokens")
     max_shift: float = Field(1.15, ge=-100, le=100, description="shift of a sample with `max_tokens` tokens")
@@ -57,7 +57,7 @@ class Betas(Section):
     zero_snr: bool = Field(False, description="the last step is pure noise")
 
     def signal_shares(self, steps: int) -> Tensor:
-        """Return the share of signal in the variance after each step, [steps] float64 (`alphas_cumprod`)."""
+        """Return `alphas_cumprod`, [steps] float64: the share of signal in the variance after each step."""
         power = 0.5 if self.schedule == "scaled_linear" else 1.0
         betas = torch.linspace(self.start**power, self.end**power, steps, dtype=torch.float64) ** (1 / power)
         shares = torch.cumprod(1 - betas, 0)
@@ -127,7 +127,7 @@ class NoiseLevels:
         return self.at(self._position(chance), tokens)
 
     def at(self, position: float, tokens: int) -> NoiseLevel:
-        """Return the level at a position of the trained range, from 0 (most noise) to 1."""
+        """Return the noise level at a position of the trained range, from 0 (most noise) to 1 (least noise)."""
         return self._flow(position, tokens) if self._objective == "flow" else self._ddpm(position)
 
     def _position(self, chance: Random) -> float:
@@ -181,8 +181,8 @@ def _bell(sigma: float) -> float:
 
 @functools.lru_cache(maxsize=256)
 def _gaussian_scale(shift: float, steps: int) -> tuple[float, float]:
-    """Return the minimum of the weights over a schedule, and the mean of the weights above it, as in trainers of
-    Wan."""
+    """Return the minimum of the loss weights over a schedule, and the mean of weights minus this minimum, as in
+    trainers of Wan."""
     bases = [1 - number / steps for number in range(steps)]
     heights = [_bell(shift * base / (1 + (shift - 1) * base)) for base in bases]
     lowest = min(heights)
@@ -192,7 +192,7 @@ def _gaussian_scale(shift: float, steps: int) -> tuple[float, float]:
 def training_target(
     objective: Objective, clean: Tensor, noise: Tensor, clean_share: Tensor, noise_share: Tensor
 ) -> Tensor:
-    """Return the training target of the objective."""
+    """Return the target of the model's prediction: velocity, noise or v."""
     if objective == "flow":
         return noise - clean
     return noise if objective == "epsilon" else clean_share * noise - noise_share * clean

@@ -1,7 +1,7 @@
 """Load the frozen components of a diffusers folder: VAE, text encoders and image encoder.
 
-Their classes are those of diffusers and transformers, or a family's own VAE. Only listed classes are imported, whatever
-a file names. Weights are read from safetensors files only.
+Components are classes of diffusers and transformers, or a family's own VAE. Only listed classes are imported, whatever
+model_index.json names. Weights are read only from safetensors files.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PipelineFolder:
                 f"{self.folder} has no {DiffusersFolder.marker}, so it is not a diffusers folder with VAE "
                 "and text encoders",
                 where="train.task_options.encoders.folder",
-                fix="name the folder of a diffusers pipeline, or write features first and train on them: "
+                fix="set this key to the folder of a diffusers pipeline, or write features first and train on them: "
                 "tessera data features",
                 code="generation.not-a-pipeline-folder",
             )
@@ -74,7 +74,7 @@ class PipelineFolder:
         return captions.module(encoder, self.folder, pad if isinstance(pad, int) else 0)
 
     def frame_encoder(self, *, dtype: torch.dtype = torch.float32, meta: bool = False) -> FrameEncoder:
-        """Return the encoder of given frames on the host, or on the meta device."""
+        """Return the encoder of conditioning frames on the host, or on the meta device."""
         encoder = self._component(IMAGE_ENCODER, "transformers", IMAGE_ENCODERS, dtype, meta)
         return FrameEncoder(encoder, read_frame_form(self.folder, type(encoder).__name__, encoder.config))
 

@@ -1,4 +1,4 @@
-"""Declare how generation transformers are split over devices: tensor-parallel styles and pipeline units.
+"""Declare how generation transformers are split over devices: tensor-parallel styles and parts of pipeline stages.
 
 All families use the same module names, so they share one table of styles. A pattern in the table may match no
 parameter.
@@ -25,7 +25,7 @@ _ROWS = (
 _MODULATIONS = "{modulation,latent_modulation,text_modulation,attn_modulation,mlp_modulation}"
 _EMBEDDINGS = (
     *("{latents,patch,modulation,text,text_norm,table}", "{time,pooled,guidance,text}.{up,down}"),
-    *("text.embed", "text.{time,pooled}.{up,down}"),  # in the text refiner
+    *("text.embed", "text.{time,pooled}.{up,down}"),  # layers of the text refiner
 )
 # Modules whose output features are grouped by attention heads.
 _HEADS = (
@@ -73,7 +73,7 @@ def generation_plan(
     """Return the parallel plan of a transformer with embeddings, blocks and a head.
 
     `stream`: the main sequence. `units`: costs of the embeddings, of a block of each kind and of the head, relative to
-    one block. `attention`: modules that compute attention. `styles`: added to `STYLES`, or replacing entries.
+    one block. `attention`: modules that compute attention. `styles`: extend or replace entries of `STYLES`.
     `without_heads`: modules of a block that are not split by heads. `more`: further fields of `ModelPlan`.
     """
     carry = StageActivation(CARRY, width)

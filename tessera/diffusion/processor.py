@@ -2,7 +2,7 @@
 batches.
 
 A sample is a caption, perhaps with images to edit, and the image or video to generate. Media are resized to cover their
-target size and center-cropped; target sizes follow from file headers. Rows are packed by elements of the main sequence:
+target size and center-cropped; target sizes follow from file headers. Rows are packed by tokens of the main sequence:
 latents, and in joint families also text.
 """
 
@@ -58,22 +58,22 @@ from tessera.weights.layouts import pipeline_folder
 class GenerationProcessor:
     """Turn captions and media into batches of a generation model."""
 
-    version: ClassVar[str] = "generation 2"  # increased when a release makes different batches from the same options
+    version: ClassVar[str] = "generation 2"  # changes when a release makes different batches from the same options
 
     family: GenerationFamily
     options: GenerationOptions
-    stride: tuple[int, int] | None  # frames and pixels per latent; None: unknown, which is enough for stored features
+    stride: tuple[int, int] | None  # frames and pixels per latent; None: unknown, which stored features allow
     tokenizers: tuple[CaptionTokenizer, ...]  # one for each text encoder; empty if the folder has no tokenizers
     folder: Path | None = None  # diffusers folder with tokenizers and VAE
     images_only: bool = False  # whether the VAE encodes only images
     edit: EditReader | None = None  # set for pipelines whose text encoder reads the images to edit
-    embeds: int | None = None  # number of embeddings of a given frame in the main sequence; None: unknown
+    embeds: int | None = None  # number of embeddings of a conditioning frame in the main sequence; None: unknown
 
     @classmethod
     def load(cls, family: GenerationFamily, folder: Path | None, **options: Any) -> Self:
         """Return the processor of a diffusers folder. A folder with only the transformer is enough for training on
         features."""
-        options.pop("train_on", None)  # an option of conversations
+        options.pop("train_on", None)  # an option of conversation data, unused here
         chosen = build(GenerationOptions, options, "data.processor")
         folder = None if folder is None else pipeline_folder(folder) or folder
         stride, images_only, edit, embeds = chosen.vae_stride, False, None, None
@@ -99,7 +99,7 @@ class GenerationProcessor:
 
     @cached_property
     def sampling(self) -> VideoSampling:
-        """Return the rule by which frames are taken from a video: one frame, then full latent frames."""
+        """Return the rule that selects frames of a video: one frame, then a multiple of the VAE's time stride."""
         time = 1 if self.stride is None else self.stride[0]
         return VideoSampling(self.options.fps, 1, self.options.num_frames, multiple=time, rule="pace")
 
@@ -107,10 +107,10 @@ class GenerationProcessor:
     def _strides(self) -> tuple[int, int]:
         if self.stride is None:
             raise TesseraError(
-                "the pixels per latent are unknown, because the model's folder has no VAE",
+                "the VAE's strides from pixels to latents are unknown, because the model's folder has no VAE",
                 where="model.path",
-                fix="name the folder of a diffusers pipeline; or set data.processor.vae_stride=[4,8]; or train on "
-                "features (tessera data features)",
+                fix="set model.path to the folder of a diffusers pipeline; or set data.processor.vae_stride=[4,8] "
+                "(frames and pixels per latent); or train on features (tessera data features)",
                 code="generation.unknown-vae-stride",
             )
         return self.stride
@@ -153,7 +153,7 @@ class GenerationProcessor:
         return max(width, round(size.width * scale)), max(height, round(size.height * scale))
 
     def frames(self, taken: int) -> int:
-        """Return how many of `taken` frames of a video are used: as many as fill patches of latents."""
+        """Return how many of `taken` frames of a video are used: the largest number that fills complete patches."""
         time, patch = self._strides[0], self.family.patch[0]
         latents = ((taken - 1) // time + 1) // patch * patch
         if latents == 0:
@@ -196,7 +196,7 @@ class GenerationProcessor:
         self.check_tokenizers()
         full = [tokenizer.ids(caption) for tokenizer in self.tokenizers]
         cut = [tokenizer.cut(ids) for tokenizer, ids in zip(self.tokenizers, full, strict=True)]
-        # The text encoder with the largest length decides whether a caption is too long.
+        # The text encoder with the largest maximum length decides whether a caption counts as truncated.
         main = max(range(len(cut)), key=lambda number: self.family.captions[number].length)
         too_long = len(cut[main]) < len(full[main])
         if too_long and self.options.long_captions == "leave_out":
@@ -236,7 +236,7 @@ class GenerationProcessor:
         return {**counts, "images": len(request.references) + int(kind == "image"), "frames": frames}
 
     def _embeds(self) -> int:
-        """Return how many embeddings of a given frame are in the main sequence."""
+        """Return how many embeddings of a conditioning frame are in the main sequence."""
         if not self.family.embeds_in_sequence:
             return 0
         return self.embeds if self.embeds is not None else frame_embeddings(self.folder)
@@ -253,7 +253,7 @@ class GenerationProcessor:
         }
 
     def _with_pairs(self, counts: Mapping[str, int], too_long: bool = False) -> dict[str, int]:
-        """Add counts for the cost of attention: pairs of elements, and pairs of elements with cross-attended text."""
+        """Add the numbers of query-key pairs of self-attention and of cross attention to text, to estimate costs."""
         tokens, text = counts["tokens"], 0 if self.family.joint else counts["text"]
         return {**counts, "token_pairs": tokens**2, "text_pairs": tokens * text, "cut_captions": int(too_long)}
 
@@ -269,7 +269,7 @@ class GenerationProcessor:
             names = ", ".join(edit.pipeline for edit in self.family.edits)
             raise TesseraError(
                 "the text encoder must read the images to edit, and the model's folder has another pipeline",
-                fix=f"name the folder of a {names} as model.path",
+                fix=f"set model.path to the folder of a {names}",
                 code="generation.not-an-edit-pipeline",
             )
         grids = [self.grid(sizes[-1]), *(self._reference_grid(size) for size in references)]
@@ -295,7 +295,7 @@ class GenerationProcessor:
         return 1, height // tall, width // wide
 
     def whole_media(self, sample: Sample) -> Sequence[int]:
-        """Return the numbers of the images to edit that must be decoded at their full size."""
+        """Return the indices of the images to edit that must be decoded at their full size."""
         sized = self.edit is not None or self.options.reference_pixels is not None
         return range(len(sample.media()) - 1) if sized else ()
 
@@ -373,7 +373,7 @@ class GenerationProcessor:
         return {**self._sequence_counts(length, stored.grids, self._stored_embeds(stored)), "images": 0, "frames": 0}
 
     def _stored_embeds(self, stored: StoredSample) -> int:
-        """Return how many embeddings of a given frame are in the main sequence of a sample of stored features."""
+        """Return how many embeddings of a conditioning frame a sample of stored features has in the main sequence."""
         shape = stored.shape(IMAGE_EMBEDS) if self.family.embeds_in_sequence else (0,)
         if shape is None:
             raise TesseraError(
@@ -406,7 +406,7 @@ class GenerationProcessor:
     def hole(self, id: str, length: int, like: Mapping[str, Tensor] | None = None) -> EncodedMedia:
         """Return a sample of zeros in place of an unreadable sample.
 
-        `like`: stored features without elements, which state the widths and types of tensors; a batch may contain only
+        `like`: stored features with zero rows, which give the widths and dtypes of tensors; a batch may contain only
         unreadable samples.
         """
         counts = {"clean": length, "condition": length, "pooled": 1}

@@ -94,11 +94,11 @@ class EncodedMedia:
     """
 
     id: str
-    length: int  # in elements of the main sequence
-    grid: tuple[int, int, int] = (0, 0, 0)  # of the latents, in patches: frames, rows, columns
+    length: int  # number of tokens in the main sequence
+    grid: tuple[int, int, int] = (0, 0, 0)  # size of the latents in patches: frames, rows, columns
     text: int = 0  # number of text embeddings
     tensors: dict[str, Tensor] = field(default_factory=dict)
     reference_grids: tuple[tuple[int, int, int], ...] = ()  # sizes of the images to edit, in patches
     counts: dict[str, int] = field(default_factory=dict)
     references: tuple[Tensor, ...] = ()  # images to edit, uint8 [1, H, W, 3]; empty if `clean` has their latents
-    embeds: int = 0  # number of embeddings of given frames in the main sequence, after the text
+    embeds: int = 0  # number of embeddings of conditioning frames in the main sequence, after the text

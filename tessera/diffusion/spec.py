@@ -19,7 +19,7 @@ from tessera.diffusion.processor import GenerationProcessor
 from tessera.models.text.costs import Measures
 from tessera.weights.map import WeightMap
 
-Work = Callable[[Any, Measures, Training], np.ndarray]  # (config, measures of samples, training) -> FLOPs of each
+Work = Callable[[Any, Measures, Training], np.ndarray]  # (config, measures, training) -> FLOPs of samples
 
 
 def generation_processor(family: Callable[[Any], GenerationFamily]) -> Callable[..., Processor]:
@@ -42,7 +42,7 @@ def generation_family(
     originals: Mapping[str, Callable[[Path, Mapping[str, Any]], dict[str, Any]]] | None = None,
 ) -> GenerationSpec:
     """Return the specification of a family. `config`: a `DiffusersConfig` class. `weights`, `original`: parameter names
-    in diffusers folders and in original checkpoints. `measures`: computes the measures of a batch that `work` needs."""
+    in diffusers folders and in original checkpoints. `measures`: returns the numbers of tokens that `work` needs."""
     forms = {"hf": weights} | ({} if original is None else {"original": original})
     return GenerationSpec(
         name=name,

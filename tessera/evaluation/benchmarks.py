@@ -1,6 +1,6 @@
 """Score benchmarks of images and text by the TSV files of VLMEvalKit: AI2D, MMMU, ChartQA and DocVQA.
 
-A file has a row per question, with the image in base64. AI2D and MMMU are multiple choice and count exact letters;
+A file has a row per question, with the image in base64. AI2D and MMMU are multiple choice and compare option letters;
 ChartQA accepts numbers within five percent; DocVQA scores the edit distance (ANLS).
 """
 
@@ -22,7 +22,7 @@ from tessera.inference.loaded import LoadedModel, LoadedProcessor
 
 SUFFIX = ".tsv"
 LETTERS = "ABCDEFGHI"
-MAX_FIELD = 64 << 20  # bytes of a cell; images are in base64
+MAX_FIELD = 64 << 20  # maximum bytes of a TSV cell; cells contain images in base64
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class BenchmarkRow:
 
 
 def read_rows(path: Path) -> Iterator[BenchmarkRow]:
-    """Yield the questions of a TSV file. In place of an image, a row may have the index of a row with the image."""
+    """Yield the questions of a TSV file. A row may contain the index of another row in place of its own image."""
     csv.field_size_limit(MAX_FIELD)
     images: dict[str, str] = {}
     try:
@@ -140,7 +140,7 @@ def read_rows(path: Path) -> Iterator[BenchmarkRow]:
 
 
 def _images(text: str, where: str) -> Iterator[bytes]:
-    """Yield the images of a cell: one image in base64, or a list of images."""
+    """Yield the images in a TSV cell: one image in base64, or a list of images."""
     parts = re.findall(r"'([^']*)'|\"([^\"]*)\"", text) if text.startswith("[") else [(text, "")]
     for first, second in parts:
         try:
@@ -152,7 +152,7 @@ def _images(text: str, where: str) -> Iterator[bytes]:
 
 
 def _answers(text: str) -> list[str]:
-    """Return the accepted answers of a cell: a JSON list, or one text."""
+    """Return the accepted answers in a TSV cell: a JSON list, or one text."""
     if text.startswith("["):
         try:
             return [str(one) for one in json.loads(text.replace("'", '"'))]
@@ -162,7 +162,7 @@ def _answers(text: str) -> list[str]:
 
 
 def benchmark_of(name: str, where: str) -> Benchmark:
-    """Return the benchmark with the name of a table, in upper or lower case."""
+    """Return the benchmark with this name. Upper and lower case are equal."""
     if name.lower() not in BENCHMARKS:
         near = nearest(name.lower(), BENCHMARKS)
         raise TesseraError(

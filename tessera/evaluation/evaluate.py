@@ -29,7 +29,7 @@ log = logging.getLogger("tessera")
 
 @dataclass(frozen=True)
 class Score:
-    """Hold the answers of an evaluation, each marked as correct or wrong, and the number of skipped samples."""
+    """Hold the generated answers of an evaluation, whether each is correct, and the number of skipped samples."""
 
     rows: list[dict[str, Any]]
     skipped: int
@@ -62,7 +62,7 @@ def evaluate(
     device: str = "auto",
     trust: Trust = False,
 ) -> Score:
-    """Generate an answer to each sample of `data`, by default the held-out set of a run, and mark the answers.
+    """Generate an answer to each sample of `data`, by default the held-out set of a run, and check the answers.
 
     If `model` is a run folder, the answers are written to `answers.jsonl` there, and the report is written again.
     `data` may also be the table of a benchmark (AI2D_TEST.tsv), which has its own rule for scores.
@@ -119,9 +119,9 @@ def held_out_sources(
         sections = []
     if not sections:
         raise TesseraError(
-            f"{folder} names no held-out data",
+            f"{folder} has no recipe with held-out data (data.eval)",
             where="--data",
-            fix="name a file of samples: --data FILE",
+            fix="pass a file of samples: --data FILE",
             code="evaluation.no-held-out-data",
         )
     sections = [local_source(section, "eval", "--data") for section in sections]

@@ -141,7 +141,7 @@ def _not_here(id: HubId, where: str, why: str) -> TesseraError:
 def _check_target(to: Path, id: HubId) -> None:
     """Raise if a folder contains anything but an earlier download of the same repository."""
     if to.exists() and not to.is_dir():
-        raise TesseraError(f"{to} is a file", where="--to", fix="name a folder", code="output.not-a-folder")
+        raise TesseraError(f"{to} is a file", where="--to", fix="set --to to a folder", code="output.not-a-folder")
     if not to.is_dir() or all(entry.name == NOTES for entry in to.iterdir()):
         return
     other = _read_note(to / NOTES / "download.json").get("name")
@@ -149,7 +149,7 @@ def _check_target(to: Path, id: HubId) -> None:
         raise TesseraError(
             f"{to} contains {'other files' if other is None else f'a download of {other}'}",
             where="--to",
-            fix="name an empty folder",
+            fix="set --to to an empty folder",
             code="output.folder-not-empty",
         )
 
@@ -173,7 +173,7 @@ def _list_files(client: HubClient, id: HubId) -> tuple[Listing, str]:
         fresh = client.listing(id)
         sound = all(isinstance(file.name, str) and 0 <= file.size < 1 << 60 for file in fresh.files)
         if not sound or re.fullmatch(r"\w[\w.\-]{0,127}", fresh.commit) is None:  # the commit becomes a folder name
-            raise Unreachable(f"the server's answer is not valid (commit {fresh.commit!r:.80})")
+            raise Unreachable(f"the server's list of files is not valid (commit {fresh.commit!r:.80})")
     except Unreachable as error:
         if listing is None:
             raise

@@ -109,7 +109,7 @@ class DataFiles:
 
 
 def data_files(names: Sequence[str], id: HubId, split: Split, include: Sequence[str] = ()) -> DataFiles:
-    """Return the files of a split: those that `include` or `id.inside` names, else by words (train, test) in file names.
+    """Return the files of a split: those of `include` or `id.inside`, else by words (train, test) in file names.
 
     `id.inside` is a file, a folder or a glob pattern.
     """
@@ -144,7 +144,7 @@ def data_files(names: Sequence[str], id: HubId, split: Split, include: Sequence[
 
 
 def _of_split(records: Sequence[str], split: Split) -> list[str]:
-    """Return the files of a split, by words such as train or test in file names. If none has one, all are for training."""
+    """Return the files of a split, by words (train, test) in file names. If no name has one, all are for training."""
     words = {name: set(re.split(r"[/_.\-]", name.lower())) for name in records}
     if split == "train" and not any(words[name] & set(_SPLIT_WORDS) for name in records):
         return list(records)

@@ -36,7 +36,7 @@ FILES = {
 }
 MAGNITUDE_KEY = ".lora_magnitude_vector"  # suffix of DoRA's row norms
 HEADER_KEY = "lora_adapter_metadata"  # key of PEFT's configuration in the header of diffusers' files
-FIRST, SECOND = "transformer", "transformer_2"  # prefixes of the two experts of a pipeline
+FIRST, SECOND = "transformer", "transformer_2"  # prefixes of the high-noise and low-noise expert of a pipeline
 DOTTED = "diffusion_model."
 UNDERSCORED = "lora_unet_"
 _PREFIXES = (PREFIX, f"{FIRST}.", f"{SECOND}.", f"model.{DOTTED}", DOTTED, UNDERSCORED, "lora_transformer_")
@@ -47,7 +47,7 @@ _ALPHA = ".alpha"
 
 
 def find_adapter_file(path: Path) -> Path | None:
-    """Return the file of adapter weights: `path` itself, or the file in this folder; None if there are no adapters."""
+    """Return the file of adapter weights: `path`, or the file in this folder; None if `path` is neither."""
     if path.is_file():
         return path if path.suffix == ".safetensors" and any(_KEY.fullmatch(key) for key in _keys(path)) else None
     if is_adapter_folder(path):
@@ -55,7 +55,7 @@ def find_adapter_file(path: Path) -> Path | None:
             raise TesseraError(
                 f"the adapter folder has no {WEIGHTS}, and pickles are never read",
                 where=str(path),
-                fix="name a folder with this file; PEFT can write it from a pickle that you trust: "
+                fix="use a folder with this file; PEFT can write it from a pickle that you trust: "
                 "PeftModel.from_pretrained(model, FOLDER).save_pretrained(OTHER)",
                 code="adapter.weights-missing",
             )
@@ -81,18 +81,18 @@ def _keys(path: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class StoredAdapters:
-    """Hold the adapters of a file by the layer names of the file."""
+    """Hold the adapters of a file, by the layer names in the file."""
 
     where: str
-    sides: Mapping[str, Mapping[str, Tensor]]  # layer -> {"A", "B"}
+    sides: Mapping[str, Mapping[str, Tensor]]  # layer -> {"A": matrix, "B": matrix}
     alphas: Mapping[str, float]
     underscored: bool
-    config: Mapping[str, Any] | None  # PEFT's configuration
+    config: Mapping[str, Any] | None  # PEFT's adapter configuration; None: the file has none
     config_where: str
     norms: Mapping[str, Tensor] = field(default_factory=dict)  # layer -> row norms of DoRA
 
     def factors(self, names: Mapping[str, str], weight_map: WeightMap) -> dict[str, Factors]:
-        """Return the adapters by canonical names. `names`: layer -> its canonical name."""
+        """Return the adapters by canonical names (see `factors`). `names`: layer in the file -> its canonical name."""
         modules = {layer: in_memory(name, weight_map) for layer, name in names.items()}
         stated: Mapping[str, tuple[float, float]] = {}
         if self.config is not None:
@@ -111,7 +111,10 @@ class StoredAdapters:
         return m if adapter.dora else None
 
     def adapter(self, layer: str, module: str, rank: int, stated: tuple[float, float] | None) -> Adapter:
-        """Return the adapter of a layer by the rank of its weights. Raise if the configuration states another rank."""
+        """Return the adapter settings of a layer. Raise if the configuration and its matrices have different ranks.
+
+        `stated`: (rank, alpha) of the configuration.
+        """
         if stated is None:  # without an alpha the scale is 1
             alpha, rslora = self.alphas.get(layer, float(rank)), False
         else:
@@ -144,7 +147,7 @@ def _matrix(layer: str, side: str, tensor: Tensor, where: str) -> Tensor:
     if tensor.dim() != 2 or not tensor.is_floating_point() or not tensor.numel():
         kind = str(tensor.dtype).removeprefix("torch.")
         raise TesseraError(
-            f"{layer}.lora_{side} is no matrix of a linear layer: {kind} {list(tensor.shape)}",
+            f"{layer}.lora_{side} is not a matrix of a linear layer: {kind} {list(tensor.shape)}",
             where=where,
             code="adapter.not-linear",
         )
@@ -188,7 +191,7 @@ def open_adapters(path: Path, part: str = FIRST) -> StoredAdapters:
             halves[side] = tensor
         elif key.endswith(_ALPHA):
             alphas[key.removesuffix(_ALPHA)] = _alpha(key, tensor, str(file))
-        elif not (".diff" in key and not tensor.any()):  # a weight difference of zeros has no effect
+        elif not (".diff" in key and not tensor.any()):  # a full weight difference is accepted if it is all zeros
             raise TesseraError(
                 f"{key} is not part of a plain LoRA adapter: DoRA, LoKr, LoHa and full differences are not supported",
                 where=str(file),
@@ -236,7 +239,7 @@ def read_saved(path: Path, parameters: Sequence[str], weight_map: WeightMap | No
         if match is not None and all(foreign in by_foreign for foreign in match[1]):
             used.update(match[1])
             saved[name] = match[0].op.to_native([by_foreign[foreign] for foreign in match[1]])
-    used.update(key for key, native in weight_map.copies if native in saved)  # a tied head, stored beside its embedding
+    used.update(key for key, native in weight_map.copies if native in saved)  # a tied head beside its embedding
     if unused := [key for key in by_foreign if key not in used]:
         what = f"{unused[0]} belongs neither to an adapter nor to a parameter of this model"
         raise TesseraError(what, where=str(path / WEIGHTS), code="adapter.unknown-tensor")
@@ -252,14 +255,14 @@ def read_saved(path: Path, parameters: Sequence[str], weight_map: WeightMap | No
 
 
 def parts_in(path: Path) -> set[str]:
-    """Return which experts of a pipeline the adapters at a path are for."""
+    """Return for which experts of a video pipeline a file has adapters: FIRST, SECOND or both."""
     file = find_adapter_file(path)
     names = [] if file is None else _keys(file)
     return {SECOND if name.startswith(f"{SECOND}.") else FIRST for name in names}
 
 
 def _stripped(names: Sequence[str], part: str, where: str) -> tuple[str, dict[str, str]]:
-    """Return the name prefix of a file, and the names without it. Names of the other expert are left out."""
+    """Return the name prefix of a file, and name -> name without it. Names of the other expert are left out."""
     texts = [name for name in names if name.startswith(_TEXT_ENCODERS)]
     if texts:
         raise TesseraError(

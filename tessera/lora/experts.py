@@ -45,9 +45,9 @@ def wrapper_names(parameters: Mapping[str, Factors]) -> dict[str, str]:
 def take_experts(
     stored: StoredAdapters, experts: Mapping[str, tuple[str, ...]], weight_map: WeightMap
 ) -> tuple[dict[str, Factors], StoredAdapters]:
-    """Split stored adapters into those of experts, by native paths, and the rest.
+    """Split stored adapters into those of experts, by their paths in Tessera's model, and the rest.
 
-    `experts`: paths of possible expert adapters, with the weights of each; see `expert_paths`.
+    `experts`: path of a possible expert adapter -> the weights that it adapts; see `expert_paths`.
     """
     homes = list(dict.fromkeys(path.rpartition(".")[0] for path in experts))
     modules = {weight_map.canonical(experts_in_memory(home, weight_map, stored.where)): home for home in homes}

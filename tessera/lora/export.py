@@ -53,7 +53,7 @@ def save_adapters(
             code="adapter.peft-form-only",
         )
     tensors, adapters = plain_form(tensors, adapters)
-    in_memory = parameters_in_memory(saved, weight_map)  # raises before tensors are gathered
+    in_memory = parameters_in_memory(saved, weight_map)  # first, so that an error is raised before gathering
     modules_to_save = sorted({name.rpartition(".")[0] for names in in_memory.values() for name in names})
     wanted = {name for path, adapter in adapters.items() for name in tensor_names(path, adapter)} | set(saved)
     full = gather_on_rank0({name: tensor for name, tensor in tensors.items() if name in wanted})
@@ -88,7 +88,7 @@ def save_adapters(
 
 
 def check_forms(forms: Sequence[AdapterForm], weight_map: WeightMap | None, language: bool, where: str) -> None:
-    """Raise if adapters of this model cannot be written in one of the formats."""
+    """Raise unless adapters of this model can be written in each of the requested formats."""
     if weight_map is None:
         raise TesseraError(
             "this family has no weight map, so adapters cannot be written", where=where, code="adapter.no-weight-map"
@@ -150,7 +150,7 @@ def _write(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, str] 
 def _saved_tensors(
     tensors: Mapping[str, Tensor], in_memory: Mapping[str, Sequence[str]], weight_map: WeightMap
 ) -> dict[str, Tensor]:
-    """Return fully trained parameters by their names in PEFT's files. `tensors`: unsharded."""
+    """Return fully trained parameters by their names in PEFT's files. `tensors`: the unsharded tensors."""
     stored: dict[str, Tensor] = {}
     for name, foreign in in_memory.items():
         match = weight_map.rule_for(name)

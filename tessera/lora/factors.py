@@ -1,4 +1,4 @@
-"""Translate LoRA matrices between native layers and layers of a file, and merge them into weights.
+"""Translate LoRA matrices between native layers (of Tessera's model) and layers of a file, and merge them into weights.
 
 If a native layer is several foreign layers (q, k, v), or the reverse, their adapters become one adapter: the matrices
 are concatenated, the ranks add up, and the product is exactly the same. PiSSA is exported as plain LoRA of twice the
@@ -48,12 +48,12 @@ _WEIGHT = ".weight"
 
 @dataclass(frozen=True)
 class Factors:
-    """Hold one adapter with its two matrices."""
+    """Hold the matrices A and B of one adapter, and its settings."""
 
     adapter: Adapter
-    a: Tensor  # [rank, in]; of stacked experts [experts, rank, in]
-    b: Tensor  # [out, rank]; of stacked experts [experts, weights, out, rank]
-    m: Tensor | None = None  # [out]: row norms of DoRA
+    a: Tensor  # [rank, in]; for stacked experts [experts, rank, in]
+    b: Tensor  # [out, rank]; for stacked experts [experts, N, out, rank], N = 2 for gate and up, 1 for down
+    m: Tensor | None = None  # [out]: trained row norms of DoRA
 
 
 # ---------------------------------------------------------------------------------------------- names
@@ -65,7 +65,7 @@ def layer_paths(parameters: Iterable[str]) -> list[str]:
 
 
 def modules_of(path: str, weight_map: WeightMap) -> tuple[Operation, list[str]] | None:
-    """Return the operation and the canonical module names of a native layer; None if the map has no rule."""
+    """Return the weight map's operation and the canonical module names for a native layer; None without a rule."""
     match = weight_map.rule_for(f"{path}{_WEIGHT}")
     return None if match is None else (match[0].op, [name.removesuffix(_WEIGHT) for name in match[1]])
 
@@ -86,7 +86,7 @@ def in_memory(module: str, weight_map: WeightMap) -> str:
 
 
 def all_modules(parameters: Iterable[str], weight_map: WeightMap) -> set[str]:
-    """Return the names, in transformers, of all modules of these parameters."""
+    """Return the names in transformers of all modules that have these native parameters."""
     rules = [modules_of(path, weight_map) for path in layer_paths(parameters)]
     return {in_memory(module, weight_map) for rule in rules if rule for module in rule[1]}
 
@@ -172,7 +172,7 @@ def _joined(op: TensorChunk, members: Sequence[Factors | None]) -> Factors:
 
 
 def _norms(members: Sequence[Factors | None]) -> list[Tensor]:
-    """Return DoRA's row norms [out, 1] of fused layers; raise if a layer has no adapter."""
+    """Return DoRA's row norms [out, 1] of layers to fuse; raise if only some of them have an adapter."""
     norms = [factors.m for factors in members if factors is not None and factors.m is not None]
     if len(norms) != len(members):
         raise TesseraError(
@@ -185,7 +185,7 @@ def _norms(members: Sequence[Factors | None]) -> list[Tensor]:
 
 
 def _rows(op: TensorChunk, members: Sequence[Factors | None]) -> list[int]:
-    """Return the number of outputs of each native layer, with or without an adapter."""
+    """Return the number of output features of each native layer, including layers without an adapter."""
     number, first = next((n, factors) for n, factors in enumerate(members) if factors is not None)
     if not isinstance(op, GroupedRows):
         return [first.b.shape[0]] * len(members)
@@ -224,7 +224,7 @@ def of_rank(like: Adapter, rank: int) -> Adapter:
 def _without_idle_ranks(factors: Factors) -> Factors:
     """Remove zero columns of B and the matching rows of A: in a fused adapter they belong to other layers.
 
-    An adapter with only zeros is untrained and stays unchanged.
+    If all of B is zero, the adapter is untrained and stays unchanged.
     """
     used = factors.b.any(dim=0)
     if not used.any() or used.all():
@@ -311,13 +311,13 @@ def merge_factors(adapters: Mapping[str, Factors], tensors: Mapping[str, Tensor]
     for path, factors, name in every:
         weight = tensors.get(name)
         if weight is None:
-            continue  # on another pipeline stage
+            continue  # the weight is on another pipeline stage
         check_shapes(path, factors, tuple(weight.shape), where)
         if factors.m is not None:
             raise TesseraError(
-                f"{path} has a DoRA adapter, which cannot be merged with a strength",
+                f"{path} has a DoRA adapter, which cannot be scaled by a strength and merged into a model",
                 where=where,
-                fix="load the adapter folder itself instead of a model with --adapter",
+                fix="load the adapter folder in place of the model, without --adapter",
                 code="adapter.dora-strength",
             )
         a, b = (matrix.to(weight.device) for matrix in (factors.a, factors.b))

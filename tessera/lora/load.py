@@ -34,7 +34,7 @@ from tessera.weights.operations import Identity
 
 
 def part_of(model: Path | None) -> str:
-    """Return which expert of a pipeline a model folder contains; adapter files have a prefix for each."""
+    """Return the expert of a video pipeline that a model folder contains, as its prefix in adapter files."""
     return SECOND if model is not None and model.name == SECOND else FIRST
 
 
@@ -69,7 +69,7 @@ def settled(
 
 
 def targets_origin(section: LoraSection) -> str | None:
-    """Return the file that the adapter targets come from; None if the recipe names them."""
+    """Return the file that the adapter targets come from; None if they are listed in the recipe."""
     path = section.path
     if path is None or section.targets:
         return None
@@ -167,7 +167,7 @@ def merge_into(
     """
     if not math.isfinite(strength):
         raise TesseraError(
-            f"the strength of adapters is {strength}",
+            f"the strength of adapters is {strength}, which is not a finite number",
             where=str(path),
             allowed=["a finite number; 1 is the trained strength"],
             code="adapter.bad-strength",
@@ -186,8 +186,8 @@ def read_adapters(
 ) -> dict[str, Factors]:
     """Read all adapters of a file or a PEFT folder and return them by the paths of native layers.
 
-    `paths`: the layers of the model. An adapter for any other layer raises. Adapters of layers without effect are
-    ignored. `part`: see `part_of`. `experts`: see `expert_paths`.
+    `paths`: the layers of the model. Raise if the file has an adapter of any other layer. Adapters of layers that the
+    forward pass does not use (`WeightMap.idle`) are left out. `part`: see `part_of`. `experts`: see `expert_paths`.
     """
     if weight_map is None:
         raise TesseraError(

@@ -48,7 +48,7 @@ class Factor(nn.Module):
 
 
 class LoraLinear(nn.Linear):
-    """Compute a linear layer with an adapter. It takes over the layer's weight, bias and name."""
+    """Compute a linear layer with a LoRA adapter. It replaces the layer and takes its weight, bias and name."""
 
     def __init__(self, linear: nn.Linear, adapter: Adapter, dropout: float = 0.0) -> None:
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
@@ -86,7 +86,7 @@ class LoraLinear(nn.Linear):
 
 
 class QuantizedLoraLinear(LoraLinear):
-    """Compute an adapted linear layer with a quantized weight: two buffers, replicated on every rank.
+    """Compute an adapted linear layer with a quantized weight: two buffers (values, scales) in full on every rank.
 
     Scales are fp32 values stored as int32 bits, so that a cast of the module does not change them.
     """
@@ -147,7 +147,10 @@ class LoraExperts(ExpertAdapter):
 def find_adapters(
     section: LoraSection, module: nn.Module, plan: ModelPlan, origin: str | None = None
 ) -> dict[str, Adapter]:
-    """Return the adapters that a recipe selects, by layer. `origin`: the file that the targets come from."""
+    """Return layer -> adapter for the layers that `model.lora` of a recipe selects.
+
+    `origin`: the file that `targets` come from; None: the recipe.
+    """
     layers: list[str] = []
     refused: dict[str, str] = {}
     experts: dict[str, tuple[str, ...]] = {}
@@ -181,8 +184,8 @@ def add_adapters(
 ) -> None:
     """Add adapters to `module` in place and freeze everything else.
 
-    `quantize`: the format of the frozen weights of adapted layers; `QuantizedLoraLinear.keep` fills them. `trained`:
-    parameters that are not frozen.
+    `quantize`: format of the frozen weights of adapted layers, which `QuantizedLoraLinear.keep` fills; None: none.
+    `trained`: other parameters that are not frozen.
     """
     module.requires_grad_(False)
     for name in trained:

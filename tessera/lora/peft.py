@@ -35,7 +35,7 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "fan_in_fan_out": (False, None),
 }
 
-_SECONDS = 20.0  # time limit for matching
+_SECONDS = 20.0  # time limit for matching regular expressions
 # Expressions without repetitions and alternatives match in linear time: they need no time limit.
 _SAFE_EXPRESSION = re.compile(r"(?:[\w.^$-]|\\[.\-_])*")
 _MATCHER = """
@@ -47,14 +47,14 @@ json.dump({name: next((n for n, p in enumerate(compiled) if p.match(name)), None
 
 
 def is_adapter_folder(path: Path) -> bool:
-    """Return whether a folder is a PEFT adapter folder."""
+    """Return whether a folder contains `adapter_config.json`, as PEFT's adapter folders do."""
     return (path / CONFIG).is_file()
 
 
 def base_of(folder: Path, downloaded: Callable[[HubId], Path | None] = lambda id: None) -> Path:
-    """Return the folder of the base model of adapters. Nothing is downloaded.
+    """Return the local folder of the base model of adapters. Nothing is downloaded.
 
-    `downloaded`: returns the local folder of a hub's model; None if it was not downloaded.
+    `downloaded`: returns the local folder of a model on a hub; None if it was not downloaded.
     """
     usage = (
         f"tessera generate MODEL --adapter {folder}, tessera convert {folder} OUT --like MODEL, or "
@@ -66,9 +66,9 @@ def base_of(folder: Path, downloaded: Callable[[HubId], Path | None] = lambda id
         of_run = (run / "config.yaml").is_file()
         from_seed = f"; or export the merged model of the run: tessera convert {run} OUT" if of_run else ""
         raise TesseraError(
-            "the adapters do not name their base model",
+            "the adapters do not say which base model they were trained with",
             where=str(folder),
-            fix=f"name the base model: {usage}{from_seed}",
+            fix=f"give the base model as MODEL: {usage}{from_seed}",
             code="adapter.base-unnamed",
         )
     for candidate in (Path(named), folder / named):
@@ -82,7 +82,7 @@ def base_of(folder: Path, downloaded: Callable[[HubId], Path | None] = lambda id
     raise TesseraError(
         f"the base model of the adapters, {named!r}, is not on this machine",
         where=str(folder / CONFIG),
-        fix=f"{fetch}name the model's folder: {usage}; in a recipe model.path=MODEL model.lora.path={folder}",
+        fix=f"{fetch}give the model's folder as MODEL: {usage}; in a recipe model.path=MODEL model.lora.path={folder}",
         code="adapter.base-missing",
     )
 
@@ -101,7 +101,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def parse_config(text: str, where: str, prefix: str = "") -> dict[str, Any]:
-    """Parse and check a configuration. `prefix`: of the keys to use; other keys belong to other models."""
+    """Parse and check a configuration. `prefix`: the prefix of this model's keys; other keys are dropped."""
     try:
         config = json.loads(text)
         if not isinstance(config, dict):
@@ -130,7 +130,7 @@ def target_parameters(config: Mapping[str, Any], where: str) -> list[str]:
 
 
 def ranks_and_alphas(config: Mapping[str, Any], modules: Collection[str], where: str) -> dict[str, tuple[float, float]]:
-    """Return (rank, alpha) of each module by a configuration."""
+    """Return (rank, alpha) of each module from a configuration with `rank_pattern` and `alpha_pattern`."""
     ranks = _by_pattern(config, "rank_pattern", modules, config.get("r", 8), where)
     alphas = _by_pattern(config, "alpha_pattern", modules, config.get("lora_alpha", 8), where)
     return {module: (ranks[module], float(alphas[module])) for module in modules}
@@ -139,9 +139,9 @@ def ranks_and_alphas(config: Mapping[str, Any], modules: Collection[str], where:
 def _by_pattern(
     config: Mapping[str, Any], key: str, modules: Collection[str], default: Any, where: str
 ) -> dict[str, Any]:
-    """Return the number of each module: of the first pattern that matches the end of its name, after a dot.
+    """Return the value of `config[key]` for each module: that of the first pattern that matches the end of its name.
 
-    Modules without a matching pattern get `default`. This is PEFT's rule.
+    The match begins after a dot. Modules without a matching pattern get `default`. This is PEFT's rule.
     """
     patterns = config.get(key) or {}
     numbers = list(patterns.values()) if isinstance(patterns, dict) else [None]
@@ -171,8 +171,8 @@ def make_config(
 ) -> dict[str, Any]:
     """Return PEFT's configuration of the adapters in `adapted`, by module.
 
-    `others`: all modules. `task_type`: PEFT's model type. `saved`: fully trained modules. `experts`: adapters of
-    stacked parameters; `other_experts`: all stacked parameters.
+    `others`: all module names. `task_type`: PEFT's task type. `saved`: fully trained modules. `experts`: adapters of
+    stacked expert parameters; `other_experts`: names of all stacked expert parameters.
     """
     experts = experts or {}
     every = {**adapted, **experts}
@@ -184,7 +184,7 @@ def make_config(
         "base_model_name_or_path": base,
         "r": rank,
         "lora_alpha": _plain(alpha),
-        "lora_dropout": 0.0 if experts else dropout,  # PEFT supports no dropout with target_parameters
+        "lora_dropout": 0.0 if experts else dropout,  # PEFT does not support dropout with target_parameters
         "use_rslora": next(iter(every.values())).adapter.rslora,
         "use_dora": next(iter(every.values())).adapter.dora,
         "bias": "none",
@@ -225,7 +225,7 @@ def _plain(number: float) -> float | int:
 def first_matches(
     expressions: Sequence[str], names: Collection[str], *, within: str = "{}", where: str, seconds: float = _SECONDS
 ) -> dict[str, int | None]:
-    """Return for each name the index of the first regular expression that matches its beginning, or None.
+    """Return for each name the index of the first regular expression that matches its beginning; None if none does.
 
     Expressions of a file may take years to match, and Python cannot interrupt a match, so they run in a process that is
     killed after the time limit. `within`: a template whose braces are replaced by each expression.

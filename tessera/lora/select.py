@@ -35,7 +35,7 @@ class Adapter:
     rslora: bool = False
     dora: bool = False
     pissa: bool = False
-    stacked: tuple[str, ...] = ()  # of experts: names of the stacked weights that share this adapter
+    stacked: tuple[str, ...] = ()  # for experts: names of the stacked weights that share this adapter
 
     @property
     def scale(self) -> float:
@@ -76,7 +76,7 @@ def weight_names(path: str, adapter: Adapter) -> tuple[str, ...]:
 
 
 def adapter_for(weight: str, adapters: Adapters) -> tuple[str, int] | None:
-    """Return the adapter's path for a weight, and the weight's index in the adapter; None without an adapter."""
+    """Return the path of the adapter of a weight, and the weight's index in it; None if the weight has no adapter."""
     owner, _, kind = weight.rpartition(".")
     if kind == "weight" and owner in adapters:
         return owner, 0
@@ -104,7 +104,7 @@ def tensor_shapes(path: str, adapter: Adapter, weight: Sequence[int]) -> dict[st
 
 
 def expert_paths(parameters: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """Return the possible adapter paths of all stacked experts, with the weight names of each."""
+    """Return path of a possible adapter of stacked experts -> names of the weights that it adapts."""
     names = set(parameters)
     owners = [name.removesuffix(".down") for name in parameters if name.endswith(".down")]
     needed = [weight for weights in EXPERT_WEIGHTS.values() for weight in weights]
@@ -127,7 +127,7 @@ def is_output_factor(name: str) -> bool:
 
 
 def adapter_of(section: LoraSection) -> Adapter:
-    """Return the adapter with the settings of the section, without those of single targets."""
+    """Return an adapter with the rank, alpha and options of `model.lora`. Settings of single targets are not used."""
     return Adapter(section.rank, section.alpha, section.rslora, section.dora, section.init == "pissa")
 
 
@@ -139,7 +139,7 @@ def choose(
     experts: Mapping[str, tuple[str, ...]] | None = None,
     origin: str | None = None,
 ) -> dict[str, Adapter]:
-    """Return the adapters that a recipe selects from `layers`. `default`: layers to adapt if it names no targets.
+    """Return the adapters that a recipe selects from `layers`. `default`: layers to adapt without `targets`.
 
     `refused`: paths that cannot have an adapter -> the reason. `experts`: possible adapters of stacked experts, which
     are selected only by patterns that name them. If several patterns match a layer, the last pattern wins. `origin`:
@@ -177,14 +177,14 @@ def choose(
 def _check_refused(
     pattern: str, refused: Mapping[str, str], experts: Mapping[str, tuple[str, ...]], where: str
 ) -> None:
-    """Raise if a pattern without a matching layer names a module without adapter support, or a part of experts.
+    """Raise if a pattern that matches no layer matches a module without adapter support, or a part of experts.
 
-    `trained`: the pattern comes from existing adapters."""
+    `refused`: module path -> why it cannot have an adapter."""
     for path, weights in experts.items():
         owner = path.rpartition(".")[0]
         if any(matches(pattern, name) for name in (*ancestors(path), *(f"{owner}.{weight}" for weight in weights))):
             raise TesseraError(
-                f"{pattern} matches no plain linear layer, and is no path of an expert adapter",
+                f"{pattern} matches no plain linear layer, and it is not the path of an expert adapter",
                 where=where,
                 allowed=[owner, *(f"{owner}.{name}" for name in EXPERT_WEIGHTS)],
                 code="adapter.expert-pattern",

@@ -31,9 +31,9 @@ FOREIGN = "transformers"  # name of the family that runs classes of transformers
 
 
 def family_of(model_type: str, *, with_code: bool = False) -> ModelSpec:
-    """Return the family that reads folders with this `model_type` (or diffusers class) in config.json.
+    """Return the model family that reads folders with this `model_type` (or diffusers class) in config.json.
 
-    Without such a family, return the family `transformers` if the installed library has a class for the type.
+    If no family does, return the family `transformers`, provided that the installed library has a class for the type.
     `with_code`: config.json has an `auto_map`, which names Python code in the folder; that code is never run.
     """
     types: list[str] = []
@@ -55,7 +55,7 @@ def family_of(model_type: str, *, with_code: bool = False) -> ModelSpec:
 
 
 def is_original(spec: ModelSpec, folder: Path | None) -> bool:
-    """Return whether a folder has the file format of a model's authors instead of the Hugging Face format."""
+    """Return whether a model folder has the format of the model's authors, not the Hugging Face format."""
     layout = None if folder is None else detect_layout(folder)
     return layout is not None and layout.config().get("model_type") in spec.originals
 
@@ -92,7 +92,7 @@ def resolve(section: ModelSection) -> tuple[ModelSpec, Section]:
 
 
 def stored_head(section: ModelSection, spec: ModelSpec) -> Literal["language", "reward"]:
-    """Return which head the weights at `model.path` have; "language" without weights.
+    """Return which head the weights at `model.path` have; "language" if `model.path` is not set.
 
     The family `transformers` always returns "language": its classes contain their own heads.
     """
@@ -106,7 +106,7 @@ def stored_head(section: ModelSection, spec: ModelSpec) -> Literal["language", "
 
 
 def fresh_names(section: ModelSection, spec: ModelSpec) -> frozenset[str]:
-    """Return the parameters that are missing in the weights at `model.path`: the head of a new reward model."""
+    """Return the names of parameters that the weights at `model.path` lack: the head of a new reward model."""
     begins = spec.gives(REWARDS) and section.path is not None and stored_head(section, spec) != "reward"
     return frozenset({HEAD} if begins else ())
 
@@ -126,7 +126,7 @@ def _resolve(section: ModelSection) -> tuple[ModelSpec, Section]:
                 code="model.family-of-run",
             )
         return spec, _with_changes(spec, config, section.config)
-    # The recipe in a run folder contains the family and every field, so the folder it started from may be gone.
+    # The recipe in a run folder contains the family and every field, so the folder of initial weights is not needed.
     complete = section.family is not None and section.config and section.preset is None
     if section.path is not None and not (complete and not section.path.exists()):
         data = folder_layout(section.path).config()
@@ -184,7 +184,7 @@ def build_on_meta(spec: ModelSpec, config: Any) -> nn.Module:
         raise TesseraError(
             message,
             where=f"model.config ({spec.name})",
-            fix="check the numbers in config.json",
+            fix="check the sizes in config.json",
             code="model.sizes-cannot-build",
         ) from error
 

@@ -1,4 +1,4 @@
-"""Make the specification of a text-only family, and presets of all families."""
+"""Make the `ModelSpec` of a text-only family, and presets (named model sizes) of all families."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def language_family(
     presets: Mapping[str, Mapping[str, Any]],
     templates: Sequence[ChatTemplate],
 ) -> ModelSpec:
-    """Return the specification of a family that consists of a text decoder and a head.
+    """Return the `ModelSpec` of a family that consists of a text decoder and a head.
 
     `templates`: chat templates of the family. The processor uses the first whose special tokens the tokenizer has.
     """
@@ -113,7 +113,7 @@ def preset(
 
 def quickstart_preset(*, tied: bool = True, **text: Any) -> dict[str, Any]:
     """Return the preset of a text decoder that is small enough to train on two CPU cores in minutes."""
-    # About 1/sqrt(hidden_size): the usual 0.02 suits widths of thousands.
+    # initializer_range: about 1/sqrt(hidden_size). The usual 0.02 suits hidden sizes of thousands.
     return preset(512, 128, 384, 4, (4, 2), tied=tied, initializer_range=0.06, **text)
 
 

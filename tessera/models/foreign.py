@@ -1,4 +1,4 @@
-"""Adapters for classes from outside: import by path, and call with a batch."""
+"""Adapters for model classes that Tessera does not define: import them by path, and call them with a `Batch`."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ def accept_batches(module: nn.Module, arguments: Callable[[Batch], Mapping[str, 
 
 
 def _computed_in(module: nn.Module) -> torch.dtype | None:
-    """Return the dtype of the gathered weights; None if each block gathers and casts its own weights."""
+    """Return the dtype of the weights that FSDP gathers for the module; None if each block gathers its own weights."""
     whole = (p for p in module.parameters() if p.is_floating_point() and not isinstance(p, DTensor))
     return next((p.dtype for p in whole), None)
 
 
 class Arguments:
-    """Turn the tensors of a batch into keyword arguments of a module. Raise an error for a tensor without a parameter.
+    """Turn the tensors of a batch into keyword arguments of `forward`. Raise if a tensor has no parameter there.
 
     Tensors with a dot in their name (`loss.labels`) belong to the task and are left out.
     """

@@ -1,8 +1,8 @@
 """Record the steps that `profile.steps` names with torch's profiler, and write its table and trace into `RUN/profile`.
 
-Forward calls of blocks and of their direct children, and the phases of a step, are ranges of the recording. Layers of
-one list share a name, so they share a row of the table. Compiled blocks do not call hooks that are added after
-compilation; torch marks those in the trace itself.
+Forward calls of blocks and of their direct children, and the phases of a step, are named ranges of the trace. Layers of
+one ModuleList share a name, so they share a row of the table. Compiled blocks do not call hooks that are added after
+compilation; torch adds ranges for compiled code to the trace itself.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from tessera.runtime.torch_internals import (
 
 FOLDER = "profile"
 FORWARD, RECOMPUTE, PHASE = "forward of ", "recompute of ", "phase: "
-_ROWS = 200  # most rows of table.txt
-_LOGGED = 5  # ranges that the log shows
+_ROWS = 200  # maximum number of rows in table.txt
+_LOGGED = 5  # number of the slowest ranges that are logged
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 log = logging.getLogger("tessera")
 
 
 class StepProfiler(Callback):
-    """Record the steps from `profile.steps[0]` to `profile.steps[1]`, with the time in which they wait for data."""
+    """Record the steps from `profile.steps[0]` to `profile.steps[1]`, including their waits for data."""
 
     def __init__(self, settings: ProfileSection, blocks: Sequence[str]) -> None:
         assert settings.steps is not None
@@ -179,7 +179,7 @@ class Ranges:
             if ends:
                 ends.pop()()
 
-        # Prepended, so that the range contains FSDP's hooks, which gather weights.
+        # `prepend`: begin the range before FSDP's hook, so that it contains the gathering of weights.
         self._hooks.append(module.register_forward_pre_hook(enter, prepend=True))
-        # Called after an error, too: recompute ends a forward pass by an error when it has the tensors that it needs.
+        # `always_call`: also after an exception. Activation recomputation ends its forward pass early by an exception.
         self._hooks.append(module.register_forward_hook(leave, always_call=True))

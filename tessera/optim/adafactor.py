@@ -1,9 +1,9 @@
 """Adafactor: store mean squares of rows and columns of a matrix instead of every element.
 
-The update of a matrix is its gradient over the roots of what rows and columns say together, no longer than one in the
-mean, times the size of the weights themselves: `lr` is relative to that. What is summed over a row or a column is
-summed over the ranks that share it: a few numbers for each weight. The formulas are those of torch's own class, which
-does not update sharded tensors.
+The update of a matrix is its gradient divided by the root mean square (RMS) that its row and column averages estimate.
+The RMS of the update is clipped to one. Then the update is multiplied by the RMS of the weights: `lr` scales with it.
+Sums over a sharded row or column are reduced over the ranks that share it. The formulas are those of
+`torch.optim.Adafactor`, which does not update sharded tensors.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch.optim import Optimizer
 
 from tessera.runtime.modules import local_shard
 
-_DECAY = -0.8  # exponent: the newest square has the weight step ** -0.8
+_DECAY = -0.8  # exponent: the squared gradient of a step has the weight step ** -0.8 in its average
 _SMALLEST = 1e-3  # lower bound of the RMS of weights, to which the learning rate is relative
 
 
 class Adafactor(Optimizer):
-    """Update weights by Adafactor. State is fp32: rows and columns of matrices, all elements of vectors."""
+    """Update weights by Adafactor. Its state is fp32: row and column averages of matrices, all elements of vectors."""
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:
         super().__init__(groups, {"lr": 1e-2, "weight_decay": 0.0})
@@ -48,7 +48,7 @@ class Adafactor(Optimizer):
             else:
                 state["variance"] = torch.zeros_like(parameter, dtype=torch.float32)
         state["step"] += 1
-        step = float(state["step"])  # on the host
+        step = float(state["step"])  # the step count is a tensor on the host
         newest, rate_now = step**_DECAY, min(rate, 1 / math.sqrt(step))
         weight = local_shard(parameter)
         assert parameter.grad is not None
@@ -101,7 +101,7 @@ def _statistic(parameter: Tensor, dim: int) -> Tensor:
 
 
 def _summed(values: Tensor, parameter: Tensor, over: Callable[[int], bool]) -> Tensor:
-    """Sum values over the mesh axes that shard a dimension for which `over` is true."""
+    """All-reduce sums over the mesh axes that shard a tensor dimension for which `over` is true."""
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
         for axis, placement in enumerate(parameter.placements):
@@ -111,7 +111,7 @@ def _summed(values: Tensor, parameter: Tensor, over: Callable[[int], bool]) -> T
 
 
 def adafactor_bytes(shape: Sequence[int]) -> int:
-    """Return the bytes of state of a rank's shard of a parameter, by the shape of the shard."""
+    """Return the bytes of Adafactor's state for a rank's shard of a parameter. `shape`: shape of the shard."""
     numbers = math.prod(shape)
     if len(shape) < 2 or not numbers:
         return 4 * numbers + 4

@@ -1,8 +1,8 @@
 """AdamW that clips gradients as part of the update.
 
-On accelerators one launch clips and updates all tensors of a kind: torch's fused kernel moves bf16 at little more than
-half of the memory's speed, and needs a pass of scaling before it. Elsewhere it is torch's own AdamW after such a pass.
-The state is torch's, by name and by type, so a run may be resumed with either of them.
+On accelerators one kernel launch clips and updates all tensors with equal dtypes. Torch's fused kernel uses little more
+than half of the memory bandwidth in bf16, and needs another pass to scale gradients. On other devices gradients are
+scaled first, and torch's AdamW updates. State names and dtypes are torch's, so a run may be resumed with either.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _UP_TO_FP32 = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that fp32
 class AdamW(torch.optim.AdamW):
     """Update like torch's AdamW, with gradients multiplied by `clip_factor`.
 
-    `together`: update all tensors of a kind in one launch, which takes a device that runs Triton.
+    `together`: update all tensors with equal dtypes in one kernel launch, which needs a device that runs Triton.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class AdamW(torch.optim.AdamW):
         together: bool = False,
     ) -> None:
         super().__init__(groups, betas=betas, eps=eps, fused=fused)
-        # The next step multiplies gradients by it in the update, without changing the gradients.
+        # Factor that the next `step` multiplies gradients with inside of the update. The gradients do not change.
         self.clip_factor: Tensor | None = None
         self._together = together
         self._blocks: dict[tuple[int, ...], tuple[Tensor, Tensor, Tensor]] = {}
@@ -64,7 +64,7 @@ class AdamW(torch.optim.AdamW):
                 local = _LocalState(param, grad, mean, square, step, group["lr"], group["weight_decay"])
                 by_kind.setdefault(local.kind, []).append(
                     local
-                )  # also empty shards, whose step counts increase as well
+                )  # includes empty shards, because their step counts increase, too
         for kind, states in by_kind.items():
             if isinstance(kind, _TensorKind):
                 self._step_in_one_launch(kind, states, scale, bad)
@@ -72,7 +72,7 @@ class AdamW(torch.optim.AdamW):
                 self._step_by_torch(states, scale, bad)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self.clip_factor = None  # it belongs to the gradients that are cleared here
+        self.clip_factor = None  # the factor was computed for the gradients that are cleared here
         super().zero_grad(set_to_none)
 
     def _step_in_one_launch(
@@ -88,7 +88,7 @@ class AdamW(torch.optim.AdamW):
         bad = torch.zeros((), device=device) if bad is None else bad.float()
         steps = [one.step for one in states]
         foreach_add_(steps, 1)
-        foreach_sub_(steps, [bad] * len(steps))  # a list of tensors: a single tensor would be read on the host
+        foreach_sub_(steps, [bad] * len(steps))  # subtract a list of tensors: a single tensor would be read on the host
         count = torch.stack(steps)
         rates = devices.send([one.rate for one in states], torch.float32, device)
         shrinks = devices.send([1 - one.rate * one.decay for one in states], torch.float32, device)
@@ -110,8 +110,8 @@ class AdamW(torch.optim.AdamW):
         )
 
     def _blocks_of(self, sizes: Sequence[int], block: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the sizes of tensors, and for each block of numbers its tensor and its index there. They are the same
-        in every step."""
+        """Return the sizes of tensors in elements. Return for each block of elements the index of its tensor, and the
+        index of the block in that tensor. The result is the same in every step."""
         key = tuple(sizes)
         if key not in self._blocks:
             blocks = torch.tensor([-(-size // block) for size in sizes])
@@ -172,7 +172,7 @@ class _LocalState:
 
     @property
     def kind(self) -> _TensorKind | None:
-        """Return the common properties; None if a tensor is not contiguous or fp32 cannot represent its dtype."""
+        """Return the properties for a kernel launch; None if a tensor is not contiguous or not exact in fp32."""
         if not all(x.is_contiguous() and x.dtype in _UP_TO_FP32 for x in self.tensors):
             return None
         dtypes = (self.param.dtype, self.grad.dtype, self.mean.dtype)

@@ -8,7 +8,7 @@ import triton.language as tl
 BLOCK, WARPS = (
     1024,
     4,
-)  # elements and warps of a block; measured: 13.8 ms for 3.7 billion bf16 elements, 19.8 ms with 4096 and 8
+)  # elements and warps of a block: 13.8 ms for 3.7 billion bf16 elements; 4096 and 8 take 19.8 ms
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def adamw_update(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Update one block of one parameter by AdamW, in fp32 whatever the types are; do nothing if `bad` is not 0.
+    """Update one block of one parameter by AdamW, computed in fp32 for all dtypes; do nothing if `bad` is not 0.
 
     An argument `x_at` is the address of the tensor `x`.
     `table` has the addresses, multiples of ALIGNED bytes, of all parameters, then of gradients, then of both moments.

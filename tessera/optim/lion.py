@@ -1,6 +1,6 @@
-"""Lion: update by the sign of an average of gradients. Its state is half of AdamW's.
+"""Lion: update by the sign of an average of gradients. Its state has half the size of AdamW's.
 
-Everything is computed element by element, so each rank updates its own shards, and a checkpoint reshards as any other.
+The update is computed element by element, so each rank updates its own shards, and checkpoints can be resharded.
 """
 
 from __future__ import annotations

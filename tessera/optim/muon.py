@@ -1,10 +1,10 @@
 """Muon for matrices, AdamW for everything else.
 
 The update of a matrix is its momentum with all singular values brought near 1, by five steps of a Newton-Schulz
-iteration, times 0.2 sqrt(longer side): then it is as large as an update of AdamW, and both take one learning rate. It
-needs full matrices, and gets them by an all-gather where a matrix is sharded; each rank computes the iteration for
-itself and keeps its own part. Experts are separate matrices: where ranks hold full ones, nothing is gathered.
-Momentum is computed element by element on shards, as every state is, so checkpoints reshard.
+iteration, times 0.2 sqrt(longer side): then it is as large as an update of AdamW, and both use the same learning rate.
+The iteration needs full matrices: a sharded matrix is all-gathered, each rank computes the iteration and updates its
+own shard. Stacked experts are separate matrices: ranks with full matrices of some experts gather nothing. Momentum is
+computed element by element on shards, so checkpoints can be resharded.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tessera.runtime import device as devices
 from tessera.runtime.modules import StackedExperts, clean_name, local_shard
 from tessera.runtime.torch_internals import local_chunks, tensor_of_chunk
 
-HEADS = ("head", "lm_head", "score")  # modules with output rows per token or value, which Muon does not update
-_COEFFICIENTS, _STEPS = (3.4445, -4.7750, 2.0315), 5  # of the Newton-Schulz iteration, by Muon's authors
+HEADS = ("head", "lm_head", "score")  # names of output layers, which Muon does not update
+_COEFFICIENTS, _STEPS = (3.4445, -4.7750, 2.0315), 5  # of the Newton-Schulz iteration, as published by Muon's authors
 _EPS = 1e-7
 
 
@@ -51,7 +51,7 @@ class Muon(AdamW):
         self.momentum = momentum
         for group in self.param_groups:
             if group.get("muon"):
-                group["fused"] = False  # the update has no flag on the device
+                group["fused"] = False  # Muon's update cannot be skipped by a flag on the device
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -102,7 +102,7 @@ class Muon(AdamW):
 
 
 def _has_whole_matrices(parameter: Tensor) -> bool:
-    """Return whether the local shard consists of full matrices: the last two dimensions are not sharded."""
+    """Return whether the local shard contains only full matrices: the last two dimensions are not sharded."""
     if not isinstance(parameter, DTensor):
         return True
     stacked = range(parameter.dim() - 2)
@@ -113,9 +113,9 @@ def _has_whole_matrices(parameter: Tensor) -> bool:
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
-    """Orthogonalize a matrix, or each of stacked matrices: singular values become about 1. The dtype is kept.
+    """Orthogonalize a matrix, or each of stacked matrices: singular values become about 1. The dtype does not change.
 
-    In bf16 where the device multiplies that much faster, otherwise in fp32.
+    It is computed in bf16 on devices that multiply bf16 much faster, otherwise in fp32.
     """
     fast = devices.supports(matrix.device, "tensor_cores")
     x = matrix.to(torch.bfloat16 if fast else torch.float32)

@@ -1,6 +1,6 @@
 """Build parameter groups and the optimizer, set its learning rate, and clip gradients by their global norm.
 
-The learning rate is a pure function of the step, so that resuming needs no state. Nothing here waits for the device.
+The learning rate depends only on the step, so that a resume needs no scheduler state. No function waits for the device.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from tessera.runtime.torch_internals import foreach_norm
 
 
 def parameter_groups(module: nn.Module, section: OptimSection, names: Collection[str] = ()) -> list[dict[str, Any]]:
-    """Return the groups of all trained parameters. Of several patterns that match one, the last counts; vectors do not
-    decay unless a group sets it.
+    """Return the groups of all trained parameters. If several patterns match a parameter, the last one counts. Vectors
+    have no weight decay unless a group of the recipe sets it.
 
-    `names`: all trained parameters of the model, where `module` may be a part of it; patterns are matched with these.
+    `names`: names of all trained parameters of the full model, for matching patterns; `module` may be a pipeline stage.
     """
     # Two pipeline stages on one rank may have copies of a tied parameter with the same name: both are trained.
     trained: dict[str, list[Tensor]] = {}
@@ -57,7 +57,7 @@ def parameter_groups(module: nn.Module, section: OptimSection, names: Collection
             )
             if group.optimizer == "muon" and trained[name][0].dim() not in (2, 3):
                 raise TesseraError(
-                    f"{name} is no matrix, and muon updates matrices alone",
+                    f"{name} is no matrix, and muon updates only matrices",
                     where=f"optim.groups.{number}.optimizer",
                     allowed=["adamw"],
                     code="recipe.muon-not-matrix",
@@ -92,7 +92,8 @@ def build_optimizer(
 ) -> Optimizer:
     """Return the optimizer of all trained parameters. `offloaded`: parameters are in host memory.
 
-    `make` is the caller's own: it is given the parameter groups with their learning rates and weight decays.
+    `make`: function of the caller that gets the parameter groups, with learning rates and weight decays, and returns an
+    optimizer.
     """
     groups = parameter_groups(module, section, names)
     if not groups and not names:
@@ -148,7 +149,7 @@ def _made_by_caller(make: Callable[[list[dict[str, Any]]], Optimizer], groups: l
         raise TesseraError(
             "the optimizer has other parameter groups than the ones that it was called with",
             where="optimizer",
-            fix="pass the groups on as they are; optim.groups in the recipe makes groups",
+            fix="pass the groups to the optimizer unchanged; optim.groups in the recipe defines groups",
             code="recipe.optimizer-groups",
         )
     for group, requested in zip(optimizer.param_groups, groups, strict=True):
@@ -157,8 +158,8 @@ def _made_by_caller(make: Callable[[list[dict[str, Any]]], Optimizer], groups: l
 
 
 def state_bytes(section: OptimSection, module: nn.Module) -> Callable[[str, int, Sequence[int]], int]:
-    """Return how many bytes of state the optimizer keeps of a parameter, given its name, and its bytes and shape on a
-    rank.
+    """Return a function that computes the bytes of optimizer state of a parameter from its name, and its bytes and
+    shape on a rank.
 
     `module` is the unsharded model, on the meta device.
     """
@@ -214,8 +215,8 @@ def clip_gradients(
 ) -> Tensor:
     """Return the norm of all gradients, and let the next update clip them to `max_norm`.
 
-    Our AdamW clips as part of its update; for any other optimizer the gradients are scaled here. `others`: ranks that
-    hold other parameters of the same model. Of a parameter that several of them hold, one counts it.
+    Tessera's AdamW clips as part of its update. For any other optimizer the gradients are scaled here. `others`: ranks
+    with other parameters of the same model. A parameter that several ranks have counts once.
     """
     parameters = list(parameters)
     elsewhere = {id(p) for p in counted_elsewhere}
@@ -239,7 +240,7 @@ def total_norm(
 ) -> Tensor:
     """Return the 2-norm of all gradients, reduced over the mesh axes that shard them.
 
-    The result is on `device`; by default where the gradients are. `others`: ranks that hold further gradients.
+    The result is on `device`, by default the device of the gradients. `others`: ranks with further gradients.
     """
     grads = list(grads)
     if device is None:
@@ -255,7 +256,7 @@ def total_norm(
         # Move to the device before the all-reduce: the mesh belongs to the device, also with CPU offload.
         squares = norms.to(device=device, dtype=wide).square().sum()
         for axis, placement in enumerate(placements):
-            if not placement.is_replicate():  # a strided shard is no `Shard`, so test for replicas
+            if not placement.is_replicate():  # strided shards are not instances of `Shard`
                 dist.all_reduce(squares, group=mesh.get_group(axis))  # type: ignore[attr-defined]
         total += squares
     if others is not None:

@@ -28,7 +28,7 @@ from tessera.runtime.torch_internals import (
 
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "_scaled_mm", "_grouped_mm"})
 _ATTENTION_WORD = "attention"  # part of the names of all fused attention kernels
-WORTH_MOVING = 64 << 10  # bytes; smaller tensors are not copied to the host
+WORTH_MOVING = 64 << 10  # bytes; smaller tensors stay on the device
 
 
 def apply_recompute(module: nn.Module, parts: Sequence[Recompute], use_reentrant: bool = False) -> None:
@@ -54,8 +54,8 @@ def _policy(keep: Keep, context: Any, op: Any, *args: Any, **kwargs: Any) -> Che
 class ReentrantRecompute(ActivationWrapper):
     """Recompute with torch's reentrant checkpointing.
 
-    Its output has a gradient only if an input has. So an empty input with a gradient is added: otherwise a trained
-    block after a frozen one would not be trained.
+    Its output requires a gradient only if an input does. So an empty input that requires a gradient is added: otherwise
+    a trained block after a frozen one would get no gradients.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -112,7 +112,7 @@ class CopyStream:
     def to_host(self, tensor: Tensor) -> Tensor:
         if self.stream is None:
             return tensor.clone()
-        # The copy waits for the computation of the tensor, and its memory is not reused before the copy ends.
+        # The copy starts when the tensor is computed. The allocator must not reuse its memory before the copy ends.
         self.stream.wait_stream(torch.accelerator.current_stream(tensor.device))
         with self.stream:
             host = torch.empty_like(tensor, device="cpu", pin_memory=True)
@@ -149,7 +149,7 @@ class OffloadScope:
         self._seen[key] = (
             StorageWeakRef(tensor.untyped_storage()),
             offloaded,
-        )  # the storage is not freed, so its id stays unique
+        )  # the storage is referenced, so no other storage gets its id
         return offloaded
 
     def close(self) -> None:

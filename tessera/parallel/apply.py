@@ -40,7 +40,7 @@ from tessera.runtime.torch_internals import local_chunks, tensor_of_chunk
 
 
 def parallelize(module: nn.Module, plan: Plan, mesh: Mesh, device: torch.device) -> nn.Module:
-    """Apply the plan to a module on the meta device, and allocate this rank's shards without values."""
+    """Apply the plan to a module on the meta device, and allocate this rank's parameter shards uninitialized."""
     buffers = computed_buffers(module)
     module = parallelize_on_meta(module, plan, mesh, device)
     materialize(module, plan, device)
@@ -68,8 +68,10 @@ def parallelize_on_meta(module: nn.Module, plan: Plan, mesh: Mesh, device: torch
 
 
 def _apply_to_stage(module: nn.Module, root: nn.Module, plan: Plan, mesh: Mesh, device: torch.device) -> None:
-    """Apply the plan to a model or a pipeline stage, which lacks modules of other stages. `root`: the module around a
-    stage's model."""
+    """Apply the plan to a model, or to a pipeline stage, which has only its own modules of the model.
+
+    `root`: the `StageModule` around the model of a stage; without a pipeline, the model itself.
+    """
     if plan.tensor is not None:
         apply_tensor(module, plan.tensor, mesh)
     if plan.experts is not None:
@@ -79,7 +81,7 @@ def _apply_to_stage(module: nn.Module, root: nn.Module, plan: Plan, mesh: Mesh, 
     apply_activation_offload(module, present(module, plan.roles.activation_offload), device)
     apply_block_offload(module, present(module, plan.roles.block_offload), device, parameters=not plan.sharding.active)
     if plan.sharding.active and isinstance(module, ShardsItself):
-        # Compile before the class recomputes or shards: both add hooks to a block, which are not compiled.
+        # Compile before `shard_itself`: recompute and FSDP add hooks to a block, which must stay outside of the graph.
         apply_compile(module, present(module, plan.roles.compiled))
         _let_it_shard_itself(module, plan, mesh, device)
         return
@@ -97,7 +99,7 @@ def _set_types(module: nn.Module, plan: Plan) -> None:
         if home(name, plan.precision.float32) is not None:
             parameter.data = parameter.data.float()
         elif parameter.is_floating_point():
-            # FSDP does not cast an ignored module, which is frozen: it gets the dtype of computation.
+            # FSDP does not cast an ignored module. It is frozen, so its weights are stored in the compute dtype.
             parameter.data = parameter.data.to(
                 plan.precision.compute if parameter in ignored else plan.precision.weights
             )
@@ -149,7 +151,7 @@ def start_parameters(
     device: torch.device,
     wanted: Callable[[str], bool] = lambda name: True,
 ) -> None:
-    """Fill the wanted parameters by name, each as a function of the seed and its name."""
+    """Fill the parameters whose name is `wanted`. Values depend on the seed and the parameter's name only."""
     for name, parameter in module.named_parameters():
         name = clean_name(name)
         if wanted(name):
@@ -160,7 +162,7 @@ def start_parameters(
 
 @torch.no_grad()
 def start_tensors(module: nn.Module, tensors: Mapping[str, Tensor], seed: int, device: torch.device) -> None:
-    """Initialize full tensors that are not parameters of the module, by the names of the missing parameters."""
+    """Fill full tensors like parameters of these names. `tensors`: by parameter name, not in the module itself."""
     if not tensors:
         return
     assert isinstance(module, InitializesByName), "a module without `initialize` draws no tensor by name"
@@ -174,7 +176,7 @@ def keep_shard(parameter: Tensor, full: Tensor) -> None:
     if not isinstance(parameter, DTensor):
         parameter.copy_(full)
         return
-    # Torch's checkpoint protocol returns the boxes of the full tensor that a rank has.
+    # Each chunk is a rectangular part of the full tensor, as torch's distributed checkpoint describes shards.
     for box in local_chunks(parameter):
         shard = full[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))]
         tensor_of_chunk(parameter, box.offsets).copy_(shard)
@@ -194,14 +196,14 @@ def build_engine(
     if plan.pipeline is not None:
         assert isinstance(module, LocalStages)
         return pipeline(module, plan, mesh, device, shared, loss_scale)
-    losses = mesh.view(LOSS).get_group()  # one rank, if all ranks compute one loss together
+    losses = mesh.view(LOSS).get_group()  # of size 1 if all ranks compute the same loss
     return SimpleEngine(
         module, plan.sharding.accumulate, device=device, group=losses, shared=shared, loss_scale=loss_scale
     )
 
 
 def counted_elsewhere(module: nn.Module, plan: Plan, mesh: Mesh) -> list[Tensor]:
-    """Return the copies of tied parameters on the last stage, which the gradient norm must not count twice."""
+    """Return the copies of tied parameters on the last pipeline stage. The gradient norm counts the originals only."""
     if plan.pipeline is None:
         return []
     assert isinstance(module, LocalStages)

@@ -26,8 +26,10 @@ Owner = tuple[nn.Module, str]  # a module and the name of its parameter or buffe
 
 
 def frozen_weights(block: nn.Module, parameters: bool) -> list[Owner]:
-    """Return the unsharded frozen weights of a block: buffers, and with `parameters` also parameters, if FSDP does not
-    shard them."""
+    """Return the frozen weights of a block: buffers, such as quantized weights, and with `parameters` also parameters.
+
+    `parameters`: set if FSDP is not used, since FSDP manages the parameters that it shards.
+    """
     weights: list[Owner] = []
     for part in block.modules():
         if isinstance(part, KeepsFrozenBuffers):
@@ -40,9 +42,9 @@ def frozen_weights(block: nn.Module, parameters: bool) -> list[Owner]:
 def block_bytes(
     module: nn.Module, paths: Sequence[str], stored: torch.dtype, float32: Sequence[str], *, parameters: bool
 ) -> dict[str, tuple[int, int]]:
-    """Return the bytes of parameters and of buffers in host memory, by block.
+    """Return for each block (bytes of parameters, bytes of buffers) that offload keeps in host memory.
 
-    `stored`: dtype of parameters; `float32`: modules with float32 parameters.
+    `stored`: dtype of parameters, except in the modules `float32`, whose parameters are float32.
     """
     sizes_of_blocks: dict[str, tuple[int, int]] = {}
     for path in paths:
@@ -69,8 +71,10 @@ def apply_block_offload(module: nn.Module, paths: Sequence[str], device: torch.d
 
 @contextmanager
 def waiting_on_host(module: nn.Module, pin: bool) -> Iterator[None]:
-    """Remove the offloaded weights from a model on the meta device during the block, in which the rest is allocated;
-    then allocate them in host memory. `pin`: page-locked, so that copies are asynchronous."""
+    """Hide the offloaded weights of a meta model inside of the `with` block, which allocates all others on the device.
+
+    At its end, allocate the offloaded weights in host memory. `pin`: page-locked, so that copies are asynchronous.
+    """
     blocks = [part for part in module.modules() if isinstance(part, HostBlock)]
     shapes = {(owner, name): getattr(owner, name) for block in blocks for owner, name in block.owners}
     for owner, name in shapes:
@@ -115,11 +119,11 @@ class HostBlock(ActivationWrapper):
         weights = self._arrived(copies)
         if following is not None:
             following.fetch()
-        # Replace the weights, not their data: autograd keeps the copies that backward needs.
+        # Pass the copies instead of setting `.data`: autograd then keeps those that backward needs.
         return functional_call(wrapped_module(self), weights, args, kwargs)
 
     def fetch(self) -> None:
-        """Start to copy the weights to the device, once."""
+        """Start to copy the weights to the device, unless a copy has been started already."""
         if self._copies:
             return
         for owner, name in self.owners:

@@ -90,7 +90,7 @@ class GradientSync:
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for parameter in self.parameters:
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)  # a parameter without gradient takes part with zeros
+                parameter.grad = torch.zeros_like(parameter)  # other ranks may have a gradient, so this rank adds zeros
             by_dtype.setdefault(parameter.grad.dtype, []).append(local_shard(parameter.grad))
         for grads in by_dtype.values():
             flat = torch.cat([grad.reshape(-1) for grad in grads])

@@ -1,4 +1,4 @@
-"""Estimate the communication of a step from the plan alone, axis by axis."""
+"""Estimate the number and bytes of collectives in a step from the plan alone, for each mesh axis."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tessera.parallel.mesh import CONTEXT, EP, FSDP, PP, REPLICATE, RING, TENSOR
 from tessera.parallel.plan import Plan
 from tessera.parallel.sequence_sharding import SequenceSharding
 
-LOSS_CHUNK = 2048  # positions whose sums for the loss ranks exchange together: see ops.loss
-LOSS_NUMBERS = 3  # fp32 values per position
+LOSS_CHUNK = 2048  # tokens per all-reduce of the vocabulary-parallel loss: see ops.loss
+LOSS_NUMBERS = 3  # fp32 values per token in that all-reduce
 
 
 def estimate_communication(plan: Plan, position: int = 0) -> list[CommVolume]:
-    """Return the communication of a rank at one position of the pipeline in a step, from the plan alone."""
+    """Return the collectives of a step on a rank at pipeline position `position`."""
     here = shards_of_stage(plan.param_shards, plan.pipeline, position)
     return merge_volumes(
         [
@@ -35,7 +35,7 @@ def estimate_communication(plan: Plan, position: int = 0) -> list[CommVolume]:
 
 
 def _fsdp_communication(plan: Plan, here: Sequence[ParamShard]) -> Iterator[CommVolume]:
-    """Estimate the collectives of fully_shard: gathered weights, and gradients that are summed into shards."""
+    """Estimate the collectives of fully_shard: all-gathers of weights and reduce-scatters of gradients."""
     if not plan.sharding.active:
         return
     for group, members in _shard_groups(plan, here).items():
@@ -57,7 +57,7 @@ def _fsdp_communication(plan: Plan, here: Sequence[ParamShard]) -> Iterator[Comm
 
 
 def _shard_groups(plan: Plan, here: Sequence[ParamShard]) -> dict[str, list[ParamShard]]:
-    """Return the parameters of each shard group; "" is the root."""
+    """Return the parameters of each FSDP group by module path; "" is the root group."""
     paths = set(plan.roles.blocks)
     if plan.experts is not None:
         paths |= set(plan.experts.modules)
@@ -69,7 +69,7 @@ def _shard_groups(plan: Plan, here: Sequence[ParamShard]) -> dict[str, list[Para
 
 
 def _gathers(plan: Plan, group: str) -> int:
-    """Return how often a group is gathered in a step. In a pipeline its weights stay gathered until the step ends."""
+    """Return how often FSDP gathers a group in a step. In a pipeline, unresharded groups are gathered once."""
     again = bool(plan.sharding.reshard_after_forward) and group != "" and _gathered_for_backward(plan, group)
     if plan.pipeline is not None and not again:
         return 1
@@ -77,8 +77,10 @@ def _gathers(plan: Plan, group: str) -> int:
 
 
 def _gathered_for_backward(plan: Plan, group: str) -> bool:
-    """Return whether a group is gathered for backward: because backward reaches it, or because a later block prefetches
-    it although nothing there is trained."""
+    """Return whether FSDP gathers a group for backward.
+
+    It does if backward reaches the group, or if a later block prefetches it, even though it has no gradient.
+    """
     if plan.gradient_reaches(group) or group not in plan.roles.blocks:
         return True
     at = plan.roles.blocks.index(group)
@@ -97,19 +99,19 @@ def _tensor_communication(plan: Plan, here: Sequence[ParamShard], position: int)
         return
     weights = {shard.name.removesuffix(".weight"): shard.shape for shard in here}
     for path in tensor.entries:
-        # The width of what enters is that of the first layer there that is split by columns.
+        # The input width is the number of input features of the first column-split layer inside of the module.
         layers = [layer for layer in weights if tensor.layers.get(layer) == "column" and home(layer, [path])]
         if layers:
             yield from _crossing(plan, path, weights[layers[0]][1], enters=True)
     for path in (path for path, split in tensor.layers.items() if split == "row" and path in weights):
         yield from _crossing(plan, path, weights[path][0], enters=False)
-    # A number per token of norms over all features, forward and backward.
+    # Norms over features of all ranks sum one value per token, in forward and in backward.
     for path in (path for path in tensor.feature_norms if any(shard.name == f"{path}.weight" for shard in here)):
         view, passes = plan.axes.tensor_view(path), 2 + plan.recomputes(path)
         yield plan.volume(view, "all-reduce", passes, plan.rows_at(path) * torch.float32.itemsize)
     yield from _vocabulary(plan, weights, position)
     yield from _decoder_ends(plan, here)
-    # Sums of norm gradients, of which each rank has the part of its tokens or heads.
+    # Each rank computes the norm gradients of its own tokens or heads. They are summed over ranks.
     partial = [shard for shard in here if shard.trained and tensor.partial(shard.name)]
     for view in dict.fromkeys((TENSOR, *(encoder.tensor for encoder in plan.axes.encoders.values()))):
         numel = sum(shard.local_numel for shard in partial if plan.axes.tensor_view(shard.name) == view)
@@ -118,8 +120,10 @@ def _tensor_communication(plan: Plan, here: Sequence[ParamShard], position: int)
 
 
 def _crossing(plan: Plan, path: str, width: int, enters: bool) -> Iterator[CommVolume]:
-    """Estimate the collectives before layers split by columns (`enters`) or behind a layer split by rows. With sequence
-    parallelism tokens are gathered before and scattered behind; otherwise only sums are taken."""
+    """Estimate the collectives before column-split layers (`enters`) or after a row-split layer.
+
+    With sequence parallelism tokens are all-gathered before and reduce-scattered after; otherwise an all-reduce.
+    """
     assert plan.tensor is not None
     view = plan.axes.tensor_view(path)
     if plan.axes.size(view) == 1:
@@ -137,7 +141,10 @@ def _crossing(plan: Plan, path: str, width: int, enters: bool) -> Iterator[CommV
 
 
 def _computed_again(plan: Plan, path: str, enters: bool) -> bool:
-    """Return whether recompute runs a layer again. It ends before the last sum in a module: its result is not saved."""
+    """Return whether recompute repeats the collective of a layer.
+
+    Recompute stops before the last all-reduce of a module, since backward does not need its result.
+    """
     assert plan.tensor is not None
     module = home(path, (part.path for part in plan.roles.recompute))
     if module is None:
@@ -166,7 +173,7 @@ def _vocabulary(plan: Plan, weights: Mapping[str, Sequence[int]], position: int)
 
 
 def _decoder_ends(plan: Plan, here: Sequence[ParamShard]) -> Iterator[CommVolume]:
-    """Estimate the gathers at the ends of the decoder, inside of which each rank has a part of the tokens."""
+    """Estimate the all-gathers at the entry and exit of the decoder, inside of which tokens are sharded over ranks."""
     assert plan.tensor is not None
     names = [shard.name for shard in here if plan.tensor.in_decoder(shard.name)]
     if not names:
@@ -178,7 +185,7 @@ def _decoder_ends(plan: Plan, here: Sequence[ParamShard]) -> Iterator[CommVolume
 
 
 def _context_communication(plan: Plan, here: Sequence[ParamShard]) -> Iterator[CommVolume]:
-    """Estimate the exchanges of attention and of encoder outputs."""
+    """Estimate the collectives of context-parallel attention and of encoder outputs."""
     context = plan.context
     if context is None:
         return
@@ -186,7 +193,7 @@ def _context_communication(plan: Plan, here: Sequence[ParamShard]) -> Iterator[C
         if heads is not None and any(home(shard.name, [path.rpartition(".")[0]]) for shard in here):
             yield from _attention(plan, context.sharding.split, heads, 2 if plan.recomputes(path) else 1)
     for encoder in context.sharding.encoders:
-        # The all-gather of encoder outputs, and the way of their gradients back.
+        # The all-gather of encoder outputs, and the collective that returns their gradients.
         stream = encoder.stream
         ends_here = any(home(shard.name, [stream.projector or stream.module]) for shard in here)
         if encoder.dp == 1 or not stream.width or not ends_here:
@@ -198,7 +205,10 @@ def _context_communication(plan: Plan, here: Sequence[ParamShard]) -> Iterator[C
 
 
 def _attention(plan: Plan, split: SequenceSharding, heads: Heads, forwards: int) -> Iterator[CommVolume]:
-    """Estimate one layer at the first rank; other ranks differ by a token or a head where these do not divide."""
+    """Estimate the communication of one attention layer on the first rank of the context group.
+
+    Other ranks differ by one token or head if these cannot be divided evenly.
+    """
     itemsize, tokens, keys = plan.precision.compute.itemsize, plan.workload.tokens, heads.keys
     if split.ulysses > 1:
         sharding = shard_heads(heads.queries, heads.keys, split.ulysses)
@@ -220,14 +230,14 @@ def _attention(plan: Plan, split: SequenceSharding, heads: Heads, forwards: int)
 
 
 def _expert_communication(plan: Plan, here: Sequence[ParamShard]) -> Iterator[CommVolume]:
-    """Estimate the exchange of tokens with experts, as if they chose evenly."""
+    """Estimate the all-to-alls of expert parallelism, as if the router chose all experts equally often."""
     experts = plan.experts
     if experts is None:
         return
     shapes = {shard.name: shard.shape for shard in here}
     for path, chosen in experts.choices.items():
         if any(home(shard.name, [path]) for shard in here):
-            # The width of tokens is the dimension of an expert that tp does not split.
+            # The hidden size is the dimension of an expert's weight that tp does not split.
             name, split = next(iter(experts.stacks[path].items()))
             width = shapes[f"{path}.{name}"][2 if split == 1 else 1]
             yield from _expert_layer(plan, experts, chosen, width, 2 if plan.recomputes(path) else 1)
@@ -236,7 +246,7 @@ def _expert_communication(plan: Plan, here: Sequence[ParamShard]) -> Iterator[Co
 def _expert_layer(plan: Plan, experts: ExpertPlan, chosen: int, width: int, forwards: int) -> Iterator[CommVolume]:
     itemsize, tokens = plan.precision.compute.itemsize, plan.rows[""]
     if experts.ep > 1:
-        # There and back; in backward likewise.
+        # Two all-to-alls per pass: tokens to experts and back. Backward is one more pass.
         yield plan.volume(EP, "all-to-all", 2 * (forwards + 1), tokens * chosen * width * itemsize)
     if experts.tp == 1:
         return

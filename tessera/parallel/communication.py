@@ -22,8 +22,11 @@ Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send
 
 @dataclass(frozen=True)
 class CommVolume:
-    """Count collectives of one kind over one axis. `bytes` is the total size of the tensors they work on: the output of
-    an all-gather, the input of a reduce-scatter or an all-to-all. What crosses a wire depends on the algorithm."""
+    """Count collectives of one kind over one mesh axis, and the bytes of their full tensors.
+
+    The full tensor is the output of an all-gather, and the input of a reduce-scatter or an all-to-all. The bytes on the
+    network differ: they depend on the algorithm.
+    """
 
     axis: str  # one axis of the mesh, or several that are one group: dp_shard+cp_ring
     kind: Kind
@@ -55,7 +58,7 @@ def readable(count: float) -> str:
     return f"{int(count)} B" if unit == "B" else f"{value:.2f} {unit}"
 
 
-# By a word in the name of torch's operation, most telling first. Receiving is the other side of a send.
+# Part of an operation's name in torch -> kind. The first match counts. Receives are not counted: None.
 _KINDS: tuple[tuple[str, Kind | None], ...] = (
     ("reduce_scatter", "reduce-scatter"),
     ("allgather", "all-gather"),
@@ -95,13 +98,13 @@ class CommCounter(TorchDispatchMode):
         if kind is None:
             return
         leaves = tree_leaves(arguments)
-        # Operations of c10d are called with their result to fill. The full tensor is the input of a reduce-scatter and
-        # the output of an all-gather, which may be a list.
+        # c10d operations get the output tensor as an argument, so inputs and outputs are both searched for the largest:
+        # the input of a reduce-scatter, or the output of an all-gather, which may be a list.
         before = max((_bytes(leaf) for leaf in leaves), default=0)
         after = sum(_bytes(leaf) for leaf in tree_leaves(out))
         size = max(before, after)
         axis = self._axis(leaves)
-        if self._sizes.get(axis, 2) > 1:  # with itself alone a rank exchanges nothing
+        if self._sizes.get(axis, 2) > 1:  # a group of one rank does not communicate
             self.seen.append(CommVolume(axis, kind, 1, size))
 
     def _axis(self, leaves: Sequence[Any]) -> str:
@@ -120,7 +123,7 @@ def _group_name(leaf: Any) -> str | None:
     if isinstance(leaf, torch.ScriptObject):
         try:
             return str(dist.ProcessGroup.unbox(leaf).group_name)
-        except RuntimeError:  # another kind of object: how to reduce
+        except RuntimeError:  # not a process group but a ReduceOp
             return None
     return None
 

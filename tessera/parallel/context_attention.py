@@ -5,7 +5,7 @@ need not divide tokens or heads. Key and value heads are sent to all ranks whose
 
 Ring: keys and values travel around the ranks, queries stay.
 
-Two separate chunks of a packed row have at most one common segment. Under a causal or full mask either all of its
+Two disjoint chunks of a packed row have at most one segment in common. Under a causal or full mask either all of its
 queries in one chunk attend to all of its keys in the other, or none do. So attention to keys of another rank consists
 of rectangles without a mask, whose sizes are known on the host; only attention to a rank's own keys needs segments.
 """
@@ -29,7 +29,7 @@ from tessera.parallel.collectives import all_to_all
 from tessera.parallel.sequence_sharding import Range, lengths_inside
 from tessera.runtime.distributed import wait_for
 
-_KEYS, _GRADIENTS = 0, 1  # message tags: backward sends keys and gradients at the same time
+_KEYS, _GRADIENTS = 0, 1  # tags of point-to-point messages: backward sends keys and gradients at the same time
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Ring:
 @dataclass(frozen=True)
 class P2PExchange:
     received: Tensor
-    sent: Tensor  # referenced until it is sent
+    sent: Tensor  # referenced here so that it is not freed before it is sent
     works: list[Any]
 
     def wait(self) -> Tensor:
@@ -71,8 +71,8 @@ class RingSchedule:
     """Hold the constants of a pass around the ring: the tokens of each rank, and the attention parameters."""
 
     ring: Ring
-    ranges: Sequence[Sequence[Range]]  # of each rank of the ring
-    lengths: Sequence[int]  # of the segments of all tokens
+    ranges: Sequence[Sequence[Range]]  # token ranges of each ring rank
+    lengths: Sequence[int]  # segment lengths of the full sequence
     causal: bool
     scale: float
     implementation: str = AUTO
@@ -110,15 +110,17 @@ class RingSchedule:
 
 
 def own_segments(segments: Segments, ranges: Sequence[Range]) -> Segments:
-    """Return the segments of a rank's tokens. A segment in both of its chunks is one segment. Bounds are computed on
-    the device, so the host does not wait."""
+    """Return the segments of a rank's tokens. A segment that reaches into both chunks of the rank stays one segment.
+
+    Bounds are computed on the device, so the host does not wait.
+    """
     lengths = lengths_inside(segments.lengths, ranges)
     clipped = [(segments.bounds - start).clamp(0, stop - start) for start, stop in ranges]
     return Segments(torch.stack(clipped).sum(0, dtype=segments.bounds.dtype), max(lengths), tuple(lengths))
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, course: RingSchedule) -> Tensor:
-    """Return the attention outputs of this rank's tokens. `segments`: of all tokens."""
+    """Return the attention outputs of this rank's tokens. `segments`: those of the full sequence."""
     local = own_segments(segments, course.ranges[course.ring.at])
     out: Tensor = _RingAttention.apply(q, k, v, local, course)
     return out
@@ -208,8 +210,10 @@ class HeadSharding:
 
 
 def shard_heads(heads: int, kv_heads: int, ranks: int) -> HeadSharding:
-    """Assign heads to ranks. Grouped attention needs query groups of equal size; a rank whose heads form no such groups
-    gets one key head for each query head."""
+    """Assign heads to ranks. Grouped-query attention needs the same number of query heads for each key head.
+
+    A rank where that is impossible gets one key head for each of its query heads.
+    """
     group = heads // kv_heads
     ends = [heads * rank // ranks for rank in range(ranks + 1)]
     keys = []
@@ -268,7 +272,7 @@ class Ulysses:
 
 
 def _repeated(x: Tensor, often: Sequence[int]) -> Tensor:
-    """Repeat head i `often[i]` times, without an index tensor, which would be a copy from the host."""
+    """Repeat head i `often[i]` times. Slices are used, since an index tensor would be copied from the host."""
     if all(count == 1 for count in often):
         return x
     return torch.cat([head.expand(-1, count, -1) for head, count in zip(x.split(1, 1), often, strict=True)], 1)

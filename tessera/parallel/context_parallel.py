@@ -26,12 +26,12 @@ from tessera.parallel.modules import present, wrap_submodule
 from tessera.parallel.sequence_sharding import BatchSharding, EncoderSharding, SequenceSharding, too_short
 from tessera.runtime.modules import AttentionCore
 
-WIDE = 4  # bytes of a gradient of keys, which is sent in fp32
+WIDE = 4  # bytes of one value of key gradients, which are sent in fp32
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Hold the sizes of one attention, on a rank that has all of its tokens."""
+    """Hold the head counts and head sizes of one attention module, after the tp split."""
 
     queries: int
     keys: int
@@ -40,7 +40,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class ContextPlan:
-    attention: Mapping[str, Heads | None]  # modules of the main sequence whose attention spans the context group
+    attention: Mapping[str, Heads | None]  # decoder attention modules whose tokens are split over context ranks
     sharding: BatchSharding
 
 
@@ -121,12 +121,15 @@ def _check_heads(
 
 
 def _heads(model_plan: ModelPlan, tree: dict[str, nn.Module], attention: str) -> int | None:
-    """Return the number of query heads: the largest of the layers in the same parent module."""
+    """Return the number of query heads: the largest declared head count among layers with the same parent module."""
     return max(_beside(model_plan, tree, attention), default=None)
 
 
 def _shape(model_plan: ModelPlan, tree: dict[str, nn.Module], attention: str, tp: int) -> Heads | None:
-    """Return None where the family does not declare its heads; then communication cannot be estimated."""
+    """Return the head counts and sizes of an attention module; None if the family does not declare its heads.
+
+    With None, communication cannot be estimated.
+    """
     counts, core = _beside(model_plan, tree, attention), tree[attention]
     if not counts or not isinstance(core, AttentionCore) or core.head_dim is None:
         return None
@@ -157,7 +160,7 @@ def _check_masks(tree: dict[str, nn.Module], attention: Sequence[str], cp: int) 
 
 
 def apply_context(module: nn.Module, plan: ContextPlan, mesh: Mesh) -> None:
-    """Wrap attention, and gather the outputs of encoders. `module` may be a pipeline stage that lacks some modules."""
+    """Wrap attention modules, and add hooks that gather encoder outputs. `module` may be a pipeline stage."""
     for path in present(module, plan.attention):
         wrap_submodule(module, path, partial(ContextAttention, split=plan.sharding.split, mesh=mesh))
     for encoder in plan.sharding.encoders:
@@ -172,10 +175,10 @@ def apply_context(module: nn.Module, plan: ContextPlan, mesh: Mesh) -> None:
 
 
 class ContextAttention(nn.Module):
-    """Compute attention over the tokens of several ranks. Replaces `core`, which has no weights.
+    """Compute attention over the tokens of several ranks. Wraps `core`, the attention module, which has no weights.
 
-    Inputs are queries, keys and values of this rank's tokens, and segments of all tokens. If both have the same number
-    of tokens, the batch is not sharded, as in generation, and `core` is called directly.
+    Inputs are queries, keys and values of this rank's tokens, and segments of all tokens. If the queries are as many as
+    the tokens in the segments, the batch is not sharded, as in generation. Then `core` is called directly.
     """
 
     def __init__(self, core: nn.Module, split: SequenceSharding, mesh: Mesh) -> None:
@@ -206,7 +209,7 @@ class ContextAttention(nn.Module):
     def _schedule(self, ring: Ring, length: int, lengths: tuple[int, ...], size: int) -> RingSchedule:
         """Return the arguments of `ring_attention`. The plan has checked the mask of `core`."""
         assert isinstance(self.core, AttentionCore)
-        # Other implementations support full sequences only.
+        # Implementations other than these two support full sequences only.
         implementation = "eager" if self.core.implementation == "eager" else AUTO
         return RingSchedule(
             ring,
@@ -227,7 +230,7 @@ class GatherOutputs:
     def __init__(self, encoder: EncoderSharding, mesh: Mesh) -> None:
         self.encoder = encoder
         self.dp = mesh.group(encoder.dp_view)
-        # If both views have the same ranks, use one group.
+        # If the encoder's dp view and the context view have the same ranks, use one process group.
         same = mesh.axes.views[encoder.dp_view] == mesh.axes.views[CONTEXT]
         self.context = self.dp if same else mesh.group(CONTEXT)
         self.dp_position = mesh.position(encoder.dp_view)
@@ -252,8 +255,10 @@ def _gather(
     summed: dist.ProcessGroup | None,
     position: int,
 ) -> Tensor:
-    """Return the outputs of all ranks. A batch without the key was not sharded; one without input has those of a blank
-    input on every rank, which are left as they are."""
+    """Return the encoder outputs of all ranks in their original order.
+
+    Nothing is gathered if the batch lacks `key`, since it was not sharded, or if all ranks ran a blank input.
+    """
     if key not in batch.segments or batch.segments[key].longest == 0:
         return outputs
     lengths = batch.segments[key].lengths
@@ -286,7 +291,7 @@ class _GatherElements(torch.autograd.Function):
         ranks, position = dist.get_world_size(ctx.group), dist.get_rank(ctx.group)
         padded = grads[0].new_zeros(ranks * ctx.longest, grads[0].shape[1]).index_copy(0, order, grads[0])
         if ctx.summed is not None:
-            # The context group is the outer axis of the dp view: each rank gets the sums of its elements.
+            # The context group is the outer axis of the dp view: each rank gets the summed gradients of its outputs.
             inner = ranks // dist.get_world_size(ctx.summed)
             part = padded.new_empty(inner * ctx.longest, padded.shape[1])
             dist.reduce_scatter_tensor(part, padded, group=ctx.summed)

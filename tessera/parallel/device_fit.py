@@ -11,12 +11,12 @@ from tessera.parallel.communication import readable
 
 @dataclass(frozen=True)
 class FitChange:
-    """Hold a change of a recipe, as it is written on the command line, and what planning with it has shown."""
+    """Hold a recipe key to change, as written on the command line, and the memory that it saves."""
 
     key: str
     why: str
-    saves: int  # bytes at most on a rank, compared with the recipe that has the changes before this one
-    total: int  # bytes that are left
+    saves: int  # bytes saved on the largest rank, compared with the recipe after all earlier changes
+    total: int  # bytes that the largest rank needs after this change
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,12 @@ class DeviceFit:
     """Compare the memory that the largest rank needs with that of a device."""
 
     device: str
-    size: int  # bytes that the device has
-    usable: int  # of these, without the runtime and the gaps of the allocator
-    held: int  # bytes of weights, optimizer state and buffers on the device all the time
-    total: int  # bytes at most, in a step
-    changes: Sequence[FitChange] = ()  # to make together, in this order, where it does not fit
-    uncounted: str = ""  # why activations are not in `total`
+    size: int  # memory of the device in bytes
+    usable: int  # bytes of `size` that remain after the device runtime and allocator fragmentation
+    held: int  # bytes of weights, optimizer state and buffers, which are always on the device
+    total: int  # peak bytes in a step
+    changes: Sequence[FitChange] = ()  # if it does not fit: all of these together, in this order
+    uncounted: str = ""  # why activations are not in `total`; "" if they are
 
     @property
     def fits(self) -> bool:
@@ -37,7 +37,7 @@ class DeviceFit:
 
     @property
     def over(self) -> int:
-        """Return the bytes that are missing; 0 where it fits."""
+        """Return the bytes by which the step exceeds the usable memory; 0 if it fits."""
         return max(0, self.total - self.usable)
 
     def figures(self) -> dict[str, Any]:
@@ -45,7 +45,7 @@ class DeviceFit:
         return {**asdict(self), "fits": self.fits, "over": self.over}
 
     def rows(self) -> list[tuple[str, str]]:
-        """Return lines for the terminal, each with a word in front of it."""
+        """Return (label, text) of each line for the terminal."""
         room = readable(self.size - self.usable)
         rows = [
             ("device", f"{self.device}: {readable(self.size)}, of which {room} are for the runtime and allocator"),

@@ -20,7 +20,7 @@ from tessera.runtime.gradients import LossScale, scale_gradients
 
 
 class SimpleEngine:
-    """Run micro-batches one after another through a model that every rank has, possibly sharded; gradients add up."""
+    """Run micro-batches one after another without a pipeline, and accumulate their gradients."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class SimpleEngine:
         return reduce_losses([losses] if counts else [], specs_of(losses), total, self.device, self.group)
 
     def settle(self, optimizer: torch.optim.Optimizer) -> None:
-        """Do nothing: there are no copies of tied weights without a pipeline."""
+        """Do nothing. `PipelineEngine` updates copies of tied weights here."""
 
     def _forward(self, task: Task, batch: Batch) -> Losses:
         reference = task.reference
@@ -94,9 +94,10 @@ def global_counts(
     group: dist.ProcessGroup | None,
     contributes: bool = True,
 ) -> dict[str, Tensor] | None:
-    """Return the counts summed over micro-batches and ranks, on the device; None if the task counts after forward.
+    """Return `Task.counts`, the numbers of tokens or samples that loss terms are averaged over, for the whole step.
 
-    `contributes`: whether this rank's micro-batches add to them.
+    They are summed over micro-batches and ranks. `contributes`: whether this rank's micro-batches are included. None if
+    the task counts after forward.
     """
     by_batch = [task.counts(batch) for batch in microbatches]
     if by_batch[0] is None:
@@ -161,7 +162,7 @@ def _count_of(name: str, counts: dict[str, Tensor]) -> Tensor:
 
 
 def specs_of(losses: Losses) -> tuple[SumSpec, ...]:
-    """Return the names and counts of all sums, in an order that is equal on all ranks."""
+    """Return the name of each loss term and metric, and the name of its count, in the same order on all ranks."""
     terms = [SumSpec(term.name, term.count, term.weight) for term in losses.terms]
     return (*terms, *(SumSpec(name, losses.metrics[name].count) for name in sorted(losses.metrics)))
 
@@ -189,9 +190,10 @@ def reduce_losses(
         names = sorted({spec.count for spec in specs})
         if len(names) > 1:
             raise TesseraError(
-                f"the loss terms have several counts ({', '.join(names)}), and `Task.counts` returned None",
+                f"the loss terms are averaged over different counts ({', '.join(names)}), "
+                "and `Task.counts` returned None",
                 where="train.task",
-                fix="return the counts from `counts(batch)`, before the model runs",
+                fix="return all of these counts from `Task.counts(batch)`, which runs before the model",
                 code="task.counts-too-late",
             )
         per_batch = [losses.counts for losses in microbatches if losses.counts is not None]
@@ -202,7 +204,7 @@ def reduce_losses(
 def finish_gradients(
     module: nn.Module, totals: LossTotals, counts: dict[str, Tensor] | None, loss_scale: LossScale | None
 ) -> None:
-    """Divide gradients by the loss scale, and by the count of a task that counts after forward."""
+    """Divide gradients by the loss scale. Divide them also by the count if `Task.counts` returned None before."""
     if counts is None:
         (count,) = totals.counts.values()
         scale_gradients((p.grad for p in module.parameters()), 1.0 / count.clamp(min=1))

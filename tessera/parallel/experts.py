@@ -40,7 +40,7 @@ from tessera.parallel.modules import present
 from tessera.runtime.modules import ExpertBalance, RowStatistics, StackedExperts, local_shard
 
 WHERE = "the model's plan (experts)"
-INDEX = 8  # bytes of an expert index
+INDEX = 8  # bytes of one int64 expert index
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class ExpertPlan:
     stacks: Mapping[str, Mapping[str, int]]  # module with stacked experts -> parameter -> dimension that tp splits
     tp: int = 1
     sequence: bool = False  # whether tokens are sharded over tp ranks between layers
-    row_sums: tuple[str, ...] = ()  # modules with sums over rows that ranks share
-    choices: Mapping[str, int] = field(default_factory=dict)  # module with stacked experts -> experts of each token
+    row_sums: tuple[str, ...] = ()  # paths of `nn.moe.RowSum` modules, whose rows are split over several ranks
+    choices: Mapping[str, int] = field(default_factory=dict)  # module with stacked experts -> experts per token
 
 
 def plan_experts(section: ParallelSection, model_plan: ModelPlan, module: nn.Module, axes: Axes) -> ExpertPlan | None:
@@ -105,7 +105,7 @@ def _experts(module: nn.Module, path: str) -> int:
 
 
 def _check_ep(ep: int, experts: Mapping[str, int], copy: int) -> None:
-    """Raise if ep does not divide the number of experts. `copy`: the ranks of one copy, which ep must divide."""
+    """Raise if ep does not divide the number of experts. `copy`: number of ranks that share one copy of the model."""
     for path, count in experts.items():
         if count % ep:
             raise TesseraError(
@@ -132,9 +132,9 @@ def _check_routers(paths: Sequence[str], model_plan: ModelPlan, module: nn.Modul
 
 
 def _split_dimensions(module: nn.Module, path: str, model_plan: ModelPlan, tp: int) -> dict[str, int]:
-    """Return the dimension of each parameter that tp splits: the width of experts.
+    """Return for each parameter the dimension that tp splits: the intermediate size of the experts.
 
-    Of the two matrices of an adapter tp splits one.
+    tp splits only one of the two matrices of a LoRA adapter; the other is left out.
     """
     dimensions: dict[str, int] = {}
     for name, parameter in module.named_parameters():
@@ -163,7 +163,7 @@ def _split_dimensions(module: nn.Module, path: str, model_plan: ModelPlan, tp: i
 
 
 def apply_experts(module: nn.Module, plan: ExpertPlan, mesh: Mesh) -> None:
-    """Shard experts and replace their dispatch. `module` may be a pipeline stage that lacks some modules."""
+    """Shard experts and replace `dispatch` by `RankDispatch`. `module` may be a pipeline stage."""
     ep, sliced = mesh.group(EP), mesh.group(TENSOR)
     if plan.ep > 1 or plan.tp > 1:
         ranks = _mesh(plan, mesh)
@@ -204,14 +204,14 @@ def _shard(experts: nn.Module, plan: ExpertPlan, path: str, ranks: DeviceMesh) -
             placements.append(Replicate() if split is None else Shard(split))
         if all(placement.is_replicate() for placement in placements):
             continue
-        # Without communication: values are loaded later.
+        # src_data_rank=None: no broadcast, since values are loaded later.
         shard = distribute_tensor(parameter.detach(), ranks, placements, src_data_rank=None)
         owner, _, kind = name.rpartition(".")
         setattr(experts.get_submodule(owner), kind, nn.Parameter(shard, requires_grad=parameter.requires_grad))
 
 
 class RankRowSum(nn.Module):
-    """Sum over the ranks that share a row, without gradient. Replaces `nn.moe.RowSum`."""
+    """Sum a statistic over the ranks that share a row of the batch, without gradient. Replaces `nn.moe.RowSum`."""
 
     def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
         super().__init__()
@@ -226,7 +226,7 @@ class RankRowSum(nn.Module):
 
 
 def _local_tokens(position: int, parts: int, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Select this rank's tokens from `RowIds`, the last argument of `ExpertBalance`, as a forward pre-hook."""
+    """Keep this rank's tokens of the last argument of `ExpertBalance`, the row ids. A forward pre-hook."""
     *others, rows = args
     row, counts = (of_tokens.chunk(parts)[position] for of_tokens in (rows.row, rows.counts))
     return (*others, dataclasses.replace(rows, row=row, counts=counts))
@@ -264,9 +264,8 @@ class RankDispatch(nn.Module):
         down: Tensor,
         beside: ExpertAdapters = NO_ADAPTERS,
     ) -> Tensor:
-        # Local shards: their gradients are complete, except of adapter matrices that all tp ranks have, which are
-        # summed
-        # at the end of a step.
+        # Compute with local shards. Their gradients are complete, except those of adapter matrices that all tp ranks
+        # have: these are summed at the end of a step.
         first, second = (None if one is None else one.local() for one in beside)
         stacks = _Stacks(local_shard(gate), local_shard(up), local_shard(down), (first, second))
         if self.sliced is not None:
@@ -284,7 +283,7 @@ class RankDispatch(nn.Module):
         return gathered(x, self.sliced) if self.sequence else as_it_is(x)
 
     def _summed(self, x: Tensor) -> Tensor:
-        """Sum outputs over tp ranks, and return those of this rank's tokens."""
+        """Sum expert outputs over tp ranks. With `sequence`, return the outputs of this rank's tokens only."""
         assert self.sliced is not None
         return scattered(x, self.sliced) if self.sequence else summed(x, self.sliced)
 
@@ -317,6 +316,6 @@ class _Stacks(NamedTuple):
 
 
 def read_counts(counts: Tensor, rows: int) -> tuple[list[int], list[int]]:
-    """Return the number of rows to and from each rank as lists. `counts`: [2, ranks]. Waits for the device."""
+    """Return how many rows go to each rank and come from each rank. `counts`: [2, ranks]. Waits for the device."""
     to_each, from_each = counts.tolist()
     return to_each, from_each

@@ -21,7 +21,7 @@ from tessera.parallel.pipeline_plan import PipelinePlan
 
 @dataclass(frozen=True)
 class FrozenBytes:
-    """Hold the bytes of a frozen component on a rank."""
+    """Hold the bytes that a frozen component, such as a VAE, takes on a rank."""
 
     size: int
     residence: Residence
@@ -73,8 +73,8 @@ def _layers(module: nn.Module) -> list[str]:
 class _Encoded:
     """Describe the new tensors of an encoded batch, so that other ranks can receive them."""
 
-    batch: Batch  # with tensors on the meta device
-    tensors: tuple[str, ...]  # names of the new ones
+    batch: Batch  # the encoded batch, with its tensors on the meta device
+    tensors: tuple[str, ...]  # names of the tensors that `Task.encode` added
     segments: tuple[str, ...]
 
 

@@ -25,7 +25,7 @@ def fsdp_arguments(module: nn.Module, plan: Plan, mesh: Mesh, device: torch.devi
     """Return the keywords of `fully_shard` for a block of `module`."""
     ignored = {p for path in present(module, plan.roles.ignored) for p in module.get_submodule(path).parameters()}
     ignored |= set(whole_parameters(module, plan).values())  # see `whole_gradients`
-    # Only an accelerator has a use for pinned memory.
+    # Pinned memory is useful only for copies to an accelerator.
     pin = plan.sharding.pin_memory and devices.supports(device, "pinned_memory")
     return {
         "mesh": mesh.copies(FSDP),
@@ -51,7 +51,7 @@ def shard_modules(
 ) -> None:
     """Make each path an FSDP group, inner modules first; other parameters belong to the group of the root.
 
-    `root`: a module around `module`, if there is one. `meshes`: modules that are sharded over another mesh.
+    `root`: a module around `module`, if there is one. `meshes`: module path -> mesh, if it is not that of `arguments`.
     """
     meshes = meshes or {}
     arguments = {**arguments, **_placement(arguments["mesh"], plan)}
@@ -82,7 +82,7 @@ def shard_modules(
 
 
 def _policy_of_module(dtype: torch.dtype, plan: Plan) -> MixedPrecisionPolicy:
-    """Return the policy of a module that computes in another dtype: inputs are cast to it, and outputs back."""
+    """Return the policy of a module that computes in `dtype`: cast its inputs to it, and its outputs back."""
     return MixedPrecisionPolicy(
         param_dtype=dtype,
         reduce_dtype=plan.precision.reduce,
@@ -95,7 +95,7 @@ def _placement(mesh: DeviceMesh, plan: Plan) -> dict[str, Any]:
     """Return the keyword that sets the sharded dimension of parameters; {} if it is the first for all of them."""
     if all(shard.dim == 0 for shard in plan.param_shards):
         return {}
-    shared_by = mesh.size(mesh.ndim - 1)  # the first of two dimensions is that of replicas
+    shared_by = mesh.size(mesh.ndim - 1)  # of a 2-d mesh, the first dimension replicates and the last one shards
 
     def placement(parameter: nn.Parameter) -> Shard:
         split = [p.dim for p in parameter.placements if isinstance(p, Shard)] if isinstance(parameter, DTensor) else []

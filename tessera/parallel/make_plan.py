@@ -38,7 +38,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def parameter_bytes(plan: Plan) -> int:
-    """Return the bytes of parameters on the largest rank."""
+    """Return the bytes of parameters on the rank that has most."""
     return max(memory.parameters for memory in plan.memory.by_position)
 
 
@@ -74,7 +74,7 @@ def make_plan(
         experts=experts,
         frozen=frozen,
         ignored=[*roles.ignored, *(path for path in types.float32 if home(path, roles.blocks) is not None)],
-        # FSDP reshards over fewer ranks in the first dimension only; a class that shards itself uses it as well.
+        # Resharding over fewer ranks works for the first dimension only. `shard_itself` also uses the first only.
         rows_only=not isinstance(sharding.reshard_after_forward, bool) or isinstance(module, ShardsItself),
     )
     waiting = block_bytes(module, roles.block_offload, types.weights, types.float32, parameters=not sharding.active)
@@ -163,7 +163,10 @@ def _sharding(section: ParallelSection, axes: Axes, types: Precision) -> Shardin
 
 
 def _check_waiting(waiting: Mapping[str, tuple[int, int]], sharded: bool) -> None:
-    """Raise if a block to offload has no unsharded frozen weights."""
+    """Raise if a block in `parallel.block_offload` has no frozen weights, or FSDP shards them.
+
+    `waiting`: by block, bytes of its parameters and of its buffers that are kept in host memory.
+    """
     for path, sizes in waiting.items():
         if not sum(sizes):
             why = "sharded, or cast for computing" if sharded else "trained"
@@ -181,7 +184,7 @@ def _check_waiting(waiting: Mapping[str, tuple[int, int]], sharded: bool) -> Non
 def _check_reshard(again: bool | int, shard: int) -> None:
     if not isinstance(again, bool) and not (1 < again < shard and shard % again == 0):
         raise TesseraError(
-            f"parallel.reshard_after_forward={again} does not divide the {shard} ranks of one copy",
+            f"parallel.reshard_after_forward={again} does not divide the {shard} ranks with one copy of the model",
             where="parallel.reshard_after_forward",
             allowed=["true", "false", *divisors(shard)[1:-1]],
             code="layout.reshard-size",
@@ -189,7 +192,10 @@ def _check_reshard(again: bool | int, shard: int) -> None:
 
 
 def _rows(model_plan: ModelPlan, workload: Workload, axes: Axes) -> dict[str, int]:
-    """Return the elements that a rank computes in a module. A projector sees the outputs of all ranks."""
+    """Return by module path how many tokens or encoder inputs a rank computes in it; "" is the decoder.
+
+    A projector gets the encoder outputs of all ranks.
+    """
     rows = {"": workload.tokens // axes.size(CONTEXT)}
     for name, stream in model_plan.encoders.items():
         elements = workload.elements.get(name, 0)
@@ -200,5 +206,5 @@ def _rows(model_plan: ModelPlan, workload: Workload, axes: Axes) -> dict[str, in
 
 
 def _microbatches(workload: Workload, axes: Axes) -> int:
-    """Return the micro-batches of one rank in a step, rounded down; the loader checks that they divide."""
+    """Return the number of micro-batches of one rank in a step, rounded down. The loader refuses a remainder."""
     return max(1, workload.rows // (workload.rows_of_microbatch * axes.size("data")))

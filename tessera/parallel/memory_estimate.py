@@ -19,13 +19,13 @@ from tessera.parallel.mesh import FSDP_EXPERTS, Axes
 from tessera.parallel.pipeline_plan import PipelinePlan
 from tessera.parallel.tensor import TensorPlan
 
-BLOCKS_AT_ONCE = 2  # offloaded blocks on the device: the current one and the next
-# Name of a parameter, its bytes and its shape on a rank -> bytes of the optimizer's state.
+BLOCKS_AT_ONCE = 2  # offloaded blocks that are on the device at a time: the current one and the next
+# (name of a parameter, its bytes on a rank, its shape on a rank) -> bytes of its optimizer state on that rank.
 StateBytes = Callable[[str, int, Sequence[int]], int]
 
 
 def adamw_state(name: str, size: int, shape: Sequence[int] = ()) -> int:
-    """Return the bytes of AdamW's state: two moments like the parameter, and a step count."""
+    """Return the bytes of AdamW's state for a parameter of `size` bytes: two moments of that size, and a step count."""
     return 2 * size + 4
 
 
@@ -34,12 +34,12 @@ class ParamShard:
     """Describe a parameter: its shape on a rank, and the ranks over which it is sharded."""
 
     name: str
-    shape: tuple[int, ...]  # after the split by tp and ep, when gathered
-    view: str  # mesh view of the ranks over which it is sharded
+    shape: tuple[int, ...]  # split by tp and ep, but gathered by FSDP
+    view: str  # mesh view over which FSDP shards it
     shared_by: int
     trained: bool
-    whole: bool = False  # not sharded
-    dim: int = 0  # sharded dimension
+    whole: bool = False  # not sharded by FSDP
+    dim: int = 0  # dimension that FSDP shards
 
     @property
     def numel(self) -> int:
@@ -61,8 +61,8 @@ class ParamShard:
 def shard_dimension(shape: Sequence[int], shared_by: int, split: Collection[int] = ()) -> int:
     """Return the dimension in which FSDP shards a parameter: the first, unless it is smaller than the number of ranks.
 
-    For stacked experts it may be smaller. Then it is a dimension that divides evenly, as FSDP requires, if there is
-    one, preferably not a dimension in `split`, which tp splits already.
+    Stacked experts may be fewer than the ranks. Then it is a dimension that the ranks divide evenly, as FSDP requires,
+    if there is one. Dimensions in `split`, which tp splits already, are chosen last.
     """
     if len(shape) < 3 or shape[0] >= shared_by:
         return 0
@@ -72,13 +72,13 @@ def shard_dimension(shape: Sequence[int], shared_by: int, split: Collection[int]
 
 @dataclass(frozen=True)
 class MemoryBytes:
-    """Hold the bytes of a rank."""
+    """Hold the bytes that training needs on a rank, without activations."""
 
     parameters: int
     gradients: int
     optimizer: int
-    buffers: int = 0  # not sharded: quantized weights, tables
-    window: int = 0  # the two largest blocks of offloaded weights
+    buffers: int = 0  # quantized weights and tables, which are not sharded
+    window: int = 0  # device memory for the two largest offloaded blocks
     host: int = 0  # offloaded weights in host memory
 
     @property
@@ -137,7 +137,7 @@ def _tensor_dimension(style: TensorStyle, shape: Sequence[int]) -> int | None:
 
 
 def shards_of_stage(parts: Sequence[ParamShard], pipeline: PipelinePlan | None, position: int) -> list[ParamShard]:
-    """Return the parameters at a pipeline position, with copies of tied weights."""
+    """Return the parameters of the stages at a pipeline position, including copies of tied weights."""
     if pipeline is None:
         return list(parts)
     modules = _modules_at(pipeline, position)
@@ -148,7 +148,7 @@ def shards_of_stage(parts: Sequence[ParamShard], pipeline: PipelinePlan | None, 
 
 
 def buffer_bytes(module: nn.Module, pipeline: PipelinePlan | None, position: int) -> int:
-    """Return the bytes of buffers at a pipeline position."""
+    """Return the bytes of buffers on a rank at a pipeline position."""
     here = module.named_buffers()
     if pipeline is None:
         return sum(buffer.nbytes for _, buffer in here)
@@ -157,7 +157,7 @@ def buffer_bytes(module: nn.Module, pipeline: PipelinePlan | None, position: int
 
 
 def blocks_of_stage(blocks: Sequence[str], pipeline: PipelinePlan | None, position: int) -> list[str]:
-    """Return the blocks at a pipeline position."""
+    """Return the blocks that belong to stages at a pipeline position."""
     if pipeline is None:
         return list(blocks)
     modules = _modules_at(pipeline, position)
@@ -177,10 +177,10 @@ def memory_bytes(
     waiting: Sequence[tuple[int, int]] = (),
     float32: Sequence[str] = (),
 ) -> MemoryBytes:
-    """Return the memory of a rank.
+    """Return the memory of a rank. `stored`: dtype of parameters. `computed`: dtype of computation.
 
-    Ignored modules, which are frozen, have the dtype of computation. `float32`: modules with float32 weights.
-    `waiting`: bytes of parameters and of buffers of each offloaded block.
+    Modules in `parallel.ignore`, which are frozen, are stored in `computed`. `float32`: modules stored in float32.
+    `waiting`: (bytes of parameters, bytes of buffers) of each offloaded block.
     """
 
     def type_of(shard: ParamShard) -> torch.dtype:

@@ -26,9 +26,9 @@ PP, REPLICATE, SHARD, EP, RING, ULYSSES, TP, TP_OUTER = (
 )  # fmt: skip
 
 # Views, and the ranks of each:
-#   DATA          ranks that read different rows
+#   DATA          ranks that read different rows of the data
 #   FSDP          ranks over which one copy of the weights is sharded: data and context parallel ranks
-#   FSDP_EXPERTS  the same for experts, without the ep axis
+#   FSDP_EXPERTS  ranks over which the weights of an expert are sharded: FSDP without the ep axis
 #   CONTEXT       ranks that share a sequence
 #   LOSS          ranks whose losses are summed
 #   TENSOR        ranks that compute one layer together
@@ -37,7 +37,7 @@ DATA, FSDP, FSDP_EXPERTS, CONTEXT, LOSS, TENSOR = "data", "fsdp", "fsdp_experts"
 
 @dataclass(frozen=True)
 class EncoderViews:
-    """Name the views of an encoder, whose layout may differ from that of the model."""
+    """Hold the names of the mesh views of an encoder, whose layout may differ from that of the decoder."""
 
     fsdp: str = FSDP  # ranks over which its weights are sharded
     tensor: str = TENSOR  # ranks that compute one of its layers together
@@ -46,9 +46,9 @@ class EncoderViews:
 
 @dataclass(frozen=True)
 class Axes:
-    root: Mapping[str, int]  # axis -> number of ranks, outermost first, without axes of one rank except dp_shard
-    views: Mapping[str, tuple[str, ...]]  # view -> its axes; empty: one rank
-    encoders: Mapping[str, EncoderViews] = field(default_factory=dict)  # by module path
+    root: Mapping[str, int]  # axis -> number of ranks, outermost first; axes of size 1 are left out, except dp_shard
+    views: Mapping[str, tuple[str, ...]]  # view -> its axes; an empty tuple means one rank
+    encoders: Mapping[str, EncoderViews] = field(default_factory=dict)  # by module path of the encoder
 
     def encoder(self, path: str) -> EncoderViews | None:
         """Return the views of the encoder that a module or parameter belongs to."""
@@ -56,7 +56,7 @@ class Axes:
         return None if encoder is None else self.encoders[encoder]
 
     def tensor_view(self, path: str) -> str:
-        """Return the view of tensor parallelism for a module."""
+        """Return the view of the ranks that compute a module together with tensor parallelism."""
         encoder = self.encoder(path)
         return TENSOR if encoder is None else encoder.tensor
 
@@ -76,7 +76,7 @@ class Axes:
         return self.root.get(name, 1)
 
     def label(self, name: str) -> str:
-        """Return the axes of a view with more than one rank as text: dp_shard+cp_ring."""
+        """Return the axes of a view as text, such as dp_shard+cp_ring. Axes with one rank are left out."""
         joined = [axis for axis in self.views.get(name, (name,)) if self.root[axis] > 1]
         return "+".join(joined) or SHARD
 
@@ -96,7 +96,7 @@ class Axes:
 
 
 def divisors(number: int) -> list[int]:
-    """Return the divisors of a number, up to 1024."""
+    """Return the divisors of a number that are at most 1024."""
     return [d for d in range(1, min(number, 1024) + 1) if number % d == 0]
 
 
@@ -122,7 +122,7 @@ def make_axes(section: ParallelSection, model_plan: ModelPlan, world: int) -> Ax
         )
     if shard % section.ep:
         raise TesseraError(
-            f"parallel.ep={section.ep} does not divide the {shard} ranks that share one copy",
+            f"parallel.ep={section.ep} does not divide the {shard} ranks that share one copy of the model",
             where="parallel.ep",
             allowed=divisors(shard),
             code="layout.ep-not-divisor",
@@ -136,7 +136,7 @@ def make_axes(section: ParallelSection, model_plan: ModelPlan, world: int) -> Ax
             code="layout.ulysses-not-divisor",
         )
     splits = _encoder_splits(section, model_plan)
-    # The tp axis is split into factors, so that encoders with a smaller tp use the inner ones. Outermost first.
+    # The tp axis is split into factors, outermost first. Encoders with a smaller tp use the inner factors.
     degrees = sorted({section.tp, *(tp for tp, _ in splits.values())}, reverse=True)
     outer = {TP_OUTER + (f"_{n}" if n > 1 else ""): big // small for n, (big, small) in enumerate(pairwise(degrees), 1)}
     sizes = {
@@ -149,7 +149,7 @@ def make_axes(section: ParallelSection, model_plan: ModelPlan, world: int) -> Ax
         **outer,
         TP: degrees[-1],
     }
-    # dp_shard is kept with one rank, too: a mesh needs an axis.
+    # dp_shard is kept even if it has one rank: a mesh needs at least one axis.
     root = {axis: size for axis, size in sizes.items() if size > 1 or axis == SHARD}
 
     def view(*axes: str) -> tuple[str, ...]:
@@ -185,7 +185,7 @@ def _nearest_layout(section: ParallelSection, world: int) -> str:
     divisors = [d for d in range(1, world + 1) if world % d == 0]
 
     def distance(degrees: tuple[int, ...]) -> tuple[float, int]:
-        # Compare factors, not differences; of equal layouts the larger one is better.
+        # The distance is the factor between degrees, not their difference. Among equals prefer the larger product.
         return sum(abs(log2(d / a)) for d, a in zip(degrees, requested, strict=True)), -prod(degrees)
 
     near = [sorted(divisors, key=lambda d: abs(log2(d / degree)))[:6] for degree in requested]
@@ -195,7 +195,7 @@ def _nearest_layout(section: ParallelSection, world: int) -> str:
 
 
 def _encoder_splits(section: ParallelSection, model_plan: ModelPlan) -> dict[str, tuple[int, int]]:
-    """Return (tp, cp) of every encoder. Of two tp degrees one must divide the other, since they share a mesh."""
+    """Return (tp, cp) of every encoder. Encoders share a mesh, so of any two tp degrees one must divide the other."""
     for name in section.encoders:
         if name not in model_plan.encoders:
             raise TesseraError(
@@ -270,7 +270,7 @@ class Mesh:
 
     @property
     def reports(self) -> bool:
-        """Return whether this rank reports its rows: the first of the ranks that read the same rows."""
+        """Return whether this rank reports sample ids and counts: the first of the ranks that read the same rows."""
         return all(
             at == 0
             for axis, at in self.axes.coordinates(self.root.get_rank()).items()

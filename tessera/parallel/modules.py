@@ -1,9 +1,9 @@
-"""Assign roles to modules by patterns: FSDP group, ignored, recomputed, offloaded, compiled. Also wrap submodules, and
-compile blocks.
+"""Select modules by patterns of the recipe: FSDP groups, ignored by FSDP, recomputed, offloaded, compiled. Also wrap
+submodules, and compile blocks.
 
 Blocks are compiled separately: norms, rotations, gates and sums between matrix products become fused kernels. Blocks of
-one class share compiled code. Sizes that change between batches become symbolic at their second value; after that
-nothing is compiled again.
+one class share compiled code. Sizes that change between batches become symbolic when a second value occurs. After
+that no size causes another compilation.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _COMPILED_FORMS = 64
 @dataclass(frozen=True)
 class Recompute:
     path: str
-    keep: Keep = "none"  # results that are saved and not recomputed
+    keep: Keep = "none"  # operations whose results are saved instead of recomputed
 
 
 @dataclass(frozen=True)
 class ModulePlan:
-    """Hold the module paths of each role."""
+    """Hold the paths of modules that are sharded, ignored, recomputed, offloaded or compiled."""
 
     blocks: tuple[str, ...]  # FSDP groups, in order of execution
-    ignored: tuple[str, ...]  # not sharded
+    ignored: tuple[str, ...]  # not sharded by FSDP (parallel.ignore)
     recompute: tuple[Recompute, ...]  # their activations are recomputed in backward
     use_reentrant: bool  # torch's reentrant checkpointing
     activation_offload: tuple[str, ...]  # their activations are in host memory until backward
@@ -82,12 +82,12 @@ def _ignored(section: ParallelSection, tree: dict[str, nn.Module], frozen: set[s
         outer = next((other for other in paths if path.startswith(other + ".")), None)
         if outer:
             raise TesseraError(
-                f"{path} is ignored already: it is inside {outer}", where=where, code="layout.nested-modules"
+                f"{path} is inside {outer}, which FSDP ignores already", where=where, code="layout.nested-modules"
             )
         trained = next((n for n, _ in tree[path].named_parameters(prefix=path) if n not in frozen), None)
         if trained:
             raise TesseraError(
-                f"{path} cannot be ignored: {trained} is trained, and its gradient would not be summed over ranks",
+                f"FSDP cannot ignore {path}: {trained} is trained, and its gradient would not be summed over ranks",
                 where=where,
                 fix=f"freeze it (model.freeze: [{path}]), or leave it out of parallel.ignore",
                 code="layout.ignored-module-trained",
@@ -109,7 +109,7 @@ def _blocks(
         outer = home(path, ignored)
         if outer:
             raise TesseraError(
-                f"{path} is wrapped and {outer} is ignored",
+                f"{path} is in parallel.wrap, and {outer} is in parallel.ignore",
                 where="parallel.wrap and parallel.ignore",
                 fix="name it in one of the two",
                 code="layout.wrapped-and-ignored",
@@ -122,7 +122,7 @@ def _blocks(
                 code="layout.wrapped-root-module",
             )
         if any(home(other, [path]) for other in at_root):
-            # The module contains modules of the root's group: use the model's blocks inside of it instead.
+            # The module contains modules of the root's FSDP group: wrap the model's blocks inside of it instead.
             inside = [block for block in _select_once(model_plan.blocks, tree, where) if home(block, [path])]
             blocks.update(dict.fromkeys(block for block in inside if not home(block, ignored)))
         else:
@@ -173,7 +173,7 @@ def _compiled(
         outer = next((other for other in paths if path.startswith(other + ".")), None)
         if outer:
             raise TesseraError(
-                f"{path} is compiled already: it is inside {outer}", where=where, code="layout.nested-modules"
+                f"{path} is compiled as a part of {outer} already", where=where, code="layout.nested-modules"
             )
     kept_elsewhere = next(
         (path for path in offloaded if home(path, paths) or any(home(one, [path]) for one in paths)), None
@@ -237,7 +237,10 @@ def _block_offload(
 
 
 def _refuse_nested(parts: Sequence[tuple[str, str]]) -> None:
-    """Raise if a module is recomputed and offloaded, or twice one of them, also by a module around it."""
+    """Raise if a module, or a module around it, is also selected for recompute or activation offload.
+
+    `parts`: (module path, "recomputed" or "offloaded").
+    """
     for number, (path, how) in enumerate(parts):
         for other, other_how in parts[:number]:
             if path == other:
@@ -287,7 +290,10 @@ def _refuse_ties_across_groups(module: nn.Module, blocks: Sequence[str], ignored
 def _with_native_names(
     section: ParallelSection, model_plan: ModelPlan, module: nn.Module, tree: Mapping[str, nn.Module]
 ) -> ParallelSection:
-    """Replace class names, and module names of extensions, by paths of this model."""
+    """Translate names in `wrap`, `ignore` and `recompute` of the recipe to module paths of this model.
+
+    Such names are classes, and the names of other trainers, which extensions add (`tessera.module_names`).
+    """
     if not (section.wrap or section.ignore or section.recompute):
         return section
     other_names = {name: paths for names in extensions("tessera.module_names") for name, paths in names(module).items()}
@@ -304,7 +310,7 @@ def _with_native_names(
         ]
     ignore, wrap = native(section.ignore), section.wrap
     if wrap is not None:
-        # Translated names may include the head, the embedding or ignored modules, which cannot be FSDP groups here.
+        # Drop translated names of the head, the embedding or ignored modules: these cannot be FSDP groups.
         elsewhere = [path for path in tree if any(matches(pattern, path) for pattern in model_plan.fsdp_root)]
         ignored = [path for path in tree if any(matches(pattern, path) for pattern in ignore)]
         elsewhere += [path for path in tree if home(path, ignored)]
@@ -317,8 +323,8 @@ def native_patterns(
 ) -> list[str]:
     """Translate patterns to paths of a model. A pattern that matches a path is returned unchanged.
 
-    Other patterns are keys of `other_names`, or import paths of classes, which select their instances. Published files
-    list classes of all sizes of a model, so classes without instances are dropped, unless nothing else is selected.
+    Other patterns are keys of `other_names`, or import paths of classes, which select their instances. Published
+    recipes list classes of all model sizes, so classes without instances are dropped, unless nothing else is selected.
     """
     native: dict[str, None] = {}
     absent: list[str] = []
@@ -353,8 +359,10 @@ def _instances(class_path: str, tree: Mapping[str, nn.Module]) -> list[str]:
 
 
 def _select_once(patterns: Sequence[str], tree: Iterable[str], where: str) -> list[str]:
-    """Return matches in the order of patterns, then of the tree; raise for a pattern without match, or two matches of a
-    module."""
+    """Return the paths that match, in the order of patterns, then of the tree.
+
+    Raise if a pattern matches nothing, or if two patterns match one module.
+    """
     paths = list(tree)
     by: dict[str, str] = {}
     for pattern in patterns:
@@ -402,7 +410,7 @@ def wrap_submodule(root: nn.Module, path: str, wrapper: Callable[[nn.Module], nn
     """Replace a submodule by a wrapper around it. `clean_name` removes the wrapper's prefix from parameter names."""
     parent, _, name = path.rpartition(".")
     owner = root.get_submodule(parent)
-    while isinstance(owner, ActivationWrapper):  # wrappers forward reads of attributes, not assignments
+    while isinstance(owner, ActivationWrapper):  # a wrapper passes on getattr but not setattr
         owner = wrapped_module(owner)
     setattr(owner, name, wrapper(owner.get_submodule(name)))
 

@@ -1,8 +1,8 @@
 """Run torch's pipeline schedules over the stages of a model.
 
 Torch's schedules split a tensor into micro-batches, but micro-batches here are `Batch` objects of different shapes. So
-a tensor with the numbers 0 to M - 1 is split, and each stage looks up its micro-batch by number. Stages send one
-activation (`carry`) of constant shape.
+a tensor with the indices 0 to M - 1 is split, and each stage looks up its micro-batch by index. A stage sends one
+activation of constant shape to the next, which is called `carry`.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class _Loss:
 
     task: Task
     microbatches: Sequence[Batch]
-    counts: dict[str, Tensor] | None  # over all ranks and micro-batches
+    counts: dict[str, Tensor] | None  # `Task.counts` summed over all ranks and micro-batches
     loss_scale: LossScale | None
-    output_dtype: torch.dtype | None  # of the output of the last stage
-    # Tensors of a reference by micro-batch, on the rank of the last stage.
+    output_dtype: torch.dtype | None  # dtype to cast the output of the last stage to
+    # For each micro-batch, the tensors that `Task.reference` computed, such as log-probabilities. Last stage only.
     references: list[dict[str, Tensor]] = field(default_factory=list)
-    losses: list[Losses] = field(default_factory=list)  # on the rank of the last stage
+    losses: list[Losses] = field(default_factory=list)  # one per micro-batch, on the last stage only
 
     def __call__(self, stage: StageModule, carry: Tensor | None, mb: int) -> Tensor:
         with torch.no_grad():
@@ -68,7 +68,7 @@ class _Loss:
 
 @dataclass
 class _Compare:
-    """Run one micro-batch of the reference of a task through one stage."""
+    """Run one micro-batch of the reference model of a task (`Task.reference`) through one stage."""
 
     task: Task
     reference: Reference
@@ -89,10 +89,10 @@ def _typed(out: Any, dtype: torch.dtype | None) -> Any:
 
 @dataclass
 class _Padded:
-    """Pad the output of a stage: torch's schedules need activations of one shape and type."""
+    """Pad the output of a stage: torch's schedules need activations of one shape and dtype."""
 
     work: _Loss
-    elements: Sequence[int]  # by stage
+    elements: Sequence[int]  # stage index -> rows to pad its output to
     dtype: torch.dtype
 
     def __call__(self, stage: StageModule, carry: Tensor | None, mb: int) -> Tensor:
@@ -108,7 +108,7 @@ class _Padded:
 
 
 class PipelineEngine:
-    stage_class = staticmethod(self_loop_stage)  # called with the first schedule, since the import is slow
+    stage_class = staticmethod(self_loop_stage)  # a function, because importing the class is slow
 
     def __init__(
         self,
@@ -126,16 +126,16 @@ class PipelineEngine:
         self.device = device
         self.shared = shared
         self.loss_scale = loss_scale
-        self.microbatch: int | None = None  # None: several micro-batches are computed at once
+        self.microbatch: int | None = None  # always None: several micro-batches are computed at once
         self.pp_group = mesh.group(PP)
         self.loss_group = mesh.group(LOSS)
         self.tied = TiedCopies(stages, plan.pipeline, mesh)
         self._sequential = SequentialStages(stages, plan, mesh, device)
         self._schedule: Any = None  # made in the first step, when the number of tokens is known
         self._elements: list[int] = []
-        self._specs: tuple[SumSpec, ...] | None = None  # names of the sums, from the rank of the last stage
+        self._specs: tuple[SumSpec, ...] | None = None  # names of loss terms and metrics
         for stage in stages:
-            # Before FSDP's hook, which would move the number to the device, where reading it would wait.
+            # Run before FSDP's hook, which would move the micro-batch index to the device. Reading it there would wait.
             stage.register_forward_pre_hook(self._number_on_host, prepend=True, with_kwargs=True)
 
     @torch.no_grad()
@@ -173,7 +173,7 @@ class PipelineEngine:
     def _counts(
         self, task: Task, microbatches: Sequence[Batch], here: Collection[int], counts: bool = True
     ) -> dict[str, Tensor] | None:
-        """Return the global counts, from the rank of the last stage: all stages have the same micro-batches."""
+        """Return the global counts. Only the last stage counts, since all stages have the same micro-batches."""
         last = len(self.pipeline.stages) - 1 in here
         return global_counts(task, microbatches, self.device, self.loss_group, counts and last)
 
@@ -183,7 +183,7 @@ class PipelineEngine:
         try:
             self._schedule.step(*first, target=numbers if last else None, mb=numbers, return_outputs=False)
         except RuntimeError as error:
-            if isinstance(error.__cause__, TesseraError):  # torch raises its own error from that of a stage
+            if isinstance(error.__cause__, TesseraError):  # torch wraps the error of a stage in a RuntimeError
                 raise error.__cause__ from None
             raise
 
@@ -203,7 +203,7 @@ class PipelineEngine:
 
     @torch.no_grad()
     def _references(self, task: Task, microbatches: Sequence[Batch]) -> list[dict[str, Tensor]]:
-        """Return the tensors of the reference for each micro-batch; [] except on the rank of the last stage."""
+        """Return what `Task.reference` computes for each micro-batch; [] on ranks without the last stage."""
         reference = task.reference
         if reference is None:
             return []
@@ -218,7 +218,7 @@ class PipelineEngine:
         self.tied.settle(optimizer)
 
     def _reduce(self, losses: Sequence[Losses], counts: dict[str, Tensor] | None, counted: bool = True) -> LossTotals:
-        """Sum losses over ranks, so that all ranks have the loss of the last stage."""
+        """Sum losses over ranks. Ranks without the last stage add zeros, and get the result as well."""
         if self._specs is None:
             self._specs = self.agree_on_specs(specs_of(losses[0]) if losses else None)
         return reduce_losses(losses if counted else [], self._specs, counts, self.device, self.loss_group)
@@ -226,7 +226,7 @@ class PipelineEngine:
     # ------------------------------------------------------------------------------------------ read on the host
 
     def agree_on_specs(self, specs: tuple[SumSpec, ...] | None) -> tuple[SumSpec, ...]:
-        """Broadcast the names of the sums from the rank of the last stage: other ranks have no losses."""
+        """Broadcast the names of loss terms and metrics from the rank of the last stage: other ranks have no losses."""
         shared: list[Any] = [None if specs is None else [astuple(spec) for spec in specs]]
         dist.broadcast_object_list(shared, group=self.pp_group, group_src=self.pipeline.owner[-1])
         return tuple(SumSpec(*fields) for fields in shared[0])
@@ -271,7 +271,10 @@ class PipelineEngine:
         return kind(subject, self.pipeline.microbatches, loss_fn=_loss_as_it_is, scale_grads=False)
 
     def _carry(self, stage: int) -> Tensor:
-        """Return a meta tensor like the output of a stage: a number for stage -1, the input; a loss for the last."""
+        """Return a meta tensor with the shape and dtype of a stage's output; of the last stage, the loss.
+
+        Stage -1 is the input of the first stage: the index of a micro-batch.
+        """
         if stage < 0:
             return torch.empty(1, dtype=torch.int64, device="meta")
         carry = self.pipeline.stages[stage].output
@@ -283,7 +286,7 @@ class PipelineEngine:
 
 
 def _nothing_left() -> Callable[[], None]:
-    """Return a weight-gradient step that does nothing: backward has computed all gradients of the stage."""
+    """Return a function that does nothing, as the weight half of backward: the input half computes all gradients."""
     return lambda: None
 
 

@@ -39,11 +39,11 @@ class Parameter(Protocol):
 
 @dataclass(frozen=True)
 class StagePlan:
-    modules: tuple[str, ...]  # paths of the units in this stage
-    cost: float  # fraction of the computation of the model
+    modules: tuple[str, ...]  # paths of the modules in this stage
+    cost: float  # fraction of the model's FLOPs
     output: StageActivation | None  # activation for the next stage; None for the last stage
-    # Whether the output has elements of an encoder. Context parallel ranks distribute them unevenly, so each rank's
-    # output has space for all elements of the micro-batch.
+    # Whether the stage ends inside of an encoder. Context parallel ranks share encoder inputs unevenly, so each rank's
+    # output has space for the encoder tokens of the whole micro-batch.
     in_encoder: bool = False
 
 
@@ -53,11 +53,11 @@ class PipelinePlan:
     stages: tuple[StagePlan, ...]
     owner: tuple[int, ...]  # stage -> position on the pp axis
     microbatches: int
-    tokens: int  # of a micro-batch
-    main: Stream | None = None  # the stream of the main sequence
+    tokens: int  # tokens of a micro-batch
+    main: Stream | None = None  # the input of the decoder
     copies: tuple[str, ...] = ()  # tied parameters of an earlier stage that are copied to the last stage
-    unsplit: tuple[int, ...] = ()  # stages whose backward is not split, also in a schedule that splits it
-    bubble: float = 0.0  # estimated fraction of a step in which ranks wait, without communication time
+    unsplit: tuple[int, ...] = ()  # stages that compute all gradients at once, even if the schedule splits backward
+    bubble: float = 0.0  # estimated fraction of a step in which ranks idle; communication takes no time
 
     def stages_of(self, position: int) -> list[int]:
         return [stage for stage, owner in enumerate(self.owner) if owner == position]
@@ -70,14 +70,16 @@ class PipelinePlan:
         raise AssertionError(f"{name} is in no stage")
 
     def needs_gradient(self, stage: int, parameters: Iterable[Parameter]) -> bool:
-        """Return whether the output of a stage requires a gradient. Always True in schedules that split backward: torch
-        needs gradients of inputs there."""
+        """Return whether the output of a stage requires a gradient: if this stage or an earlier one is trained.
+
+        In schedules that split backward it always does, because torch asks for input gradients there.
+        """
         if self.schedule in SPLITS_BACKWARD:
             return True
         return any(parameter.trained and self.home(parameter.name) <= stage for parameter in parameters)
 
     def modules_of(self, stage: int) -> list[str]:
-        """Return the modules of a stage, with those of copied parameters."""
+        """Return the modules of a stage, including those whose parameters are copied to it."""
         last = stage == len(self.stages) - 1
         return [
             *self.stages[stage].modules,
@@ -87,7 +89,7 @@ class PipelinePlan:
 
 @dataclass
 class _Unit:
-    """Hold a layer and the other units that stay with it."""
+    """Hold a layer and the units in the same stage with it, such as embedding, norm and head."""
 
     stream: str
     modules: list[str] = field(default_factory=list)
@@ -115,7 +117,7 @@ def plan_pipeline(
     count = section.pp * virtual
     if count > len(units):
         raise TesseraError(
-            f"pp {section.pp} x {virtual} stages on each = {count} stages, and the model has {len(units)} layers",
+            f"pp {section.pp} x {virtual} stages on each rank = {count} stages, and the model has {len(units)} layers",
             where="parallel.pp" if virtual == 1 else "parallel.pp and parallel.virtual",
             allowed=[f"at most {len(units)} stages"],
             code="layout.too-many-stages",
@@ -146,7 +148,7 @@ def _refuse_without_pipeline(section: ParallelSection) -> None:
     for key in ("schedule", "virtual", "layers"):
         if getattr(section, key) not in (None, 1):
             raise TesseraError(
-                f"parallel.{key} speaks of a pipeline, and parallel.pp is 1",
+                f"parallel.{key} has no effect without a pipeline, and parallel.pp is 1",
                 where=f"parallel.{key}",
                 fix=f"set parallel.pp, or leave out parallel.{key}",
                 code="layout.pipeline-key-alone",
@@ -212,14 +214,14 @@ def _units(model_plan: ModelPlan, module: nn.Module) -> list[_Unit]:
 
 
 def _check_complete(module: nn.Module, modules: Sequence[str]) -> None:
-    """Refuse parameters outside of all units: they would be in every stage, and each stage would train its own."""
+    """Raise for parameters outside of all units: every stage would have a copy and train it separately."""
     homes: dict[nn.Parameter, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         home = next((path for path in modules if name.startswith(path + ".")), None)
         assert home is not None, f"{name} is in no unit of the model"
         if homes.setdefault(parameter, home) != home:
             raise TesseraError(
-                f"{name} is the same weight as one of {homes[parameter]}: a pipeline would tear the two apart",
+                f"{name} is the same weight as one of {homes[parameter]}: in a pipeline they would become two weights",
                 where="parallel.pp",
                 fix="let the second read the first's weight (as `TiedHead` does), and declare it in `ModelPlan.tied`",
                 code="layout.tied-across-stages",
@@ -237,9 +239,11 @@ def _copies(model_plan: ModelPlan, module: nn.Module, stages: Sequence[StagePlan
 
 
 def _unsplit(model_plan: ModelPlan, stages: Sequence[StagePlan]) -> tuple[int, ...]:
-    """Return the stages whose backward is not split. One that uses a weight at its beginning and at its end: torch
-    walks from every use of a weight and would pass through the stage twice. All stages, where torch cannot start
-    backward at a Python function."""
+    """Return the stages whose backward is not split into input and weight gradients.
+
+    These are all stages if `splits_at_functions` is False. Otherwise it is a last stage that uses one weight as
+    embedding and as head: torch would compute the backward of that stage twice.
+    """
     if not splits_at_functions():
         return tuple(range(len(stages)))
     inside = any(reads in stages[-1].modules for reads in model_plan.tied.values())
@@ -262,7 +266,7 @@ def _by_lists(units: Sequence[_Unit], lists: Mapping[str, Sequence[int]], count:
                 code="layout.unknown-stream",
             )
     groups: list[list[_Unit]] = [[] for _ in range(count)]
-    ended, before = 0, ""  # the stage in which the stream before ended
+    ended, before = 0, ""  # last stage and name of the previous stream
     for stream in streams:
         layers = [unit for unit in units if unit.stream == stream]
         numbers = list(lists.get(stream, ()))
@@ -270,7 +274,7 @@ def _by_lists(units: Sequence[_Unit], lists: Mapping[str, Sequence[int]], count:
         stage_of = [stage for stage, number in enumerate(numbers) for _ in range(number)]
         if stage_of[0] < ended:
             raise TesseraError(
-                f"{stream} begins in stage {stage_of[0]}, and {before} before it ends in stage {ended}",
+                f"{stream} begins in stage {stage_of[0]}, but {before}, which runs before it, ends in stage {ended}",
                 where=f"{where}.{stream}",
                 fix=f"{stream} may begin in stage {ended}: put zeros before it",
                 code="layout.stream-starts-early",
@@ -298,23 +302,23 @@ def _check_list(stream: str, numbers: Sequence[int], layers: int, count: int) ->
     where = f"parallel.layers.{stream}"
     if not numbers:
         raise TesseraError(
-            f"parallel.layers does not mention {stream}",
+            f"parallel.layers has no entry for {stream}",
             where=where,
-            fix=f"{count} numbers, one a stage",
+            fix=f"list the number of its layers in each of the {count} stages",
             code="layout.stream-not-listed",
         )
     if len(numbers) != count:
         raise TesseraError(
-            f"{len(numbers)} numbers for {count} stages (pp x virtual)",
+            f"the list has {len(numbers)} entries, and there are {count} stages (pp x virtual)",
             where=where,
-            fix=f"{count} numbers, one a stage",
+            fix=f"list the number of layers in each of the {count} stages",
             code="layout.stage-count",
         )
     if sum(numbers) != layers:
         raise TesseraError(
             f"{list(numbers)} adds up to {sum(numbers)} layers, {stream} has {layers}",
             where=where,
-            fix=f"numbers that add up to {layers}",
+            fix=f"list layer counts that add up to {layers}",
             code="layout.layers-sum",
         )
 
@@ -325,7 +329,8 @@ def _by_cost(units: Sequence[_Unit], count: int) -> list[list[_Unit]]:
     for unit in units:
         total.append(total[-1] + unit.cost)
     size = len(units)
-    # best[n]: (dearest stage, sum of squares) for the first n units in so many stages; `starts` hold where each began.
+    # best[n]: (cost of the dearest stage, sum of squared costs) of the first n units, split into `stage` stages.
+    # starts[stage - 1][n]: the unit at which the last of these stages begins.
     best: list[tuple[float, float]] = [(0.0, 0.0)] + [(inf, inf)] * size
     starts: list[list[int]] = []
     for stage in range(1, count + 1):

@@ -21,17 +21,17 @@ SINGLE: tuple[Schedule, ...] = ("gpipe", "1f1b")  # one stage on each rank
 SPLITS_BACKWARD: tuple[Schedule, ...] = (
     "interleaved-zb",
     "zbv",
-)  # backward computes gradients of inputs first, of weights later
+)  # these split backward: gradients of inputs first, gradients of weights later
 _WORK = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # cost of an action relative to a forward pass
 _WORK_UNSPLIT = {"F": 1.0, "B": 2.0, "I": 2.0, "W": 0.0}
-_SPELLED = re.compile(r"(\d+)([FBIW])(\d+)")  # an action as torch prints it
-_SEEN = 4  # simulated rounds of micro-batches; each further micro-batch adds the work of the slowest rank
+_SPELLED = re.compile(r"(\d+)([FBIW])(\d+)")  # an action as torch prints it: stage, kind, micro-batch
+_SEEN = 4  # rounds of micro-batches to simulate; later ones each take the time of the slowest rank
 
-Action = tuple[int, str, int]  # stage; F forward, B backward, I and W its two halves; micro-batch
+Action = tuple[int, str, int]  # (stage, kind, micro-batch); F: forward, B: backward, I and W: its input and weight half
 
 
 def schedule_class(schedule: Schedule) -> Any:
-    """Return torch's class of a schedule. The import is slow, because the package imports the compiler."""
+    """Return torch's class of a schedule. Import it here: `torch.distributed.pipelining` imports the slow compiler."""
     from torch.distributed import pipelining
 
     classes: dict[Schedule, Any] = {
@@ -45,9 +45,9 @@ def schedule_class(schedule: Schedule) -> Any:
 
 
 def resolve_schedule(section: ParallelSection, microbatches: int) -> tuple[Schedule, int]:
-    """Return (schedule, stages on each rank), with defaults for absent keys.
+    """Return (schedule, stages on each rank), with defaults where the recipe has no such key.
 
-    With fewer micro-batches than ranks the default is gpipe, since torch's 1f1b refuses them.
+    With fewer micro-batches than pipeline ranks the default is gpipe, since torch's 1f1b then raises an error.
     """
     virtual = section.virtual or (2 if section.schedule == "zbv" else 1)
     single: Schedule = "1f1b" if microbatches >= section.pp else "gpipe"
@@ -70,15 +70,17 @@ def resolve_schedule(section: ParallelSection, microbatches: int) -> tuple[Sched
 
 
 def placement(schedule: Schedule, pp: int, count: int) -> tuple[int, ...]:
-    """Return the pipeline rank of each stage: round robin, or for zbv forth and back."""
+    """Return the pipeline rank of each stage: 0..pp-1 repeated, or for zbv 0..pp-1 and back to 0."""
     if schedule == "zbv":
         return tuple(stage if stage < pp else count - 1 - stage for stage in range(count))
     return tuple(stage % pp for stage in range(count))
 
 
 def check_microbatches(schedule: Schedule, pp: int, microbatches: int, rows_of_each: int) -> None:
-    """Raise if a schedule does not support this number of micro-batches. `rows_of_each`: rows of a micro-batch over all
-    data ranks."""
+    """Raise if a schedule does not support this number of micro-batches.
+
+    `rows_of_each`: rows that all data-parallel ranks together compute in one micro-batch.
+    """
     if _serves(schedule, pp, microbatches):
         return
     below = next((m for m in range(microbatches - 1, 0, -1) if _serves(schedule, pp, m)), None)
@@ -86,7 +88,7 @@ def check_microbatches(schedule: Schedule, pp: int, microbatches: int, rows_of_e
     near = [m for m in (below, above) if m is not None]
     needs = f"at least {pp}" if schedule == "1f1b" else "rounds of equal size"
     raise TesseraError(
-        f"{microbatches} micro-batches in a step do not serve schedule {schedule} over {pp} ranks, which needs {needs}",
+        f"schedule {schedule} over {pp} ranks needs {needs}, and a step has {microbatches} micro-batches",
         where="train.global_batch",
         allowed=[m * rows_of_each for m in near],
         fix=f"train.global_batch: {near[-1] * rows_of_each}, or another parallel.schedule",
@@ -114,9 +116,9 @@ class _Twice(torch.autograd.Function):
 
 
 def splits_at_functions() -> bool:
-    """Return whether torch can compute gradients from a custom `autograd.Function` whose output was detached.
+    """Return whether torch can split the backward of a stage whose output comes from a custom `autograd.Function`.
 
-    Torch 2.11 cannot. It is tested here because release notes do not mention it.
+    Torch 2.11 cannot. This function tries it, because release notes do not mention it.
     """
     x = torch.ones((), requires_grad=True)
     y = _Twice.apply(x)
@@ -140,7 +142,10 @@ def bubble_share(
     microbatches: int,
     unsplit: Sequence[int] = (),
 ) -> float:
-    """Return the average fraction of a step in which ranks wait for input or for slower stages."""
+    """Return the average fraction of a step in which ranks wait for other stages.
+
+    `costs`: relative computation of each stage. `owner`: its pipeline rank. `unsplit`: stages with unsplit backward.
+    """
     played = min(microbatches, _SEEN * pp)
     orders = actions_of_ranks(schedule, pp, len(costs), played)
     work = [3 * sum(cost for stage, cost in enumerate(costs) if owner[stage] == rank) for rank in range(pp)]
@@ -149,7 +154,7 @@ def bubble_share(
 
 
 def actions_of_ranks(schedule: Schedule, pp: int, count: int, microbatches: int) -> list[list[Action]]:
-    """Return the actions of each rank, in order."""
+    """Return for each pipeline rank the forward and backward actions that torch's schedule runs, in order."""
     forward, backward = ([(kind, m) for m in range(microbatches)] for kind in "FB")
     orders: list[list[Action]] = []
     if schedule in SINGLE:

@@ -24,7 +24,7 @@ from tessera.runtime.modules import clean_name, local_shard
 
 
 class Work(Protocol):
-    """Compute something with a stage's model: a training step, an evaluation, a token."""
+    """Declare what the forward pass of a stage runs: a training micro-batch, an evaluation, one generated token."""
 
     def __call__(self, stage: StageModule, carry: Tensor | None, mb: int) -> Any: ...
 
@@ -32,7 +32,7 @@ class Work(Protocol):
 class StageModule(nn.Module):
     """Hold one stage: a model without the modules of other stages. `clean_name` removes `_stage_model` from names.
 
-    Its forward pass calls `work`, which includes the loss, so that FSDP's gathered weights of the stage are available.
+    Its forward pass calls `work`, which also computes the loss: FSDP has gathered the weights of the stage there.
     """
 
     def __init__(self, model: nn.Module, number: int, count: int) -> None:
@@ -48,7 +48,7 @@ class StageModule(nn.Module):
         return self.work(self, None if self.is_first else carry, mb)
 
     def run(self, batch: Any, carry: Tensor | None, **options: Any) -> Any:
-        """Call the model of this stage; `work` does so."""
+        """Call the model of this stage. `work` calls this. `carry`: the output of the stage before."""
         return self._stage_model(batch, carry=carry, **options)
 
 
@@ -59,7 +59,7 @@ class LocalStages(nn.Module):
         super().__init__()
         for stage in stages:
             self.add_module(f"_stage{stage.number}", stage)
-        # Initial values depend on names alone, so any stage of a family can give them for all.
+        # `initialize` depends on parameter names alone, so that of the first local stage serves all stages.
         model = stages[0]._stage_model
         if isinstance(model, InitializesByName):
             self.initialize = model.initialize
@@ -68,7 +68,7 @@ class LocalStages(nn.Module):
         return iter(cast(list[StageModule], list(self.children())))
 
     def here(self) -> dict[int, StageModule]:
-        """Return the stages of this rank by number."""
+        """Return the stages of this rank by stage index."""
         return {stage.number: stage for stage in self}
 
 
@@ -85,20 +85,22 @@ def split_into_stages(module: nn.Module, plan: Plan, mesh: Mesh) -> LocalStages:
 
 
 def keep_only(model: nn.Module, units: Collection[str], paths: Collection[str]) -> None:
-    """Remove from a model all units but the kept ones, and parents of which nothing is kept."""
+    """Remove all `units` except those in `paths` from a model, and parent modules that become empty."""
     around = {path[:at] for path in units for at, letter in enumerate(path) if letter == "."}
     bare = [path for path in around if not any(unit.startswith(path + ".") for unit in paths)]
     for path in sorted({*units, *bare} - set(paths), key=len, reverse=True):
         parent, _, name = path.rpartition(".")
         owner = model.get_submodule(parent)
-        # A list stays, with None for members: models iterate over it.
+        # A ModuleList stays, and its removed members become None: models iterate over it.
         if not isinstance(getattr(owner, name), (nn.ModuleList, nn.ModuleDict)):
             setattr(owner, name, None)
 
 
 class SequentialStages:
-    """Run the stages one after another, without a schedule. Activations are sent with their shape, so that batches may
-    differ, unlike in training."""
+    """Run the stages one after another, without a schedule.
+
+    Activations are sent with their shape, so batches may have different shapes, unlike in training.
+    """
 
     def __init__(self, stages: LocalStages, plan: Plan, mesh: Mesh, device: torch.device) -> None:
         assert plan.pipeline is not None
@@ -129,7 +131,7 @@ class SequentialStages:
         return None
 
     def share(self, result: Tensor | None) -> Tensor:
-        """Broadcast a result of the last stage to all ranks of the pipeline, in the type of activations."""
+        """Broadcast a result of the last stage to all ranks of the pipeline, in the dtype of activations."""
         source = self.owner[-1]
         shape = torch.zeros(2, dtype=torch.int64, device=self.device)
         if result is not None:
@@ -166,7 +168,7 @@ class PipelinedModel:
         self.stages = SequentialStages(stages, plan, mesh, device)
         self.device = device
         model: Any = next(iter(stages))._stage_model
-        self._output = next(iter(model.heads))  # of the main head
+        self._output = next(iter(model.heads))  # name of the main head
 
     def new_cache(self, blocks: int, block_size: int) -> dict[int, Any]:
         """Return one cache for each stage on this rank."""
@@ -192,7 +194,7 @@ class PipelinedModel:
 
 
 class TiedCopies:
-    """Keep the copies of a tied weight on two stages equal: both get the sum of their gradients."""
+    """Keep a tied weight and its copy on another stage equal: both get the sum of their gradients."""
 
     def __init__(self, stages: LocalStages, pipeline: PipelinePlan, mesh: Mesh) -> None:
         self.group = mesh.group(PP)
@@ -229,7 +231,7 @@ class TiedCopies:
 
     @torch.no_grad()
     def settle(self, optimizer: Optimizer) -> None:
-        """Copy loaded values and optimizer state to the copy on this rank: loading by name fills only the original."""
+        """Copy weights and optimizer state from the original to the copy: a checkpoint loads only the original."""
         for first, second in self.pairs:
             local_shard(second).copy_(local_shard(first))
             for key, value in optimizer.state.get(first, {}).items():

@@ -30,11 +30,11 @@ Direction = Literal["forward", "backward"]
 
 @dataclass(frozen=True)
 class Workload:
-    """Hold the numbers of a step that a plan depends on."""
+    """Hold the batch sizes of a step that a plan depends on."""
 
-    tokens: int = 0  # of one micro-batch
-    elements: Mapping[str, int] = field(default_factory=dict)  # of a typical one, by encoder
-    rows: int = 1  # of one step, over all ranks
+    tokens: int = 0  # tokens of one micro-batch
+    elements: Mapping[str, int] = field(default_factory=dict)  # encoder -> its patches in a typical micro-batch
+    rows: int = 1  # rows of one step, over all ranks
     rows_of_microbatch: int = 1
 
 
@@ -61,18 +61,18 @@ class Precision:
     output: torch.dtype | None
     cast_inputs: bool
     modules: Mapping[str, torch.dtype]  # modules that compute in another dtype
-    float32: tuple[str, ...]  # modules with float32 weights, if the model computes in another dtype
+    float32: tuple[str, ...]  # modules with float32 weights in a model that computes in another dtype
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
     """Hold the memory of ranks between steps, in bytes."""
 
-    by_position: tuple[MemoryBytes, ...]  # the largest rank at each pipeline position
-    whole_gradients: int  # unsharded gradients while micro-batches accumulate locally
-    frozen: Mapping[str, FrozenBytes] = field(default_factory=dict)  # components of the task, by name
+    by_position: tuple[MemoryBytes, ...]  # memory of the largest rank at each pipeline position
+    whole_gradients: int  # bytes of unsharded gradients with parallel.accumulate: local
+    frozen: Mapping[str, FrozenBytes] = field(default_factory=dict)  # frozen component, such as "vae" -> its bytes
     encoded_ahead: tuple[int, int] | None = (
-        None  # number of steps that are encoded together, and bytes of their results
+        None  # (number of steps whose batches are encoded together, bytes of the encoded tensors)
     )
 
     @property
@@ -92,9 +92,9 @@ class Plan:
     precision: Precision
     memory: MemoryPlan
     workload: Workload
-    rows: Mapping[str, int]  # module -> elements that a rank computes in a typical micro-batch; "": tokens
-    microbatches: int  # of one rank in a step
-    parameters: int  # of the unsharded model
+    rows: Mapping[str, int]  # module -> tokens or patches of a typical micro-batch on a rank; "": the decoder
+    microbatches: int  # micro-batches of one rank in a step
+    parameters: int  # number of parameters of the unsharded model
     trained: int
     param_shards: tuple[ParamShard, ...]  # all parameters
     device_fit: DeviceFit | None = None  # set by `tessera plan --device`
@@ -128,12 +128,14 @@ class Plan:
         return tuple(path for path in self.precision.float32 if home(path, self.roles.blocks) is not None)
 
     def rows_at(self, path: str) -> int:
-        """Return the elements that a rank computes in a module, in a typical micro-batch."""
+        """Return how many tokens or patches of a typical micro-batch a rank computes in a module."""
         return self.rows[self._part(path)]
 
     def gradient_reaches(self, path: str) -> bool:
-        """Return whether backward reaches a module: whether its encoder, or the model where it is in none, is
-        trained."""
+        """Return whether backward reaches a module: whether any parameter of its encoder is trained.
+
+        For a module outside of encoders: any parameter of the model.
+        """
         part = self._part(path)
         return any(shard.trained for shard in self.param_shards if not part or shard.name.startswith(part + "."))
 
@@ -142,7 +144,7 @@ class Plan:
         return home(path, (part.path for part in self.roles.recompute)) is not None
 
     def volume(self, view: str, kind: Kind, passes: int, size: int) -> CommVolume:
-        """Return the communication of so many collectives of one size in each micro-batch."""
+        """Return the communication of a step with `passes` collectives of `size` bytes in each micro-batch."""
         count = passes * self.microbatches
         return CommVolume(self.axes.label(view), kind, count, count * size)
 
@@ -150,10 +152,10 @@ class Plan:
         return home(path, filter(None, self.rows)) or ""
 
     def below(self, path: str) -> Plan:
-        """Return the plan for a submodule, whose own names begin where `path` ends."""
+        """Return the plan for the submodule at `path`, with module names relative to it."""
 
         def inside(paths: Iterable[str]) -> dict[str, str]:
-            """Return the paths inside of the submodule -> its own names for them."""
+            """Return paths inside of the submodule -> the same paths relative to it."""
             return {full: full.removeprefix(f"{path}.") for full in paths if full.startswith(f"{path}.")}
 
         roles, types = self.roles, self.precision
@@ -173,23 +175,22 @@ class Plan:
         )
 
     def ahead(self, block: int, direction: Direction) -> list[str]:
-        """Return the blocks that block number `block` prefetches."""
+        """Return the paths of the blocks that FSDP prefetches while the block with this index computes."""
         count = self.sharding.prefetch_forward if direction == "forward" else self.sharding.prefetch_backward
         return ahead(self.roles.blocks, block, count, direction)
 
 
 @runtime_checkable
 class ShardsItself(Protocol):
-    """Mark a module that applies recompute, sharding and prefetch itself, where the plan shards anything."""
+    """Declare a module that applies recompute, `fully_shard` and prefetch itself, if the plan uses FSDP."""
 
     def shard_itself(self, plan: Plan, arguments: dict[str, Any]) -> None:
-        """Make every trained parameter part of a shard group. `arguments`: keywords of torch's `fully_shard` for a
-        block."""
+        """Shard every trained parameter with torch's `fully_shard`. `arguments`: its keywords for a block."""
         ...
 
 
 def ahead(modules: Sequence[T], at: int, count: int, direction: Direction) -> list[T]:
-    """Return the next `count` members of a list in order of execution, nearest first."""
+    """Return the `count` modules that run after the one at index `at`; in backward they precede it in the list."""
     if direction == "forward":
         return list(modules[at + 1 : at + 1 + count])
     return list(modules[max(0, at - count) : at])[::-1]

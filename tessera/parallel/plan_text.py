@@ -1,4 +1,4 @@
-"""Describe a plan in words, as `tessera plan` prints it, and in numbers, with its estimate of communication."""
+"""Describe a plan as text, as `tessera plan` prints it, and as plain data, including estimated communication."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _ranks(plan: Plan) -> str:
 
 
 def _adapters(plan: Plan) -> str:
-    """Return how many layers have an adapter; experts of one layer count once, since their weights are stacked."""
+    """Return how many layers have an adapter, as text. The stacked experts of one layer count once."""
     names = [shard.name for shard in plan.param_shards if is_output_factor(shard.name)]
     experts = () if plan.experts is None else plan.experts.stacks
     stacked = sum(home(name, experts) is not None for name in names)
@@ -82,7 +82,7 @@ def _adapters(plan: Plan) -> str:
 
 
 def _axes(plan: Plan) -> list[tuple[str, str]]:
-    """Return a line for each axis over which ranks work together."""
+    """Return (label, text) for each kind of parallelism in the plan, and for each pipeline stage."""
     rows: list[tuple[str, str]] = []
     if plan.tensor is not None:
         tokens = "tokens sharded between layers" if plan.tensor.sequence else "all tokens on each rank"
@@ -134,7 +134,7 @@ def _memory(plan: Plan) -> str:
 
 
 def _communication(plan: Plan) -> list[tuple[str, str]]:
-    """Return the communication of the rank that sends most; in a pipeline ranks differ."""
+    """Return (label, text) on the communication of the rank that sends most bytes."""
     by_position = [estimate_communication(plan, position) for position in range(plan.axes.size(PP))]
     most = max(by_position, key=lambda lines: sum(line.bytes for line in lines))
     return [("a step sends" if number == 0 else "", line) for number, line in enumerate(comm_text(most))]
@@ -180,7 +180,7 @@ def _prefetch(plan: Plan) -> str:
 
 
 def _prefetched(plan: Plan, forward: bool) -> str:
-    """Return the prefetch of the first block as an example: all blocks prefetch the same number."""
+    """Return which blocks the first block prefetches, as text. It is an example: all prefetch the same number."""
     count = plan.sharding.prefetch_forward if forward else plan.sharding.prefetch_backward
     if not count:
         return "none" if forward else "one block"

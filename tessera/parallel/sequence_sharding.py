@@ -43,11 +43,11 @@ class SequenceSharding:
 
     @property
     def minimum(self) -> int:
-        """Return the shortest sequence that gives every rank an element."""
+        """Return the length of the shortest sequence that gives every rank at least one element."""
         return (2 * self.ring if self.ring > 1 else 1) * self.ulysses * self.unit
 
     def ring_ranges(self, length: int, at: int) -> list[Range]:
-        """Return the ranges of all ranks at one ring position."""
+        """Return the two chunks that the ulysses ranks at one ring position have together."""
         if self.ring == 1:
             return [(0, length)]
         return [self._part(length, 2 * self.ring, chunk) for chunk in (at, 2 * self.ring - 1 - at)]
@@ -59,7 +59,7 @@ class SequenceSharding:
         return [end - start for start, end in parts]
 
     def ranges(self, length: int, position: int) -> list[Range]:
-        """Return the ranges of a rank. `position`: ring position x ulysses + ulysses position."""
+        """Return the ranges of a rank. `position`: its ring position x `ulysses` + its position among ulysses ranks."""
         at, number = divmod(position, self.ulysses)
         joined = self.ring_ranges(length, at)
         start, end = self._part(sum(stop - first for first, stop in joined), self.ulysses, number)
@@ -72,7 +72,10 @@ class SequenceSharding:
         return parts
 
     def _part(self, length: int, parts: int, number: int) -> Range:
-        """Return part `number` of nearly equal `parts`, in full units. The last part also has an incomplete unit."""
+        """Return the range of part `number` if `length` elements are split into nearly equal `parts`.
+
+        Parts have complete units only, except that the last part also gets an incomplete unit.
+        """
         units = length // self.unit
         end = length if number == parts - 1 else units * (number + 1) // parts * self.unit
         return units * number // parts * self.unit, end
@@ -84,14 +87,15 @@ class EncoderSharding:
 
     name: str
     stream: Stream
-    dp: int = 1  # number of ranks over which full sequences are distributed
+    dp: int = 1  # number of ranks that each compute some full sequences
     split: SequenceSharding | None = None  # how context parallel ranks split each sequence; None: not split
-    attention: tuple[str, ...] = ()  # attention modules over the context group, with `split`
-    dp_view: str = ""  # the mesh view of `dp`
+    attention: tuple[str, ...] = ()  # with `split`: its attention modules, which span the context group
+    dp_view: str = ""  # mesh view of the `dp` ranks
 
     @property
     def dp_key(self) -> str:
-        """Name the batch entries with the elements of each dp rank, and with their order after the all-gather."""
+        """Return the batch key of two entries: segments with the number of outputs of each dp rank, and a tensor with
+        their order after the all-gather."""
         return f"{self.name}.dp"
 
     @property
@@ -110,7 +114,7 @@ class BatchSharding:
 
 def too_short(length: int, minimum: int) -> TesseraError:
     return TesseraError(
-        f"a micro-batch of {length} tokens is too short for the ranks that share it: {minimum} at least",
+        f"a micro-batch of {length} tokens is too short for the ranks that share it: they need at least {minimum}",
         where="parallel.cp",
         fix=f"raise data.length to {minimum} or more, or lower parallel.cp",
         code="layout.row-too-short",
@@ -120,10 +124,10 @@ def too_short(length: int, minimum: int) -> TesseraError:
 def shard_batch(batch: Batch, plan: BatchSharding, position: int, dp_positions: Mapping[str, int]) -> Batch:
     """Return the part of a micro-batch for the rank at `position` of its context group.
 
-    `dp_positions`: the rank's position in `dp` of each encoder. Segments of the main sequence are not sharded, because
-    attention spans all of it. Slots become indices into this rank's elements, and the tensor `Stream.sources` has the
-    index of the encoder output for each slot. `Stream.positions` are treated alike; tensors with one entry for each
-    position, such as latents, are not sharded, and the task selects this rank's entries.
+    `dp_positions`: the rank's position among the `dp` ranks of each encoder. Segments of the main sequence are not
+    sharded, because attention spans all of it. Slots become indices into this rank's elements, and the tensor
+    `Stream.sources` has the index of the encoder output for each slot. `Stream.positions` become such indices, too.
+    Tensors with one entry for each position, such as latents, are not sharded: the task selects this rank's entries.
     """
     tensors, segments = dict(batch.tensors), dict(batch.segments)
     main = plan.main
@@ -229,7 +233,8 @@ def indices(ranges: Sequence[Range]) -> Tensor:
 
 
 def local_positions(positions: Tensor, ranges: Sequence[Range]) -> tuple[Tensor, Tensor]:
-    """Return the positions inside of these ranges as indices into the ranges' elements, and their original indices."""
+    """Select the positions inside of these ranges. Return them relative to the joined ranges, and their indices in
+    `positions`."""
     local, which, before = [], [], 0
     for start, end in ranges:
         inside = ((positions >= start) & (positions < end)).nonzero().flatten()
@@ -240,9 +245,9 @@ def local_positions(positions: Tensor, ranges: Sequence[Range]) -> tuple[Tensor,
 
 
 def gathered_order(by_rank: Sequence[Tensor], length: int) -> Tensor:
-    """Return the index of each element after an all-gather, which pads every rank's part to the longest.
+    """Return where each element of a sequence is after an all-gather, which pads every rank's part to the longest.
 
-    `by_rank`: the elements of each rank.
+    `by_rank`: indices of the elements of each rank. `length`: number of elements of the sequence.
     """
     longest = max((len(elements) for elements in by_rank), default=0)
     order = torch.zeros(length, dtype=torch.int64)
@@ -254,7 +259,7 @@ def gathered_order(by_rank: Sequence[Tensor], length: int) -> Tensor:
 def _note_order(
     tensors: dict[str, Tensor], segments: dict[str, Segments], key: str, by_rank: Sequence[Tensor], length: int
 ) -> None:
-    """Add the order of gathered outputs and the number of elements of each rank to the batch."""
+    """Add to the batch, under `key`, the order of gathered outputs and the number of outputs of each rank."""
     tensors[key] = gathered_order(by_rank, length)
     segments[key] = Segments.of([len(own) for own in by_rank])
 
@@ -266,7 +271,7 @@ def _keep(tensors: dict[str, Tensor], stream: Stream, ranges: Sequence[Range]) -
 
 
 def _inside(lengths: Sequence[int], ranges: Sequence[Range]) -> list[int]:
-    """Return the lengths of the segments inside of these ranges, whose ends are ends of segments."""
+    """Return the lengths of the segments inside of these ranges. Ranges begin and end at segment bounds."""
     ends = list(itertools.accumulate(lengths, initial=0))
     starts = {start: number for number, start in enumerate(ends[:-1])}
     inner: list[int] = []
@@ -279,7 +284,7 @@ def _inside(lengths: Sequence[int], ranges: Sequence[Range]) -> list[int]:
 
 
 def lengths_inside(lengths: Sequence[int], ranges: Sequence[Range]) -> list[int]:
-    """Return the number of elements of each segment inside of these ordered ranges."""
+    """Return for each segment how many of its elements are inside of these ordered ranges."""
     ends = list(itertools.accumulate(lengths, initial=0))
     return [
         sum(max(0, min(last, end) - max(first, start)) for first, last in ranges)
@@ -290,7 +295,7 @@ def lengths_inside(lengths: Sequence[int], ranges: Sequence[Range]) -> list[int]
 class RankDataset(RowSource):
     """Wrap a `RowSource` and return this rank's part of each batch. It runs on the host, in the loader's processes.
 
-    Only one of the ranks with the same rows reports their ids and counts; on the other ranks these are empty.
+    Of the ranks that read the same rows, one reports sample ids and counts; on the others they are empty.
     """
 
     def __init__(
@@ -340,7 +345,7 @@ class RankDataset(RowSource):
         return self.source.decodes_media
 
     def work(self, rows: Sequence[int]) -> Sequence[float] | None:
-        """Return the cost of full rows, so that all ranks split them alike."""
+        """Return the cost of the unsharded rows, so that all ranks assign rows to micro-batches in the same way."""
         return self.source.work(rows)
 
     def without(self, samples: Mapping[str, str]) -> RankDataset | None:

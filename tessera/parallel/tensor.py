@@ -33,13 +33,13 @@ Split = Literal["column", "row", "vocab"]  # a weight is split by output feature
 
 @dataclass(frozen=True)
 class TensorPlan:
-    styles: Mapping[str, TensorStyle]  # parameter -> style, of every parameter
+    styles: Mapping[str, TensorStyle]  # name of every parameter -> style
     sequence: bool  # whether tokens are sharded between layers
-    layers: Mapping[str, Split]  # module -> how its weight is split, without experts
+    layers: Mapping[str, Split]  # path of a layer outside of experts -> how its weight is split
     entries: tuple[str, ...]  # modules whose input goes to layers that are split by columns
-    # Children of layers (adapters) whose weight is split as well.
+    # Path of an adapter module inside of a layer -> how its weight is split.
     inner: Mapping[str, Split] = field(default_factory=dict)
-    # Norms over all features, of which each rank has a part.
+    # Paths of norms over features that are split over ranks: each rank has a part of them.
     feature_norms: tuple[str, ...] = ()
     decoder: str = ""  # with `sequence`: the module inside of which tokens are sharded
 
@@ -47,7 +47,7 @@ class TensorPlan:
         return self.sequence and home(path, [self.decoder]) is not None
 
     def partial(self, name: str) -> bool:
-        """Return whether each rank computes a part of the parameter's gradient, from its tokens or heads."""
+        """Return whether ranks compute the gradient from their own tokens or heads only, so that it must be summed."""
         style = self.styles[name]
         return style == "heads" or (style == "sequence" and self.in_decoder(name))
 
@@ -154,7 +154,7 @@ def _feature_norms(styles: Mapping[str, TensorStyle], module: nn.Module) -> tupl
     for path in norms:
         if not isinstance(module.get_submodule(path), FeatureStatistics):
             raise TesseraError(
-                f"{path} does not add up over the features of all ranks: it is no FeatureStatistics",
+                f"{path} cannot be split over ranks by features: it is not a FeatureStatistics module",
                 where="the `tensor` table in the model's plan",
                 code="layout.feature-statistics",
             )
@@ -196,7 +196,7 @@ def _check_sizes(section: ParallelSection, model_plan: ModelPlan, axes: Axes, pa
                 allowed=divisors(gcd(common[part.encoder], section.tp)),
                 code="layout.tp-not-divisor",
             )
-        # Encoders that are split like the main sequence limit its degree; those with a split of their own do not.
+        # Encoders that use parallel.tp limit its value. Encoders with their own tp do not.
         limit = gcd(*(common[name] for name, tp in degrees.items() if tp == section.tp))
         only_encoder = part.encoder and common[""] % section.tp == 0
         raise TesseraError(
@@ -282,7 +282,7 @@ def apply_tensor(module: nn.Module, plan: TensorPlan, mesh: Mesh) -> None:
             norm.feature_total = FeatureTotal(tokens.mesh.get_group())
     for path in present(module, plan.entries):
         if (tokens := tokens_of(path)) is not None:
-            # Before the layer's own hook, which expects the entered tensor.
+            # prepend: run before the layer's own hook, which expects the gathered tokens.
             module.get_submodule(path).register_forward_pre_hook(tokens.enter, prepend=True)
     if plan.sequence:
         for path in present(module, [plan.decoder]):
@@ -291,7 +291,7 @@ def apply_tensor(module: nn.Module, plan: TensorPlan, mesh: Mesh) -> None:
 
 
 def partial_gradients(module: nn.Module, plan: TensorPlan, mesh: Mesh) -> list[GradientSync]:
-    """Return the reductions of gradients of which each rank has computed a part, from its tokens or heads."""
+    """Return the all-reduces of gradients that each rank has computed from its own tokens or heads only."""
     trained = {clean_name(name): p for name, p in module.named_parameters() if p.requires_grad}
     syncs = []
     for view in dict.fromkeys((TENSOR, *(encoder.tensor for encoder in mesh.axes.encoders.values()))):
@@ -319,8 +319,10 @@ class FeatureTotal(nn.Module):
 
 
 class TokenPlacement:
-    """Hold how tokens are placed between layers, with hooks that convert them: all tokens on each rank, or with `split`
-    equal shards."""
+    """Provide forward hooks that gather and shard tokens between layers.
+
+    With `split`, each rank has an equal shard of the tokens there; otherwise all tokens.
+    """
 
     def __init__(self, mesh: DeviceMesh, split: bool) -> None:
         self.mesh = mesh
@@ -334,7 +336,7 @@ class TokenPlacement:
         return (self._spread(args[0]).redistribute(placements=[Replicate()]), *args[1:])
 
     def shard(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Shard tokens at the entry of the decoder. Positions and bounds are not sharded."""
+        """Shard hidden states by tokens at the entry of the decoder. Positions and segment bounds are not sharded."""
         x: Tensor = args[0]
         self.total = x.shape[0]
         spread = DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
@@ -358,7 +360,7 @@ class TokenPlacement:
 def _split_layer(layer: nn.Module, split: Split, tokens: TokenPlacement) -> None:
     """Split the weight of a layer without communication: values are loaded later."""
     if split == "vocab" and type(layer) is not nn.Linear and type(layer) is not nn.Embedding:
-        # Other classes read their table through `ops.vocab`, which takes a sharded one.
+        # Embeddings of other classes read their table through `ops.vocab`, which supports a sharded table.
         _distribute(layer, tokens, Shard(0))
         return
     style: ParallelStyle
@@ -367,7 +369,7 @@ def _split_layer(layer: nn.Module, split: Split, tokens: TokenPlacement) -> None
     elif split == "row":
         style = RowwiseParallel(output_layouts=tokens.placement)
     elif isinstance(layer, nn.Linear):
-        style = ColwiseParallel(output_layouts=Replicate())  # logits of a head
+        style = ColwiseParallel(output_layouts=Replicate())  # a head returns all logits on each rank
     else:
         style = RowwiseParallel(input_layouts=Replicate())
     with _bare(layer):

@@ -24,14 +24,14 @@ _BACKENDS = {"cuda": "nccl", "npu": "hccl", "cpu": "gloo"}
 COLLECTIVE_BACKENDS = tuple(_BACKENDS.values())  # names of collective backends, as error messages contain them
 ACCELERATORS = tuple(kind for kind in _BACKENDS if kind != "cpu")
 
-# Dense bf16 peak in FLOP/s by vendors' data sheets, for devices whose name contains the word; the first match counts.
-# For other devices no MFU is reported.
+# (part of the device name, dense bf16 peak in FLOP/s from the vendor's data sheet). The first match counts. For other
+# devices no MFU is reported.
 _PEAKS = (
     ("H200", 989e12),
     ("H100", 989e12),
     ("H800", 989e12),
-    ("GB300", 2500e12),  # before GB200 and B200, which it contains in part
-    ("GB200", 2500e12),
+    ("GB300", 2500e12),
+    ("GB200", 2500e12),  # listed before B200, which is a part of this name
     ("B200", 2250e12),
     ("A100", 312e12),
     ("A800", 312e12),
@@ -48,7 +48,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Memory:
-    """Hold memory in bytes: of tensors on an accelerator, or the resident memory of this process on a CPU."""
+    """Hold used memory in bytes: that of tensors on an accelerator, or the resident memory of this process on a CPU."""
 
     used: int
     peak: int
@@ -111,9 +111,9 @@ def is_accelerator(name: str) -> bool:
 
 
 def resolve_shared(name: str, local_rank: int) -> torch.device:
-    """Return the device of a rank whose process group the caller has made.
+    """Return the device of a rank, for a process group that was made outside of Tessera.
 
-    If the process sees one device only, all local ranks use it.
+    If the process sees one device only, that device is used for any local rank.
     """
     kind = _accelerator() if name == "auto" else name
     if kind not in (None, "cpu") and _accelerator() == kind and torch.accelerator.device_count() == 1:
@@ -160,7 +160,7 @@ def binds_cores_itself() -> bool:
     return _accelerator() == "npu" or importlib.util.find_spec("torch_npu") is not None
 
 
-# Capabilities of accelerators for dry runs on a CPU: they determine which tensors a step keeps.
+# Accelerator -> capabilities that dry runs on a CPU assume: they determine which tensors a step keeps.
 _COUNTED_ABILITIES = {
     "cuda": ("flash_attention", "tensor_cores", "wide_sums", "fused_optimizer", "grouped_mm", "triton")
 }
@@ -183,7 +183,7 @@ def counted_as(name: str) -> Iterator[None]:
 def counted_for(device: torch.device) -> str | None:
     """Return the accelerator that `counted_as` simulates on the CPU; None outside of a dry run.
 
-    None in compiled code: it never runs dry, and reading a context variable would break the graph.
+    Also None in compiled code: dry runs do not compile, and reading a context variable would break the graph.
     """
     if device.type != "cpu" or torch.compiler.is_compiling():
         return None
@@ -192,7 +192,7 @@ def counted_for(device: torch.device) -> str | None:
 
 
 def supports(device: torch.device, what: str) -> bool:
-    """Return whether a device has a capability. The names are those below."""
+    """Return whether a device has a capability, such as "cudnn_attention"; raise for an unknown one."""
     if what == "no_values":  # tensors of a dry run
         return device.type == "cpu" and not torch.compiler.is_compiling() and _COUNTED.get() is not None
     counted = counted_for(device)
@@ -257,7 +257,7 @@ def peak_flops(device: torch.device) -> float | None:
 def memory(device: torch.device) -> Memory:
     if device.type == "cpu":
         page = os.sysconf("SC_PAGE_SIZE")
-        # Not ru_maxrss, which a process inherits from its parent.
+        # Do not use ru_maxrss: a process inherits its value from its parent.
         with open("/proc/self/status", encoding="ascii", errors="replace") as file:
             status = dict(line.split(":", 1) for line in file if ":" in line)
         used, peak = (int(status[key].split()[0]) * 1024 for key in ("VmRSS", "VmHWM"))
@@ -282,7 +282,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the free memory of a device in bytes, without memory that this process has reserved."""
+    """Return the free memory of a device in bytes. Memory that torch's allocator has reserved is not free."""
     if device.type != "cpu":
         module: Any = torch.get_device_module(device)
         return int(module.mem_get_info(device)[0])
@@ -392,4 +392,4 @@ class SideCopies:
         current = self._module.current_stream(self._device)
         current.wait_event(done)
         for tensor in tensors:
-            tensor.record_stream(current)  # its memory is not reused while this stream reads it
+            tensor.record_stream(current)  # so that its memory is not reused while this stream reads it

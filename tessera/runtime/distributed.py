@@ -22,8 +22,8 @@ from tessera.runtime.launcher import watch_launcher
 from tessera.runtime.rendezvous import JOIN_TIMEOUT_S, check_ranks, open_store, rank_info
 from tessera.runtime.torch_internals import default_store, fake_store
 
-# Errors of torch's backends after a peer or a connection is lost contain a line of the backend's source, or one of
-# these phrases. The name of a backend alone is no sign: other errors contain it as well.
+# If a peer or a connection is lost, errors of torch's backends contain a location in the backend's source, or one of
+# these phrases. The name of a backend alone does not suffice: other errors contain it, too.
 _BACKENDS = "|".join(devices.COLLECTIVE_BACKENDS)
 _PEER_WORDS = re.compile(
     rf"\b({_BACKENDS})/[\w./-]+\.(cc|cpp|h):\d+|\b({_BACKENDS}) (error|communicator was aborted|connect\w* failed)"
@@ -34,7 +34,7 @@ _PEER_WORDS = re.compile(
 
 @dataclass(frozen=True)
 class World:
-    """Identify this process among all ranks."""
+    """Hold the rank, the number of ranks, the local rank and the device of this process."""
 
     rank: int
     size: int
@@ -52,7 +52,7 @@ def environment_ranks(env: Mapping[str, str] = os.environ) -> tuple[int, int, in
         return int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1)), int(env.get("LOCAL_RANK", 0))
     except ValueError:
         raise TesseraError(
-            "RANK, WORLD_SIZE and LOCAL_RANK must be numbers", where="environment", code="environment.rank-variables"
+            "RANK, WORLD_SIZE and LOCAL_RANK must be integers", where="environment", code="environment.rank-variables"
         ) from None
 
 
@@ -77,9 +77,9 @@ def world(
 ) -> Iterator[World]:
     """Join the process group that the environment variables describe, and leave it after the block.
 
-    A single process has a group of one rank, without a port. A process group that exists already is used and not
-    destroyed. Ranks that do not join within `join_timeout_s`, have another `config` or cannot write into `folder` are
-    named in an error.
+    A single process has a group of one rank, without a port. An existing process group is used and not destroyed. Raise
+    an error that lists the ranks that do not join within `join_timeout_s`, have another `config` or cannot write into
+    `folder`.
     """
     watch_launcher()
     if dist.is_initialized():
@@ -105,13 +105,13 @@ def world(
 
 
 def rank_on_machine() -> int:
-    """Return the local rank: from LOCAL_RANK, or by comparing host names, in which all ranks take part."""
+    """Return the local rank: LOCAL_RANK, or else from the host names of all ranks. Then all ranks must call this."""
     if "LOCAL_RANK" in os.environ:
         return environment_ranks()[2]
     rank, size = dist.get_rank(), dist.get_world_size()
     if size == 1:
         return 0
-    # By the store: collectives of an accelerator need the device, which is not chosen yet.
+    # Exchange host names through the store: collectives of an accelerator need a device, which is not chosen yet.
     store = PrefixStore("machines", default_store())
     store.set(str(rank), socket.gethostname())
     return sum(store.get(str(other)).decode() == socket.gethostname() for other in range(rank))
@@ -144,7 +144,7 @@ def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
 
 
 def sum_over_ranks(values: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Sum a tensor over ranks in place; do nothing without a group."""
+    """Sum a tensor over ranks in place and return it; without a process group, return it unchanged."""
     if dist.is_initialized() and dist.get_world_size(group) > 1:
         dist.all_reduce(values, group=group)
     return values
@@ -153,8 +153,8 @@ def sum_over_ranks(values: torch.Tensor, group: dist.ProcessGroup | None = None)
 def gather_over_ranks(values: torch.Tensor) -> torch.Tensor:
     """Gather a tensor [n] of each rank into [ranks, n] on every rank.
 
-    By an all-reduce: if another rank calls a collective of another size, gloo raises an error for a sum and kills the
-    process for a gather.
+    It uses an all-reduce: if another rank calls a collective of another size, gloo raises an error in an all-reduce,
+    but kills the process in an all-gather.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return values[None]
@@ -165,10 +165,10 @@ def gather_over_ranks(values: torch.Tensor) -> torch.Tensor:
 
 
 def agree_on_step(step: int, count: int, *flags: bool) -> tuple[bool, list[bool]]:
-    """Return whether `count` is the same on every rank, and each flag, true if it is true on any rank.
+    """Return whether `count` is equal on all ranks, and for each flag whether it is true on any rank.
 
-    Raise `OutOfStep` if ranks are at different steps. Their collectives would match nevertheless, and mix the numbers
-    of two steps.
+    Raise `OutOfStep` if ranks are at different steps. Their collectives would match nevertheless, and mix the values of
+    two steps.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return True, list(flags)
@@ -190,7 +190,7 @@ class OutOfStep(RankFailure):
     """Report ranks that are at different steps. `ranks`: those that differ from the majority."""
 
     def __init__(self, steps: Sequence[int]) -> None:
-        # Of two equally frequent steps, that of rank 0 counts as the common one.
+        # If two steps are equally frequent, the step of rank 0 counts as the common one.
         common = max(dict.fromkeys(steps), key=lambda s: (steps.count(s), s == steps[0]))
         self.ranks = [rank for rank, step in enumerate(steps) if step != common]
         steps_by_rank = ", ".join(f"rank {rank} is at step {steps[rank]}" for rank in self.ranks[:8])
@@ -210,12 +210,12 @@ def is_peer_error(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def main_rank_first(world: World) -> Iterator[None]:
-    """Run the block on rank 0 first, then on the other ranks, which poll the store: a collective would time out."""
+    """Run the block on rank 0 first, then on the other ranks. They poll the store: a barrier would time out."""
     if world.size == 1:
         yield
         return
     store = PrefixStore("main-rank-first", default_store())
-    done = f"done/{store.add(f'turns/{world.rank}', 1)}"  # number of this call, which all ranks count alike
+    done = f"done/{store.add(f'turns/{world.rank}', 1)}"  # index of this call, equal on all ranks
     if world.is_main:
         try:
             yield

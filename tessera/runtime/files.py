@@ -1,4 +1,4 @@
-"""Read untrusted files with limits, and read and write the JSONL records of a run.
+"""Read untrusted files with limits, and read and write the JSONL files of a run, which are called records.
 
 Only regular files are opened, and each read has a maximum size. A record has one JSON object per line, in the order of
 steps. Readers skip and report a line that cannot be parsed, for example after a power cut. A resume reads a long record
@@ -95,13 +95,13 @@ def read_bytes(path: Path, limit: int = MAX_JSON_BYTES) -> bytes:
                 )
             if status.st_size > limit:
                 raise TesseraError(
-                    f"a file of {status.st_size} bytes; at most {limit} are read",
+                    f"the file has {status.st_size} bytes; the limit is {limit}",
                     where=str(path),
                     code="environment.file-too-large",
                 )
             return file.read(
                 min(limit, status.st_size + 1)
-            )  # `read` allocates its argument: not more than the file has
+            )  # `read` allocates as many bytes as its argument, so it is at most the file size
     except OSError as error:
         raise TesseraError(
             f"cannot be opened: {error.strerror}", where=str(path), code="environment.cannot-open"
@@ -165,7 +165,7 @@ T = TypeVar("T")
 
 
 def parse_row(line: bytes) -> Row | None:
-    """Return the JSON object of a line; None if the line contains none."""
+    """Return the JSON object of a line; None if the line is not a JSON object."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):  # no UTF-8, no JSON, or an integer of more than 4300 digits
@@ -180,7 +180,7 @@ def step_of(row: Row | None) -> int | None:
 
 
 def read_jsonl(path: Path) -> Iterator[Row]:
-    """Yield the rows of a record; nothing if the file does not exist."""
+    """Yield the JSON objects of a JSONL file; nothing if the file does not exist."""
     yield from read_lines(path, parse_row)
 
 
@@ -193,7 +193,7 @@ def read_lines(path: Path, parse: Callable[[bytes], T | None]) -> Iterator[T]:
 
 
 def parse_lines(lines: Iterable[bytes], path: Path, parse: Callable[[bytes], T | None]) -> Iterator[T]:
-    """Yield the parsed lines of a record, and log how many cannot be parsed. A last line without an end is skipped."""
+    """Yield the parsed lines of a file, and log how many cannot be parsed. Skip a last line without a newline."""
     broken = 0
     for line in lines:
         if not line.endswith(b"\n"):
@@ -215,15 +215,15 @@ def read_metrics(path: Path) -> list[Row]:
 def rows_from_end(path: Path) -> Iterator[tuple[int, Row | None]]:
     """Yield (offset after the line, row) from the last line to the first, and read the file in blocks from its end.
 
-    The row of a line that cannot be parsed, or of a last line without an end, is None.
+    The row of a line that cannot be parsed, or of a last line without a newline, is None.
     """
     if not path.exists():
         return
     check_regular(path)
     with path.open("rb") as file:
-        end = file.seek(0, os.SEEK_END)  # offset of the first byte that has been read
+        end = file.seek(0, os.SEEK_END)  # bytes from this offset on have been read
         behind = end
-        rest = b""  # read bytes before the last yielded line
+        rest = b""  # bytes that have been read, but not yielded yet
         while end > 0 or rest:
             while end > 0 and rest.find(b"\n", 0, -1) < 0:
                 size = min(_BLOCK_BYTES, end)
@@ -237,7 +237,7 @@ def rows_from_end(path: Path) -> Iterator[tuple[int, Row | None]]:
 
 
 def truncate_after(path: Path, step: int) -> None:
-    """Remove the rows of later steps than `step`, in place. Only the end of the file is read."""
+    """Remove the rows of steps after `step` from a JSONL file, in place. Only the end of the file is read."""
     keep_inside(path)
     keep = 0
     for behind, row in rows_from_end(path):
@@ -259,7 +259,7 @@ def last_step(path: Path, wanted: Callable[[Row], bool] = lambda row: True) -> i
 
 
 class JsonLines:
-    """Append rows to a record. The file is opened with the first row."""
+    """Append rows to a JSONL file, which is opened when the first row is written."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -291,7 +291,7 @@ class JsonLines:
 
 
 def write_jsonl(path: Path, rows: Iterable[Row]) -> None:
-    """Replace a record by these rows."""
+    """Replace the content of a JSONL file by these rows. It is not atomic."""
     path.unlink(missing_ok=True)
     record = JsonLines(path)
     for row in rows:

@@ -17,7 +17,7 @@ from tessera.config.run_config import LossScaleSection
 from tessera.runtime.modules import local_shard
 from tessera.runtime.torch_internals import foreach_mul_
 
-LEAST_SCALE = 1.0  # below 1, gradients would become smaller than without a scale
+LEAST_SCALE = 1.0  # minimum; a scale below 1 would make gradients smaller than without a scale
 
 
 @torch.no_grad()
@@ -32,7 +32,7 @@ def scale_gradients(gradients: Iterable[Tensor | None], factor: Tensor) -> None:
         if dtype.itemsize >= 4:
             foreach_mul_(tensors, factor.to(device=device, dtype=dtype))
             continue
-        # Multiply in fp32 and round once: a factor rounded to bf16 would change all gradients by the same fraction.
+        # Multiply in fp32 and round the product: a factor rounded to bf16 would change all gradients by the same ratio.
         wide = factor.to(device=device, dtype=torch.float32)
         for tensor in tensors:
             tensor.copy_(tensor.float() * wide)
@@ -45,7 +45,7 @@ class LossScale:
         self._growth_steps = section.growth_steps
         self.state = torch.tensor(
             [section.start, 0.0], device=device
-        )  # the scale, and the steps without overflow since it changed
+        )  # the scale, and the number of steps without overflow since it changed
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Return the loss times the scale."""
@@ -68,6 +68,6 @@ class LossScale:
         )
 
     def explains(self, loss: float) -> bool:
-        """Return whether a smaller scale may prevent non-finite gradients: the loss is finite, and the scale is above
-        its minimum. Waits for the device."""
+        """Return whether non-finite gradients may be due to the scale: the loss is finite, and the scale is above its
+        minimum. Waits for the device."""
         return math.isfinite(loss) and float(self.state[0]) > LEAST_SCALE

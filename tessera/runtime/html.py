@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from itertools import count, pairwise
 
 HOVERED = 100  # maximum number of tooltips of a line chart
-COLUMNS = 800  # of a line chart, each with the lowest and the highest point of its range
+COLUMNS = 800  # columns of a line chart; each shows the lowest and the highest point of its range of steps
 Point = tuple[float, float]
-_WIDTH, _HEIGHT = 560, 230  # of a line chart
+_WIDTH, _HEIGHT = 560, 230  # size of a line chart in SVG units
 _MARGIN_LEFT, _MARGIN_RIGHT, _MARGIN_TOP, _MARGIN_BOTTOM = 58, 26, 14, 30
 
-# Colours by the preferred scheme of the reader, then the page itself, then what stands on a page.
+# CSS: colours of the light and the dark scheme, then the page, then the elements on a page.
 _LIGHT = """--ink:#1c2024;--soft:#5d6675;--line:#d8dbe2;--page:#fbfbfc;--card:#fff;--main:#2f5fd0;--held:#d9622b;
 --good:#2e8b57;--bad:#c23b3b"""
 _DARK = """--ink:#e8eaee;--soft:#9aa3b2;--line:#343a46;--page:#14171c;--card:#1c2027;--main:#7da2ff;--held:#ff9b66;
@@ -57,11 +57,11 @@ td:first-child,th:first-child,.sentences td,.sentences th{text-align:left}.sente
 tr:last-child td{border-bottom:0}
 """
 STYLE = f":root{{color-scheme:light dark;{_LIGHT}}}@media(prefers-color-scheme:dark){{:root{{{_DARK}}}}}{_PAGE}{_PARTS}"
-NOTEBOOK = "tessera-output"  # the class of what stands in somebody else's page
+NOTEBOOK = "tessera-output"  # CSS class of our output inside of another page, such as a notebook
 
 
 def page(title: str, body: Iterable[str], style: str = "") -> str:
-    """Return a full page. `style`: CSS besides the common one. The page may load nothing, whatever the body says."""
+    """Return a full page. `style`: additional CSS. A content security policy forbids the page to load anything."""
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -73,11 +73,11 @@ def page(title: str, body: Iterable[str], style: str = "") -> str:
 
 
 def fragment(body: Iterable[str]) -> str:
-    """Return parts for a cell of a notebook: styled as on a page of ours, without touching what else is there."""
+    """Return markup for a notebook cell. Its styles apply to this markup only, not to the rest of the notebook."""
     rules = re.sub(r"([^{}]+)\{", _inside_notebook, _PARTS)
     colors = f".{NOTEBOOK}{{{_LIGHT};color:var(--ink);font:14px/1.5 system-ui,sans-serif;max-width:1000px}}"
     dark = f"@media(prefers-color-scheme:dark){{.{NOTEBOOK}{{{_DARK}}}}}"
-    # Notebooks have a theme of their own, which need not be that of the system: an own background is always readable.
+    # Set a background: the theme of a notebook may differ from the system's scheme, which chooses our colours.
     ground = f".{NOTEBOOK}{{background:var(--page);padding:10px;border-radius:10px}}"
     return f'<div class="{NOTEBOOK}"><style>{colors}{dark}{ground}{rules}</style>{"".join(body)}</div>'
 
@@ -87,7 +87,7 @@ def _inside_notebook(rule: re.Match[str]) -> str:
 
 
 def escape(text: str) -> str:
-    """Escape markup, and replace characters that a page may not hold or that reverse the direction of the text."""
+    """Escape markup, and replace characters that are invalid in HTML or reverse the direction of text."""
     printable = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
     return html.escape(printable, quote=True)
 
@@ -113,8 +113,10 @@ def table(
     chosen: Iterable[int] = (),
     text: bool = False,
 ) -> str:
-    """Return a table. `above`: a first row of the head, as markup. `chosen`: numbers of the rows to highlight. `text`:
-    cells are sentences, not numbers."""
+    """Return a table. `above`: markup of an additional first header row. `chosen`: indices of the rows to highlight.
+
+    `text`: whether cells are sentences instead of numbers.
+    """
     marked = set(chosen)
     rows = ""
     for number, row in enumerate(cells):
@@ -129,14 +131,15 @@ def table(
 class Series:
     label: str
     points: Sequence[Point]
-    style: str = "main"  # main, raw (pale) or held
+    style: str = "main"  # main, raw (pale) or held (held-out data)
     dots: bool = False
 
 
 def line_chart(title: str, series: Sequence[Series], log_scale: bool = False, from_zero: bool = False) -> str:
-    """Return a figure over steps with axes, a legend and tooltips. `log_scale`, `from_zero`: of the values.
+    """Return a figure over steps with axes, a legend and tooltips. `log_scale`, `from_zero`: options of the value axis.
 
-    Values that are not finite, or not positive on a logarithmic scale, are left out. The title counts the former.
+    Values that are not finite, or not positive on a logarithmic scale, are left out. The title counts values that
+    are not finite.
     """
     finite = [replace(line, points=[p for p in line.points if math.isfinite(p[1])]) for line in series]
     lost = sum(len(line.points) for line in series) - sum(len(line.points) for line in finite)
@@ -148,7 +151,7 @@ def line_chart(title: str, series: Sequence[Series], log_scale: bool = False, fr
     x_low, x_high = min([0.0, *(x for x, _ in points)]), max(x for x, _ in points)
     values = [up(y) for _, y in points]
     y_low, y_high = (0.0, 1.05 * max(values)) if from_zero else (min(values), max(values))
-    if y_high - y_low <= 1e-9 * max(abs(y_low), abs(y_high)):  # one value alone
+    if y_high - y_low <= 1e-9 * max(abs(y_low), abs(y_high)):  # all values are equal
         room = 0.1 * abs(y_high) or 0.5
         y_low, y_high = y_low - room, y_high + room
 
@@ -183,7 +186,7 @@ def line_chart(title: str, series: Sequence[Series], log_scale: bool = False, fr
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Return evenly spaced steps for an axis, at most 6: multiples of 1, 2, 5, 10, 20, ..."""
+    """Return at most 6 evenly spaced ticks of an axis: multiples of 1, 2, 5, 10, 20, ..."""
     steps = (factor * 10**digits for digits in count() for factor in (1, 2, 5))
     step = next(step for step in steps if high - low <= 5 * step)
     return [float(tick) for tick in range(math.ceil(low / step) * step, math.floor(high) + 1, step)]
@@ -202,15 +205,15 @@ def bar_chart(
 ) -> str:
     """Return a figure of vertical bars, such as a histogram.
 
-    `bars`: value and tooltip of each. `labels`: (position in bars, text) below them. `lines`: vertical ones, as
-    (position in bars, css class: share or mark, text). `note`: markup below the chart.
+    `bars`: (value, tooltip) of each bar. `labels`: (position in bars, text) below the bars. `lines`: vertical lines as
+    (position in bars, CSS class `share` or `mark`, text). `note`: markup below the chart.
     """
     margin, top, bottom = 8, 8, 22
     largest = max((value for value, _ in bars), default=0.0) or 1.0
     step, full = (width - 2 * margin) / max(1, len(bars)), height - top - bottom
     parts = []
     for number, (value, tooltip) in enumerate(bars):
-        tall = max(1.5, full * value / largest) if value else 0.0  # one sample in a hundred thousand still shows
+        tall = max(1.5, full * value / largest) if value else 0.0  # small values stay visible
         parts.append(
             f'<rect class="bar" x="{margin + number * step + 0.5:.1f}" y="{top + full - tall:.1f}" '
             f'width="{max(1.0, step - 1):.1f}" height="{tall:.1f}"><title>{escape(tooltip)}</title></rect>'
@@ -219,7 +222,7 @@ def bar_chart(
         x = margin + position * step
         near_end = x > width - 60
         parts.append(_vertical(x, top, height - bottom, style))
-        # One text below the other: lines may lie close together.
+        # Put each text lower than the one before: vertical lines may be close together.
         anchor = "end" if near_end else "start"
         parts.append(_text(x + (-4 if near_end else 4), top + 8 + 12 * number, text, anchor, style))
     for position, text in labels:
@@ -229,7 +232,7 @@ def bar_chart(
 
 
 def short_number(value: float) -> str:
-    """Return a number for an axis."""
+    """Return a number as short text for the label of an axis."""
     size = abs(value)
     if 1000 <= size < 1_000_000:
         return f"{value:,.0f}"
@@ -269,7 +272,7 @@ def _tooltips(series: Sequence[Series], across: Callable[[float], float]) -> lis
     for number, x in enumerate(xs):
         lines = [f"step {round(x):,}"]
         for line_xs, points, line in ordered:
-            # The nearest point of a line that has none at this x, if that is inside the strip.
+            # If a line has no point at this x, use its nearest point inside of the strip.
             first = max(0, bisect_left(line_xs, x) - 1)
             near = min(line_xs[first : first + 2], key=lambda other: abs(other - x))
             if edges[number] <= across(near) <= edges[number + 1] or near == x:

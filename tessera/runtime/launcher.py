@@ -1,7 +1,7 @@
 """End a rank after its launcher has ended. Otherwise the rank would go on and lock the run folder of a restarted job.
 
 The launcher is the process that started the ranks of this machine: `tessera train --nproc`, or torchrun. Ranks that
-Slurm, MPI or a shell started have no launcher. A shell between launcher and rank may end.
+Slurm, MPI or a shell started have no launcher. A shell between launcher and rank may end without effect.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NoReturn
 from tessera.runtime import log
 from tessera.runtime.process import Process
 
-EXIT_CODE = 3  # as of all ranks that end because of another process
+EXIT_CODE = 3  # exit code of every rank that ends because another process has ended
 _LAUNCHER = "TESSERA_LAUNCHER"  # variable in which our launcher stores its process id and start time
 # Variables that torchrun sets for each rank. A parent process with the same values belongs to the rank, too.
 _OF_A_RANK = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "RANK", "LOCAL_RANK")
@@ -96,7 +96,7 @@ def outlive_launcher() -> None:
 
 @contextlib.contextmanager
 def launcher_blamed() -> Iterator[None]:
-    """Watch the launcher during the block. If it has ended, report that instead of an error of the block."""
+    """Watch the launcher. If the block raises after the launcher has ended, end this rank with that reason instead."""
     watch_launcher()
     try:
         yield

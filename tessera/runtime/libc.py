@@ -13,7 +13,7 @@ _WRITE = 2  # SYNC_FILE_RANGE_WRITE
 
 
 def same_bytes(first: NDArray[np.uint8], second: NDArray[np.uint8]) -> bool:
-    """Return whether two arrays have the same bytes. The GIL is released."""
+    """Return whether two arrays have the same bytes. Other threads can run meanwhile (the GIL is released)."""
     if first.nbytes != second.nbytes:
         return False
     assert first.flags.c_contiguous

@@ -15,7 +15,7 @@ from pathlib import Path
 
 @contextmanager
 def locked(file: Path | None) -> Iterator[None]:
-    """Hold an exclusive lock during the block, then remove its file. Without a file, nothing is locked."""
+    """Hold an exclusive lock on a file during the block, then remove the file. If `file` is None, do nothing."""
     if file is None:
         yield
         return
@@ -44,7 +44,7 @@ def shared(file: Path) -> Iterator[None]:
 
 @contextmanager
 def alone(file: Path) -> Iterator[bool]:
-    """Try to take an exclusive lock for the block; yield whether that succeeded."""
+    """Try to lock a file exclusively for the block, without waiting; yield whether that succeeded."""
     handle = _taken(file, fcntl.LOCK_EX | fcntl.LOCK_NB, make=False)
     try:
         yield handle is not None
@@ -65,7 +65,7 @@ def _taken(file: Path, how: int, make: bool = True) -> int | None:
         try:
             handle = os.open(file, flags, 0o600)
         except FileNotFoundError:
-            if make and file.parent.is_dir() and file.is_symlink():  # a dangling link would be an endless loop
+            if make and file.parent.is_dir() and file.is_symlink():  # retrying to open a dangling link would never end
                 raise
             if not make:
                 return None
@@ -75,7 +75,7 @@ def _taken(file: Path, how: int, make: bool = True) -> int | None:
         except BlockingIOError:
             os.close(handle)
             return None
-        except OSError:  # a file system without locks: work may be done more than once
+        except OSError:  # the file system has no locks: go on, although processes may repeat the same work
             if how & fcntl.LOCK_NB:
                 os.close(handle)
                 return None

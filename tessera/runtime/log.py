@@ -35,7 +35,7 @@ def shows_colour(stream: TextIO) -> bool:
 
 
 class _Coloured(logging.Formatter):
-    """Colour warnings and errors on a terminal. A record's attribute `styled` replaces its text there."""
+    """Colour warnings and errors on a terminal. If a log record has the attribute `styled`, it is shown as the text."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
@@ -129,8 +129,8 @@ def quiet_libraries() -> None:
     for name in ("TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY", "DATASETS_VERBOSITY", "HF_HUB_VERBOSITY"):
         os.environ.setdefault(name, "error")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the library of the profiler
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # otherwise it warns when a loader forks
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silence Kineto, the library of torch's profiler
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # otherwise tokenizers warns when a loader forks
     logging.captureWarnings(True)
     captured = logging.getLogger("py.warnings")
     captured.propagate = False

@@ -20,9 +20,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from tessera.runtime.rng import derive
 from tessera.runtime.torch_internals import without_advice_on_gathers
 
-# Options for `torch.compile` with Inductor. Mixed-order reduction is off: with torch 2.11, gradients of weights that
-# are
-# broadcast over many tokens were wrong by orders of magnitude.
+# Options for `torch.compile` with Inductor. Mixed-order reduction is off: in torch 2.11 it made gradients of weights
+# that are broadcast over many tokens wrong by orders of magnitude.
 COMPILE_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"triton.mix_order_reduction": False}
 
 # Prefixes of parameter names that wrappers add: recompute, compile and pipeline stages.
@@ -32,10 +31,10 @@ _WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.|_stage\d+\.|_s
 class AttentionCore(nn.Module):
     """Base class of modules without weights that compute attention: forward(q, k, v, segments).
 
-    `ModelPlan.attention` lists them, and context parallelism wraps them. Ring attention supports causal and full ones.
+    `ModelPlan.attention` lists them, and context parallelism wraps them. Ring attention needs a causal or full mask.
     """
 
-    causal: bool | None = None  # None: the module computes another mask
+    causal: bool | None = None  # True: causal mask, False: full attention, None: another mask
     window: tuple[int, int] | None = None
     scale: float | None = None  # None: 1 / sqrt(head size)
     implementation: str = "auto"
@@ -43,7 +42,7 @@ class AttentionCore(nn.Module):
 
 
 class RowStatistics(nn.Module):
-    """Base class of modules that need sums over all tokens of a row. `row_total` sums over the ranks of a row."""
+    """Base class of modules that need sums over all tokens of a row. `row_total` adds the sums of all its ranks."""
 
     row_total: nn.Module
 
@@ -51,16 +50,16 @@ class RowStatistics(nn.Module):
 class FeatureStatistics(nn.Module):
     """Base class of modules that need sums over all features of a token.
 
-    If features are sharded, `feature_total` sums over their ranks, and weight vectors are sharded alike.
+    If features are sharded over ranks, `feature_total` adds the ranks' sums, and weight vectors are sharded as well.
     """
 
     feature_total: nn.Module | None
 
 
 class ExpertBalance(RowStatistics):
-    """Base of modules that compute the statistics of a loss of weight `coefficient`, which balances experts."""
+    """Base class of modules that compute a load-balancing loss of experts, with the weight `coefficient`."""
 
-    part_total: nn.Module  # adds up over the ranks of a row that compute one loss together
+    part_total: nn.Module  # sums over the ranks that compute the loss of a row together
     coefficient: float
 
 
@@ -70,10 +69,10 @@ EXPERT_WEIGHTS: Mapping[str, tuple[str, ...]] = {"gate_up_proj": ("gate", "up"),
 
 
 class StackedExperts(nn.Module):
-    """Base class of modules with stacked expert weights [experts, ...], of which each token uses `top_k`.
+    """Base class of modules with stacked expert weights [experts, ...]. Each token uses `top_k` experts.
 
     `dispatch` sends tokens to experts and has no weights; expert parallelism replaces it. `adapted_weights`: name of a
-    possible LoRA adapter, a child module -> the weights that it adapts.
+    child module that may be added as a LoRA adapter -> the weights that it adapts.
     """
 
     dispatch: nn.Module
@@ -83,7 +82,7 @@ class StackedExperts(nn.Module):
 
 @runtime_checkable
 class KeepsFrozenBuffers(Protocol):
-    """Mark a module whose frozen weights are buffers, such as quantized weights."""
+    """Declare a module whose frozen weights are buffers, such as quantized weights."""
 
     frozen_buffers: tuple[str, ...]
 
@@ -108,7 +107,7 @@ def whole_tensor(tensor: Tensor) -> Tensor:
 
 
 def without_weights(make: Callable[[], nn.Module]) -> nn.Module:
-    """Call `make` and return its module with parameters on the meta device and computed buffers.
+    """Call `make` and return its module with parameters on the meta device and buffers with data in host memory.
 
     Each parameter is moved to the meta device when it is registered. Random numbers of buffers have a fixed seed, so
     they are equal on all ranks and after a resume.
@@ -141,7 +140,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def computed_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers with data by clean names, to restore them after `to_empty` or a change of dtype."""
+    """Return all buffers that are not on the meta device, to restore them after `to_empty` or a change of dtype."""
     buffers = module.named_buffers(remove_duplicate=False)
     return {clean_name(name): buffer for name, buffer in buffers if not buffer.is_meta}
 

@@ -1,4 +1,4 @@
-"""Identify processes by number and start time, since numbers are reused, and count usable processors."""
+"""Identify processes by process id and start time, since ids are reused, and count usable processors."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import Any
 _PROC = Path("/proc")
 # Indices of fields in /proc/PID/stat, counted from the state, which follows the name. Times are in clock ticks.
 _USED = 11  # CPU time in user mode; the next field: in system mode
-_STARTED = 19  # time of the start since boot
-_PARENT = 1  # number of the parent process
+_STARTED = 19  # start time since boot
+_PARENT = 1  # process id of the parent
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Process:
     """Identify a process, also after it has ended."""
 
     host: str
-    realm: str  # boot id and process namespace, within which numbers are unique
+    realm: str  # boot id and process namespace, within which process ids are unique
     pid: int
     started: str
 
@@ -34,7 +34,7 @@ class Process:
 
     @staticmethod
     def of(pid: int) -> Process:
-        """Return the process that has this number now."""
+        """Return the process that has this process id now."""
         return Process(socket.gethostname(), _realm(), pid, _stat(pid)[_STARTED])
 
     @staticmethod
@@ -54,13 +54,13 @@ class Process:
         return stat[_STARTED] == self.started and stat[0] not in ("Z", "X")
 
     def parent(self) -> int:
-        """Return the number of the parent of a visible process; 0 if there is none."""
+        """Return the process id of the parent of a visible process; 0 if there is none."""
         return int(_stat(self.pid)[_PARENT] or 0)
 
     def effort_s(self) -> float:
         """Return the CPU seconds of a visible process, plus the seconds that its main thread waited for a busy core.
 
-        The sum grows while a process works, and stays while it waits.
+        The sum grows while a process computes, and stays constant while it waits.
         """
         stat = _stat(self.pid)
         if stat[_STARTED] != self.started or not stat[_USED]:  # the process has ended, or this is not Linux
@@ -98,7 +98,7 @@ def usable_cpus() -> float:
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
         return min(cpus, int(quota) / int(period))
-    except (OSError, ValueError):  # no quota
+    except (OSError, ValueError):  # the container has no CPU quota
         return cpus
 
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 from tessera.runtime import log
 
-_AFTER = 1.0  # seconds before a terminal shows the line
+_AFTER = 1.0  # seconds of work before a terminal shows the line
 _REFRESH = 0.2  # seconds between updates of the line
 _EVERY = 10.0  # seconds between log lines
 
@@ -30,7 +30,7 @@ class WorkProgress:
     def __init__(self, what: str, total: int, unit: str = "bytes") -> None:
         self._what, self._total, self._unit, self._done = what, total, unit, 0
         self._began = self._printed_at = time.monotonic()
-        self._width = 0  # columns of the live line; 0: there is none
+        self._width = 0  # characters of the live line; 0: no line is shown
         self._silent = os.environ.get("RANK", "0") != "0"
 
     def __enter__(self) -> WorkProgress:
@@ -50,7 +50,7 @@ class WorkProgress:
         if self._silent:
             return
         now = time.monotonic()
-        # A stream that replaces stderr, as in a notebook, gets full lines.
+        # If another stream replaces stderr, as in a notebook, write log lines instead of a live line.
         live = log.is_terminal(sys.stderr) and sys.stderr is sys.__stderr__
         if live and now - self._began >= _AFTER and now - self._printed_at >= _REFRESH:
             self._printed_at = now

@@ -1,4 +1,4 @@
-"""Let all ranks meet before the first collective, and name missing or different ranks in an error.
+"""Compare all ranks before the first collective, and report ranks that are missing or differ, such as in versions.
 
 Every rank writes its `RankInfo` into a store. Rank 0 compares them and writes the verdict, an error text or "", which
 all ranks read. No process group is needed.
@@ -29,8 +29,8 @@ from tessera.errors import TesseraError, first_line
 
 JOIN_TIMEOUT_S = 30.0
 _POLL_S = 0.05
-_VERDICT_MARGIN_S = 5.0  # other ranks wait this much longer than rank 0
-_INFOS, _REFUSED = "infos", "refused"  # keys of the store: infos/RANK, and one for a rank that refuses to start
+_VERDICT_MARGIN_S = 5.0  # other ranks wait this many seconds longer than rank 0
+_INFOS, _REFUSED = "infos", "refused"  # keys in the store: infos/RANK, and the error of a rank that cannot start
 _MUST_AGREE = {
     "size": "world size",
     "python": "Python version",
@@ -53,7 +53,7 @@ class RankInfo:
     python: str
     torch: str
     tessera: str
-    config: str  # "name=hash" of each section, which must be equal on all ranks
+    config: str  # "section=hash" for each section of the recipe; must be equal on all ranks
 
     def dump(self) -> str:
         return json.dumps(asdict(self))
@@ -86,7 +86,7 @@ def _own_version() -> str:
 
 
 def open_store(rank: int, size: int, timeout_s: float, env: Mapping[str, str] = os.environ) -> Store:
-    """Return the store of the rendezvous: torchrun's, or one that rank 0 serves."""
+    """Return the `TCPStore` that all ranks use: torchrun's, or one that rank 0 serves."""
     address, port = _address(size, env)
     by_agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = rank == 0 and not by_agent
@@ -200,7 +200,7 @@ def check_ranks(
         try:
             exchange.gather("folder", _try_folder(folder, token, deadline), _folder_problems(folder, infos), deadline)
         finally:
-            if info.rank == 0 and token:  # an empty token would delete the folder itself
+            if info.rank == 0 and token:  # with an empty token, this would delete the run folder
                 shutil.rmtree(folder / token, ignore_errors=True)
     return infos
 
@@ -255,7 +255,7 @@ class RankExchange:
         try:
             self.store.wait([key], datetime.timedelta(seconds=timeout))
             return self.store.get(key).decode()
-        except RuntimeError:  # a store raises no other type
+        except RuntimeError:  # the type of all errors of a store
             raise TesseraError(
                 f"rank 0 ended or does not respond; rank {self.info.rank} (on {self.info.host}) waited for it",
                 fix="read the error of rank 0",
@@ -327,7 +327,7 @@ def _make_token(folder: Path) -> str:
 
 
 def _try_folder(folder: Path, token: str, deadline: float) -> str:
-    """Return why this rank cannot write into the folder that rank 0 made; "" if it can."""
+    """Return why this rank cannot write into the folder that rank 0 has made (`_make_token`); "" if it can."""
     if not token:
         return "rank 0 cannot write there"
     shared = folder / token
@@ -358,7 +358,7 @@ def name_ranks(numbers: Sequence[int]) -> str:
 
 
 def spans(numbers: Sequence[int]) -> str:
-    """Return numbers as text with ranges: [0, 1, 2, 5] -> "0-2, 5"."""
+    """Return sorted integers as text with ranges: [0, 1, 2, 5] -> "0-2, 5"."""
     parts: list[list[int]] = []
     for number in sorted(numbers):
         if parts and number == parts[-1][1] + 1:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 # ActivationWrapper, checkpoint_wrapper: recompute. Public alternative: a wrapper of our own around
 #   `torch.utils.checkpoint.checkpoint`.
-# TorchDispatchMode: sees every operation, to count collectives. Documented by torch, but it has no public path.
+# TorchDispatchMode: intercepts every operation, to count collectives. Documented by torch, but its module is private.
 # tree_leaves, tree_map_only: nested containers of tensors. Public alternative:
 # `torch.utils.pytree` once it exists.
 __all__ = [
@@ -55,9 +55,9 @@ def default_store() -> dist.Store:
 
 @contextmanager
 def without_advice_on_gathers() -> Iterator[None]:
-    """Silence a warning of torch about gathers of tensors that are sharded by tp and FSDP.
+    """Silence torch's warning that all-gathers of tensors sharded by tp and FSDP should be merged.
 
-    It advises to merge collectives, which does not apply to an export. Public alternative: none.
+    An export gathers one tensor at a time on purpose. Public alternative: none.
     """
     advice = logging.getLogger("torch.distributed.tensor._redistribute")
     level = advice.level
@@ -125,7 +125,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def tensor_identity(tensor: Tensor) -> tuple[Any, ...]:
-    """Return a key that is equal for two views of the same elements with the same version.
+    """Return a key that is equal for two views of the same memory with equal shape, strides and version counter.
 
     It is valid while the storage exists. Public alternative: none for the version of a tensor.
     """
@@ -134,7 +134,7 @@ def tensor_identity(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def view_base(tensor: Tensor) -> Tensor | None:
-    """Return the tensor that this one is a view of. Public alternative: none."""
+    """Return the tensor that this one is a view of; None if it is not a view. Public alternative: none."""
     return tensor._base
 
 
@@ -163,8 +163,8 @@ def tensor_of_chunk(tensor: Tensor, offsets: torch.Size) -> Tensor:
 
 # ------------------------------------------------------------------------------------------------ optimizers
 
-# Operations on lists of tensors in one launch, in place but for the norm. Public alternative: a loop over the tensors,
-# which takes as long as all launches together.
+# Operations on a list of tensors with one kernel launch. All but the norm are in place. Public alternative: a loop,
+# which launches a kernel for each tensor and is slower.
 foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
 foreach_lerp_ = torch._foreach_lerp_
@@ -178,13 +178,13 @@ def init_adamw_group(
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
     """Create missing AdamW state of a parameter group; return parameters, gradients, moments and steps.
 
-    Public alternative: an own implementation of the state.
+    Public alternative: to create the state without torch's optimizer.
     """
     params: list[Tensor] = []
     grads: list[Tensor] = []
     means: list[Tensor] = []
     squares: list[Tensor] = []
-    largest: list[Tensor] = []  # amsgrad alone fills it
+    largest: list[Tensor] = []  # only filled with amsgrad
     steps: list[Tensor] = []
     optimizer._init_group(group, params, grads, means, squares, largest, steps)
     return params, grads, means, squares, steps
@@ -202,9 +202,9 @@ def flash_attention_forward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return attention inside each segment and its log-sum-exp; `bounds` and `longest` are those of queries and keys.
+    """Return attention inside each segment and its log-sum-exp. `bounds`, `longest`: (of queries, of keys).
 
-    Public alternative: `torch.nn.attention.varlen.varlen_attn`, which has no gradient for a block of the keys.
+    Public alternative: `torch.nn.attention.varlen.varlen_attn`, which cannot compute gradients for a part of the keys.
     """
     outputs = torch.ops.aten._flash_attention_forward(
         q, k, v, *bounds, *longest, 0.0, causal, return_debug_mask=False, scale=scale
@@ -224,7 +224,7 @@ def flash_attention_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values. `out` and `lse` may span more keys than `k` holds."""
+    """Return the gradients of queries, keys and values. `out` and `lse` may come from more keys than `k`."""
     dropout_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # required also without dropout
     unused = torch.empty(0, device=q.device)
     gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
@@ -236,7 +236,7 @@ def flash_attention_backward(
 def cudnn_attention_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Return attention over [B, H, L, D] and its log-sum-exp.
 
-    Public alternative: `scaled_dot_product_attention` under `sdpa_kernel`, which keeps the log-sum-exp to itself.
+    Public alternative: `scaled_dot_product_attention` under `sdpa_kernel`, which does not return the log-sum-exp.
     """
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)
     return out, lse
@@ -245,9 +245,9 @@ def cudnn_attention_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale
 def cudnn_attention_backward(
     tensors: Sequence[Tensor], lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values, from the gradient of the result, all three and the result.
+    """Return the gradients of queries, keys and values. `tensors`: gradient of the output, q, k, v, output.
 
-    The gradient is copied to the strides of the result. The plan cache of torch 2.11 ignores the strides of the
+    The gradient is copied to the strides of the output. The plan cache of torch 2.11 ignores the strides of the
     gradient: a plan for other strides would read outside of the tensor.
     """
     grad, q, k, v, out = tensors
@@ -283,9 +283,10 @@ def self_loop_stage() -> type[PipelineStage]:
 
 
 def lone_stage() -> type[PipelineStage]:
-    """Return a class of pipeline stages without communication about shapes, for one process in a fake world.
+    """Return a class of pipeline stages that do not exchange shapes, for one process in a fake world.
 
-    In 2.13 and 2.14 stages vote whether shapes are declared. Public alternative: `PipelineStage`, since 2.15.
+    In torch 2.13 and 2.14 stages agree by messages whether shapes are declared. Public alternative: `PipelineStage`,
+    since 2.15.
     """
 
     class Agreed:
@@ -367,32 +368,33 @@ def dump_allocations(device: torch.device, path: Path) -> None:
 
 
 def build_from_config(kind: Any, settings: Any, dtype: torch.dtype, attention: str) -> Any:
-    """Return a model of a class of transformers with drawn weights.
+    """Return a model of a transformers class with random weights.
 
-    Public alternative: `AutoModel.from_config`, which knows registered classes only.
+    Public alternative: `AutoModel.from_config`, which supports registered classes only.
     """
     return kind._from_config(settings, dtype=dtype, attn_implementation=attention)
 
 
 def unsplit_modules(module: nn.Module) -> set[str]:
-    """Return the names of module classes that a model of transformers wants on one device. Public alternative: none."""
+    """Return names of module classes that transformers never splits over devices. Public alternative: none."""
     return set(getattr(module, "_no_split_modules", None) or ())
 
 
 def auto_class_mapping(auto: Any) -> Any:
-    """Return which model class an auto class builds for a config class, or None. Public alternative: none."""
+    """Return config class -> model class of an auto class; None if it has no mapping. Public alternative: none."""
     return getattr(auto, "_model_mapping", None)
 
 
 def ignored_weight_patterns(module: Any) -> tuple[str, ...]:
-    """Return regular expressions of weight names in files that a model of transformers passes over."""
+    """Return regular expressions of weight names in files that a transformers model does not load."""
     return tuple(module._keys_to_ignore_on_load_unexpected or ())
 
 
 def weight_conversions(module: Any) -> tuple[list[Any], list[Any], Any]:
-    """Return how names in files become a model's names, the renamings back, and the first that is more than a renaming.
+    """Return the renamings from names in files to a model's names, the renamings back, and the first conversion that
+    does more than rename.
 
-    Each is applied in order, by `rename_source_key`. Public alternative: none; these are the loader's own tables.
+    They are applied in order by `rename_source_key`. Public alternative: none; these are tables of the loader.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange, WeightRenaming
@@ -401,14 +403,14 @@ def weight_conversions(module: Any) -> tuple[list[Any], list[Any], Any]:
     other = next((entry for entry in table if not isinstance(entry, WeightRenaming)), None)
     if other is not None:
         return [], [], other
-    # As the library does on saving: the other way round, last first. A dropped prefix is not added again.
+    # Reverse each renaming, the last one first, as transformers does on saving. A dropped prefix is not added again.
     backward = [entry.reverse_transform() for entry in reversed(table) if not isinstance(entry, PrefixChange)]
     return table, backward, None
 
 
 # ------------------------------------------------------------------------------------------------ names in files
 
-# Functions and classes that files of torch name: `torch.save` describes tensors by the first three, and
+# Functions and classes that torch's pickle files refer to: `torch.save` describes tensors by the first three, and
 # `torch.distributed.checkpoint` its metadata by the others. They are compared and written as text, never imported.
 # Public alternative: none; they are parts of file formats.
 SAVED_TENSOR = ("torch._utils", "_rebuild_tensor_v2")

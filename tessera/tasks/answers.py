@@ -1,8 +1,8 @@
-"""Share between objectives over full answers: log-probabilities of answers, counts, logistic losses of pairs, and the
+"""Code shared by objectives over full answers: log-probabilities of answers, logistic losses of pairs, and the
 reference model.
 
-A batch has two answers for each sample: `pair` [T] has the answer of each token, 2 n and 2 n + 1 for sample n and -1
-for padding, and `pair_ids` has one entry for each sample (see `data.kinds.preference`).
+A batch has two answers for each sample: `pair` [T] has the answer index of each token: 2 n or 2 n + 1 for sample n,
+and -1 for padding. `pair_ids` has one entry for each sample (see `data.kinds.preference`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tessera.runtime.distributed import World
 from tessera.tasks import REFERENCE_MODEL
 
 REFERENCE = "reference_log_probs"
-PAIRS = "pairs"  # name of the count of pairs
+PAIRS = "pairs"  # key of the number of pairs that losses are averaged over
 _KINDS = {  # kind of data with answers -> tasks for it
     "preference": "train.task=dpo, orpo, simpo or reward",
     "unpaired_preference": "train.task=kto",
@@ -43,7 +43,7 @@ class AnswerTask(Task):
 
     name = "preference"  # name of the objective in messages
     reads: tuple[str, ...] = (LOGITS,)
-    kind = "preference"  # kind of data
+    kind = "preference"  # required `data.kind`
     section: ClassVar[type[Section]]  # declares `train.task_options`
     options: Any
 
@@ -104,15 +104,15 @@ class AdaptersOff(Reference):
 class ReferencedTask(AnswerTask):
     """Base of objectives that compare answers with a reference: the model before training.
 
-    With adapters that is the base model, which costs no memory; otherwise it is a frozen second copy of the model,
-    sharded like the first one. Each micro-batch runs through it first.
+    With adapters, the reference is the model with adapters turned off, which needs no memory. Otherwise it is a frozen
+    second copy of the model, sharded like the trained model. Each micro-batch runs through the reference first.
     """
 
     _frozen: FrozenModule | None = None
 
     @property
     def reference_free(self) -> bool:
-        """Return whether there is no reference."""
+        """Return whether the options of this task need no reference model."""
         return False
 
     @property
@@ -145,7 +145,7 @@ class ReferencedTask(AnswerTask):
             return batch.with_tensors(**{REFERENCE: answer_log_probs(model(batch), batch)})
 
     def compared(self, log_probs: Tensor, batch: Batch) -> Tensor:
-        """Return the log-probabilities of answers minus those of the reference."""
+        """Return the log-probabilities of answers by the model minus the log-probabilities by the reference model."""
         return log_probs if self.reference_free else log_probs - batch[REFERENCE]
 
 
@@ -165,7 +165,7 @@ def answer_lengths(batch: Batch) -> Tensor:
 
 
 def whole_pairs(batch: Batch) -> Tensor:
-    """Return which pairs have labels in both answers. Masked samples have none."""
+    """Return a mask of the pairs that have labels in both answers. Masked samples have no labels."""
     return (answer_lengths(batch).view(-1, 2) > 0).all(1)
 
 
@@ -177,9 +177,9 @@ def sum_over_answers(values: Tensor, pair: Tensor, batch: Batch) -> Tensor:
 
 
 def logistic_losses(name: str, rewards: Tensor, batch: Batch, *, gamma: float = 0.0, smoothing: float = 0.0) -> Losses:
-    """Return the logistic loss of the margins between the `rewards` [2 x pairs] of both answers, and metrics.
+    """Return the logistic loss of the margins between `rewards` [2 x pairs] of better and worse answers, and metrics.
 
-    The margin should be larger than `gamma`. The share `smoothing` of pairs is taken to be the wrong way round.
+    The loss pushes the margin above `gamma`. `smoothing`: assumed share of pairs whose labels are swapped.
     """
     both, whole = rewards.view(-1, 2), whole_pairs(batch)
     margin = both[:, 0] - both[:, 1]
@@ -191,7 +191,7 @@ def logistic_losses(name: str, rewards: Tensor, batch: Batch, *, gamma: float = 
 
 @torch.no_grad()
 def pair_metrics(rewards: Tensor, margin: Tensor, whole: Tensor) -> dict[str, Metric]:
-    """Return the metrics of pairs: `rewards` [pairs, 2] of both answers and the `margin` [pairs] between them."""
+    """Return the metrics of pairs. `rewards`: [pairs, 2], of better and worse answers. `margin`: [pairs]."""
     values = {
         "margin": margin,
         "accuracy": (margin > 0).float(),

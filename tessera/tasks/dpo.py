@@ -2,10 +2,10 @@
 worse, compared with a reference.
 
     loss of a pair = -(1 - e) log s(m) - e log s(-m),   s: the logistic function, e: label_smoothing
-    m = beta ((log p(better) - log p(worse)) - (the same of the reference))
+    m = beta ((log p(better) - log p(worse)) - (same difference of the reference))
 
-Losses are summed over pairs and divided once, by the pairs of the global batch. Any split of it gives the same
-gradient.
+Losses are summed over pairs and divided once, by the number of pairs in the global batch. Any split of the batch gives
+the same gradient.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class DpoOptions(Section):
 
 
 class DpoTask(ReferencedTask):
-    """Compare the log-probabilities of two answers with those of a reference."""
+    """Compare the log-probabilities of two answers with their log-probabilities by a reference model."""
 
     name = "dpo"
     section = DpoOptions

@@ -3,10 +3,10 @@
     loss of a good answer = w_good (1 - s(beta (r - z)))      r = log p(answer) - (the same of the reference)
     loss of a bad answer  = w_bad (1 - s(beta (z - r)))       s: the logistic function
 
-z estimates how far the model is from the reference: the mean of r over answers that do not belong to their questions,
-at least 0 and without a gradient. These are the answers of the same packed row, each moved to the next question. A row
-is in one micro-batch under every layout, so any split of a global batch gives the same gradient. In a row with one
-sample there is no other answer, and z is 0. Losses are divided once, by the samples of the global batch.
+z estimates how far the model is from the reference: the mean of r over mismatched answers, at least 0 and without a
+gradient. Mismatched answers are the answers of the same packed row, each moved to the next question. A row is in one
+micro-batch under every layout, so any split of a global batch gives the same gradient. A row with one sample has no
+mismatched answer, and z is 0. Losses are divided once, by the number of samples in the global batch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tessera.core.task import Counts, Losses, LossTerm, Metric
 from tessera.errors import TesseraError
 from tessera.tasks.answers import ReferencedTask, answer_lengths, answer_log_probs
 
-SAMPLES, GOOD, BAD = "samples", "good", "bad"  # names of the counts
+SAMPLES, GOOD, BAD = "samples", "good", "bad"  # keys of the numbers of samples, good answers and bad answers
 
 
 class KtoOptions(Section):
@@ -86,15 +86,15 @@ class KtoTask(ReferencedTask):
 
 
 def _read_samples(batch: Batch) -> Tensor:
-    """Return which samples have labels. Masked samples have none."""
+    """Return a mask of the samples that have labels. Masked samples have no labels."""
     return answer_lengths(batch).view(-1, 2)[:, 0] > 0
 
 
 def _moved(ratios: Tensor, batch: Batch) -> Tensor:
-    """Return for each sample the mean of `ratios`, of answers moved to other questions, in its row; at least 0."""
+    """Return z of each sample: the mean of `ratios` over the mismatched answers of its row, at least 0."""
     row = batch["pair_row"]
     has = (answer_lengths(batch).view(-1, 2)[:, 1] > 0).to(ratios)
-    rows = max(1, len(batch.seeds), ratios.shape[0])  # an upper bound of the row index that needs no synchronization
+    rows = max(1, len(batch.seeds), ratios.shape[0])  # upper bound of the row index, known without reading the device
     sums, counts = (ratios.new_zeros(rows).index_add(0, row, value) for value in (ratios * has, has))
     return (sums / counts.clamp(min=1)).clamp(min=0).index_select(0, row)
 

@@ -1,4 +1,4 @@
-"""Train to predict the next token, of text alone or with media: tokens that have a label are trained on."""
+"""Train to predict the next token, of text alone or with media. The loss covers tokens that have a label."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tessera.ops.rows import take_rows
 from tessera.runtime import device as devices
 from tessera.runtime.rng import generator
 
-LABELS = "labels"  # name of the count of trained tokens
+LABELS = "labels"  # key of the number of labelled tokens that the loss is averaged over
 LANGUAGE_LOSS = "language_loss"
 
 
@@ -39,7 +39,7 @@ class LanguageTask(Task):
     def __init__(self, neftune_alpha: float | None = None) -> None:
         self.options = build(LanguageOptions, {"neftune_alpha": neftune_alpha}, "train.task_options")
         self._implementation = AUTO
-        self._width = 0  # of an embedding
+        self._width = 0  # width of token embeddings
 
     def check(self, config: RunConfig, module: nn.Module) -> None:
         if self.options.neftune_alpha is None:
@@ -47,7 +47,7 @@ class LanguageTask(Task):
         embedding = next((part for part in module.modules() if isinstance(part, TokenEmbedding)), None)
         if embedding is None:
             raise TesseraError(
-                f"{type(module).__name__} reads no noise for its embeddings",
+                f"{type(module).__name__} does not support noise on its embeddings (NEFTune)",
                 where="train.task_options.neftune_alpha",
                 fix="use a family of Tessera's own, such as qwen3 or qwen2_5_vl",
                 code="task.no-embedding-noise",
@@ -72,7 +72,7 @@ class LanguageTask(Task):
         # Compute logits of trained positions only: logits are expensive.
         if "trained" in batch:
             hidden, labels = take_rows(hidden, batch["trained"]), labels.index_select(0, batch["trained"])
-        # `precision.output` may have widened the hidden states; the product is taken in the head's type.
+        # `precision.output` may have cast the hidden states to fp32. The product is computed in the head's dtype.
         total, _ = linear_cross_entropy(hidden.to(weight.dtype), weight, labels, implementation=self._implementation)
         terms = [LossTerm(LANGUAGE_LOSS, total, LABELS)]
         for name, output in outputs.items():
@@ -84,8 +84,8 @@ class LanguageTask(Task):
 def embedding_noise(batch: Batch, alpha: float, width: int) -> Tensor:
     """Return the noise of NEFTune for the embeddings of the tokens that this rank has: [T, width].
 
-    It is uniform within alpha / sqrt(length x width), with the length of each sample and not of the row that it is
-    packed into. It follows from the seeds of rows: ranks that share a row draw all of it, and each takes its part.
+    It is uniform within alpha / sqrt(length x width), with the length of each sample, not of its packed row. Row seeds
+    determine the noise: ranks that share a row draw the noise of the full row, and each takes its part.
     """
     tokens, lengths = batch["tokens"], batch.segments["text"].lengths
     rows = max(1, len(batch.seeds))

@@ -4,7 +4,7 @@ those of the worse one. There is no reference model.
     loss = mean over tokens of better answers of -log p(token)  +  beta  mean over pairs of -log s(r)
     r = log odds(better) - log odds(worse),   log odds = l - log(1 - exp l),   l: mean log-probability of a token
 
-The two means have counts of their own, summed over the global batch: any split of it gives the same gradient.
+Both means are taken over the global batch, so any split of the batch gives the same gradient.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tessera.core.outputs import Outputs
 from tessera.core.task import Counts, Losses, LossTerm
 from tessera.tasks.answers import PAIRS, AnswerTask, answer_lengths, answer_log_probs, pair_metrics, whole_pairs
 
-CHOSEN_LABELS = "chosen_labels"  # name of the count of tokens in better answers
+CHOSEN_LABELS = "chosen_labels"  # key of the number of labelled tokens in better answers
 
 
 class OrpoOptions(Section):
@@ -30,7 +30,7 @@ class OrpoOptions(Section):
 
 
 class OrpoTask(AnswerTask):
-    """Learn better answers, and raise their odds over those of worse ones."""
+    """Learn better answers, and raise their odds over the odds of worse answers."""
 
     name = "orpo"
     section = OrpoOptions

@@ -1,13 +1,13 @@
 """Train models that compute their own loss.
 
 A model may return a scalar; a mapping with `loss` and perhaps `count`; or an object with such attributes (outputs of
-`transformers` are both). Gradients of micro-batches and ranks are added and divided once, by the global count, so
-that any split of a batch gives the same gradient. For that a mean has to become a sum again:
+`transformers` are both). Gradients of micro-batches and ranks are added and divided once, by the global `count`, so
+that any split of a batch gives the same gradient. So a mean is first turned into a sum:
 
-    reduction: mean (default)   the loss is a mean over `count` things; it is multiplied by `count`
-    reduction: sum              the loss is a sum already
+    reduction: mean (default)   the loss is a mean over `count` tokens or samples; it is multiplied by `count`
+    reduction: sum              the loss is already a sum
 
-`count` is what the model returns, else the labels that are trained on (`count_labels: name of a tensor`), else the
+`count` is the count that the model returns, else the number of labels in the batch tensor `count_labels`, else the
 number of samples in the batch.
 """
 
@@ -37,8 +37,8 @@ class ReturnsLossOptions(Section):
 class ReturnsLossTask(Task):
     """Use the scalar loss that the model returns.
 
-    `reduction`: whether that is a mean or a sum. What it is taken over is counted by `count` of the outputs if they
-    have it, else by the labels of the tensor `count_labels` of the batch, else by the samples.
+    `reduction`: whether the loss is a mean or a sum. The number of tokens or samples that it covers is `count` of the
+    outputs, else the number of labels in the batch tensor `count_labels`, else the number of samples.
     """
 
     def __init__(self, reduction: Literal["mean", "sum"] = "mean", count_labels: str | None = None) -> None:
@@ -49,7 +49,7 @@ class ReturnsLossTask(Task):
         self.count_labels = options.count_labels
 
     def counts(self, batch: Batch) -> None:
-        """Return None: the model may return the count, so it is known after forward."""
+        """Return None: the model may return the number of tokens or samples, so it is known only after forward."""
 
     def losses(self, outputs: Any, batch: Batch) -> Losses:
         loss = _part(outputs, "loss")
@@ -57,10 +57,10 @@ class ReturnsLossTask(Task):
             loss = outputs
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise TesseraError(
-                f"the model returned {_kind(outputs)}, which holds no scalar loss",
+                f"the model returned {_kind(outputs)}, which contains no scalar loss",
                 where="train.task=returns_loss",
                 allowed=["a scalar tensor", 'a mapping {"loss": ..., "count": ...}', "an object with .loss"],
-                fix="return the loss from forward, or name a task of your own in train.task",
+                fix="return the loss from forward, or set train.task to the import path of your own task",
                 code="task.no-loss-returned",
             )
         loss = loss.reshape(())
@@ -87,7 +87,7 @@ class ReturnsLossTask(Task):
 
 
 def _part(outputs: Any, name: str) -> Any:
-    """Return `outputs[name]` or `outputs.name`, but no methods of tensors or lists."""
+    """Return `outputs[name]` or `outputs.name`; None if it is a method."""
     if isinstance(outputs, Tensor):
         return None
     if isinstance(outputs, Mapping):

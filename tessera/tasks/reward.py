@@ -42,7 +42,7 @@ class RewardTask(AnswerTask):
         super().check(config, module)
         if config.parallel.tp > 1:
             raise TesseraError(
-                f"the head of a reward model is one row, which parallel.tp={config.parallel.tp} cannot share",
+                f"the head of a reward model has one row, which parallel.tp={config.parallel.tp} cannot split",
                 where="parallel.tp",
                 fix="parallel.tp=1: data ranks share the weights (parallel.shard), and a pipeline the layers",
                 code="task.reward-tp",
@@ -61,8 +61,8 @@ def answer_rewards(outputs: Outputs, batch: Batch) -> Tensor:
     """Return the reward of every answer, better and worse in turn: [2 x pairs], in fp32."""
     pair, answers = batch["pair"], 2 * batch["pair_ids"].shape[0]
     at = torch.arange(pair.shape[0], device=pair.device)
-    # Tokens outside of answers have an extra entry. An answer without tokens gets the reward of another token, but its
-    # pair is masked.
+    # Index of the last token of each answer. Tokens outside of answers go to an extra entry. An answer without tokens
+    # gets the reward of another token, but its pair is masked.
     last = pair.new_zeros(answers + 1).scatter_reduce(0, pair.where(pair >= 0, answers), at, "amax")[:answers]
     hidden, head = projection(outputs, REWARDS)
     wide = torch.promote_types(hidden.dtype, torch.float32)

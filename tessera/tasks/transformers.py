@@ -1,7 +1,7 @@
 """Train by cross-entropy on the logits of a `transformers` class: a batch holds its keyword arguments and `labels`.
 
-The class never sees the labels, so its own loss (a mean, whose count is lost) is not computed. The exception are
-encoder-decoders without `decoder_input_ids`, which make these from the labels.
+The class does not get the labels, so it does not compute its own loss, a mean over an unknown number of tokens. The
+exception are encoder-decoders without `decoder_input_ids`, which make these from the labels.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ class TransformersOptions(Section):
 class TransformersTask(Task):
     """Sum the cross-entropy of logits that a class returns.
 
-    `shift`: whether position i predicts label i + 1, as language models do. None: only encoder-decoders do not, as
-    their decoder inputs are the labels shifted already.
+    `shift`: whether position i predicts label i + 1, as in language models. None: True except for encoder-decoders,
+    whose decoder inputs are already shifted.
     """
 
     def __init__(self, shift: bool | None = None) -> None:
         self.shift = build(TransformersOptions, {"shift": shift}, "train.task_options").shift
 
     def counts(self, batch: Batch) -> Counts | None:
-        """Return the number of labels; None without `shift`, when it depends on the outputs."""
+        """Return the number of labels; None if `shift` is None, because the number then depends on the outputs."""
         return None if self.shift is None else {"labels": (self._targets(batch["labels"], self.shift) != IGNORE).sum()}
 
     def inputs(self, batch: Batch) -> Batch:

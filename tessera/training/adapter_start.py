@@ -9,15 +9,15 @@ from tessera.lora.modules import LoraLinear, adapted_layers
 from tessera.parallel.apply import keep_shard
 from tessera.runtime.modules import seeded, whole_tensor
 
-WHOLE_SVD = 1024  # layers with more singular values get a randomized SVD
+WHOLE_SVD = 1024  # layers with more singular values than this get a randomized SVD
 _ITERATIONS = 16
 
 
 @torch.no_grad()
 def start_from_weights(module: nn.Module) -> None:
-    """Initialize DoRA and PiSSA adapters from the weights of their layers, which must be filled.
+    """Initialize DoRA and PiSSA adapters from the weights of their layers, which must be loaded before.
 
-    All ranks that share a layer call this together: the weight is gathered, layer by layer."""
+    All ranks that share a layer must call this together: weights are gathered layer by layer."""
     for path, layer in adapted_layers(module).items():
         if not (layer.adapter.dora or layer.adapter.pissa):
             continue
@@ -57,7 +57,7 @@ def principal_factors(weight: Tensor, rank: int, scale: float, name: str) -> tup
 
 
 def _missing(u: Tensor, s: Tensor, vt: Tensor, rank: int) -> list[tuple[Tensor, tuple[int, ...]]]:
-    """Return the zero padding of each tensor, for a layer with fewer singular values than the rank of the adapter."""
+    """Return each tensor with its zero padding, for a layer with fewer singular values than the adapter's rank."""
     more = rank - s.shape[0]
     return [(u, (0, more)), (s, (0, more)), (vt, (0, 0, 0, more))]
 

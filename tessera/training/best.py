@@ -19,7 +19,7 @@ BEST_FILE = "best.json"
 
 
 def best_callbacks(config: RunConfig, has_eval: bool, checkpoints: CheckpointManager) -> list[Callback]:
-    """Return the callbacks of `checkpoint.keep_best` and `train.early_stop`; raise without held-out data."""
+    """Return the callbacks of `checkpoint.keep_best` and `train.early_stop`; raise if the run has no held-out data."""
     keep, stop = config.checkpoint.best, config.train.early_stop
     callbacks: list[Callback] = []
     if keep is not None:
@@ -33,7 +33,7 @@ def best_callbacks(config: RunConfig, has_eval: bool, checkpoints: CheckpointMan
         raise TesseraError(
             "this key needs a held-out set, and the recipe names none",
             where=where,
-            fix="name held-out samples in data.eval",
+            fix="set data.eval to files with held-out samples",
             code="recipe.no-held-out-data",
         )
     if not config.train.eval_interval and not config.train.generate_every:
@@ -57,7 +57,7 @@ class Best:
         self._warned = False
 
     def take(self, trainer: TrainerHandle, metrics: dict[str, float]) -> bool | None:
-        """Return whether an evaluation has the best value of the metric so far; None if it lacks the metric."""
+        """Return whether `metrics` have the best value of the metric so far; None if they lack the metric."""
         value = metrics.get(self.metric)
         if value is None:
             self._warn(trainer, metrics)
@@ -95,7 +95,7 @@ class Best:
 
 
 class KeepBest(Callback):
-    """Save when a held-out metric is better than ever, and protect that checkpoint from removal."""
+    """Save a checkpoint whenever the held-out metric has a new best value, and protect it from removal."""
 
     def __init__(self, section: MetricSection, checkpoints: CheckpointManager) -> None:
         self.best = Best(section)
@@ -112,7 +112,7 @@ class KeepBest(Callback):
             trainer.request_save()
 
     def on_save(self, trainer: TrainerHandle, path: Path) -> None:
-        # The last best checkpoint stays protected until the new one is written.
+        # Until the new checkpoint is written, the previous best checkpoint stays protected.
         if path.name.split(".")[0] != f"step-{self.best.step:08d}":
             return
         self._checkpoints.protect(self.best.step)
@@ -140,7 +140,7 @@ class EarlyStop(Callback):
         self.worse = 0  # number of evaluations since the best one
 
     def on_start(self, trainer: TrainerHandle) -> None:
-        self._end(trainer)  # a resume of a run that ended early ends at once
+        self._end(trainer)  # a run that stopped early and is resumed ends at once
 
     def on_eval(self, trainer: TrainerHandle, metrics: dict[str, float]) -> None:
         better = self.best.take(trainer, metrics)

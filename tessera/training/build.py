@@ -75,10 +75,8 @@ def build_trainer(
     if config.data.workers not in (0, "auto"):
         start_early()
     processor = build_processor(config, setup)
-    copy = Path(
-        os.path.abspath(config.folder / "processor")
-    )  # absolute, for the comparison with `model.tokenizer` below
-    # A resumed run does not copy its own copy: other ranks may be reading it.
+    copy = Path(os.path.abspath(config.folder / "processor"))  # absolute, because it is compared with `model.tokenizer`
+    # A resumed run uses its own copy of the tokenizer files and does not rewrite it: other ranks may be reading it.
     if world.is_main and config.model.tokenizer != copy:
         keep_side_files(config, setup, processor, copy)
     mesh = Mesh(plan.axes, world.device)
@@ -155,11 +153,11 @@ def _guard(config: RunConfig, plan: Plan, mesh: Mesh, loss_scale: LossScale | No
 def _read_rows(
     config: RunConfig, setup: ModelSetup, world: World, mesh: Mesh, processor: Processor | None, objects: Objects
 ) -> tuple[RowSource | StepSource, RowSource | None]:
-    """Return the training data of this rank, and its held-out rows; None without held-out data."""
+    """Return the training data of this rank, and its held-out rows (None if the recipe has no held-out data)."""
     has_eval = has_held_out(config) or objects.eval_dataset is not None
 
     def read() -> tuple[RowSource | StepSource, RowSource | None]:
-        with main_rank_first(world):  # the main rank builds the index, and the others read it
+        with main_rank_first(world):  # the main rank builds the index of samples, and the other ranks read it
             step = _step_size(config, mesh)
             train: RowSource | StepSource = (
                 objects.dataset
@@ -174,7 +172,7 @@ def _read_rows(
 
 
 def _local(rows: RowSource, setup: ModelSetup, mesh: Mesh) -> RowSource:
-    """Return the rows of a data set as this rank reads them: its shard of each row."""
+    """Return the rows of a data set that this rank reads; with context parallelism, only a part of each row."""
     flops = None
     if setup.spec.flops is not None:
         flops = functools.partial(setup.spec.flops, setup.config, training=setup.training)
@@ -183,7 +181,7 @@ def _local(rows: RowSource, setup: ModelSetup, mesh: Mesh) -> RowSource:
 
 
 def _frozen_components(config: RunConfig, setup: ModelSetup, mesh: Mesh, world: World) -> dict[str, FrozenModule]:
-    """Return the frozen models of the task that this rank runs, with their weights."""
+    """Return the frozen models of the task that this rank runs, such as a reference model, with their weights."""
     modules: dict[str, FrozenModule] = {}
     for name, frozen in setup.frozen.items():
         component, position = frozen.component, setup.plan.memory.frozen[name].position
@@ -238,7 +236,7 @@ def build_processor(config: RunConfig, setup: ModelSetup) -> Processor | None:
 
 
 def keep_side_files(config: RunConfig, setup: ModelSetup, processor: Processor | None, folder: Path) -> None:
-    """Copy tokenizer, chat template and other files beside the weights into the run folder, for resumes and exports."""
+    """Copy tokenizer, chat template and other small files of the model folder to the run folder, for later use."""
     weights, make = side_folder(config.model.path), setup.spec.processor
     if processor is None and weights is None:
         return
@@ -260,8 +258,8 @@ def build_rows(
     dataset: Any = None,
     step: StepSize | None = None,
 ) -> RowSource:
-    """Return the rows of one split. `dataset`: a data set that the caller has as an object. `step`: the size of a step
-    in samples, with `train.samples_per_step`."""
+    """Return the rows of one split. `dataset`: a data set object that the caller passed. `step`: the size of a step in
+    samples, if `train.samples_per_step` is set."""
     work = None
     if setup.spec.work is not None:
         work = functools.partial(setup.spec.work, setup.config, training=setup.training)
@@ -334,7 +332,7 @@ def _with_rows_per_step(config: RunConfig, plan: Plan, source: RowSource) -> Run
 
 
 def run_length(config: RunConfig, source: RowSource | None) -> RunLength:
-    """Return the number of steps of the run and of an epoch. `source`: None for a step source, which has no rows."""
+    """Return the number of steps of the run and of an epoch. `source`: None for a `StepSource`, which has no rows."""
     rows, train = ENDLESS if source is None else len(source), config.train
     in_epochs = [
         name
@@ -363,7 +361,7 @@ def _log_length(length: RunLength) -> None:
 
 
 def _ranks_here(world: World) -> int:
-    """Return the number of ranks of this run on this machine."""
+    """Return how many ranks of this run are on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
 
 

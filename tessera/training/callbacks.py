@@ -51,7 +51,7 @@ class CallbackParts:
     mesh: Mesh
     module: nn.Module
     checkpoints: CheckpointManager
-    rows: RowSource | None  # None: batches come from a step source
+    rows: RowSource | None  # training rows; None: batches come from a `StepSource`
     guard: Guard
     ema: Ema | None
     loss_scale: LossScale | None
@@ -69,7 +69,7 @@ def run_callbacks(parts: CallbackParts, extra: Sequence[Callback]) -> list[Callb
         history,  # records the sessions; writes the report of a run that failed
         StopOnSignal(),  # handles signals, also while the other callbacks start
         Meter(config.log.every),  # writes `metrics.jsonl`, which later callbacks read
-        Trackers(config.log) if config.log.trackers else None,  # copies `metrics.jsonl` to experiment trackers
+        Trackers(config.log) if config.log.trackers else None,  # sends `metrics.jsonl` to experiment trackers
         Ledger(),  # records the samples of each step
         _quarantine(parts),  # records unusable samples; ends a run that has too many
         parts.ema,  # averages the weights; later callbacks evaluate and export the average
@@ -78,7 +78,7 @@ def run_callbacks(parts: CallbackParts, extra: Sequence[Callback]) -> list[Callb
         _coverage(parts),  # checks that every trained tensor receives a gradient
         _generation(parts) if config.train.generate_every else None,  # generates answers or previews during training
         KeepLossScale(parts.loss_scale) if parts.loss_scale is not None else None,  # saves the loss scale of float16
-        parts.held_out,  # reads held-out data; ends its worker processes
+        parts.held_out,  # reads held-out data; ends its worker processes with the run
         *best_callbacks(
             config, parts.held_out is not None, parts.checkpoints
         ),  # `checkpoint.keep_best`, `train.early_stop`
@@ -87,7 +87,7 @@ def run_callbacks(parts: CallbackParts, extra: Sequence[Callback]) -> list[Callb
         StepProfiler(config.profile, parts.setup.plan.roles.blocks) if config.profile.steps is not None else None,
         Watchdog(parts.setup.plan.roles.blocks, config.parallel)
         if watched
-        else None,  # last: watches the ranks until all callbacks have ended
+        else None,  # last in the list: watches the other ranks until all callbacks have ended
     ]
     return [callback for callback in callbacks if callback is not None]
 

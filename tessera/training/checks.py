@@ -1,4 +1,4 @@
-"""Check that every trained tensor receives a gradient, and keep the loss scale."""
+"""Check that every trained tensor receives a gradient, and save the loss scale of float16 in checkpoints."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tessera.runtime.modules import local_shard
 
 log = logging.getLogger("tessera")
 
-LOOKS = 3  # number of steps that are checked for gradients of zeros
+LOOKS = 3  # number of first steps that are checked for gradients of zeros
 
 
 class Coverage(Callback):
     """Check in the first step that every trained tensor received a gradient: a tensor without one would never learn.
 
-    Gradients of zeros are reported only if they are zeros in each of `LOOKS` steps: behind an output layer that begins
-    as zero, the first gradients are zeros.
+    A gradient of zeros is reported only if it is zero in each of the first `LOOKS` steps. If an output layer is
+    initialized with zeros, the first gradients of earlier layers are zeros.
     """
 
     def __init__(self, names: Sequence[str], policy: Literal["stop", "warn"]) -> None:
@@ -57,7 +57,7 @@ class Coverage(Callback):
             )
 
     def _gather(self, trainer: TrainerHandle) -> tuple[set[str], set[str]]:
-        """Return the names of tensors with a gradient on any rank, and of tensors with a gradient other than zeros."""
+        """Return the names of tensors with a gradient on any rank, and the names of tensors with a nonzero gradient."""
         numbers = {name: number for number, name in enumerate(self.names)}
         received = torch.zeros(len(self.names), 2)
         sizes: dict[int, torch.Tensor] = {}
@@ -71,7 +71,7 @@ class Coverage(Callback):
         if sizes:
             device = next(iter(sizes.values())).device
             read = torch.stack([size.to(device) for size in sizes.values()]).cpu()
-            received[list(sizes), 1] = (read != 0).float()  # nan counts as other than zero
+            received[list(sizes), 1] = (read != 0).float()  # nan counts as nonzero
         if trainer.world.size > 1:
             dist.all_reduce(received, op=dist.ReduceOp.MAX)
         columns = [

@@ -8,9 +8,9 @@ from typing import Any
 
 from tessera.runtime import log
 
-WAITS = 0.05  # the line shows the share of time spent on waiting for data from here on
-UNEVEN = 1.1  # the line shows the ratio of the busiest rank's work to the mean from here on
-METRICS = 2  # number of the objective's metrics on the line
+WAITS = 0.05  # smallest share of time spent on waiting for data that the line shows
+UNEVEN = 1.1  # smallest ratio of the busiest rank's work to the mean that the line shows
+METRICS = 2  # maximum number of the objective's metrics on the line
 _UNITS = {"tokens": "tok"}
 
 Field = tuple[str, str]  # name and value; the name may be empty
@@ -19,8 +19,8 @@ Field = tuple[str, str]  # name and value; the name may be empty
 def step_fields(row: Mapping[str, Any], steps: int, metrics: Sequence[str] = ()) -> list[Field]:
     """Return the fields of a step's line.
 
-    `row`: numbers of the step, with `loss` and metrics averaged since the last line. `metrics`: names of the task's
-    metrics besides its loss.
+    `row`: values of the step as in `metrics.jsonl`, with `loss` and metrics averaged since the last line. `metrics`:
+    names of the task's metrics besides its loss.
     """
     speed, remaining = _speed(row), (steps - row["step"]) * row["step_seconds"]
     epoch, waits, uneven = row.get("epoch"), row.get("data_wait", 0.0), row.get("balance", 1.0)
@@ -57,7 +57,7 @@ def styled(fields: Sequence[Field]) -> str:
 
 
 def mean_of(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
-    """Return the means of some numbers over steps with an applied update, and the number of skipped steps."""
+    """Return the mean of each metric over steps with an applied update, and the number of skipped steps."""
     applied = [row for row in rows if not row.get("skipped")]
     means: dict[str, Any] = {}
     for name in names:
@@ -77,7 +77,7 @@ def clock(seconds: float) -> str:
 
 
 def _speed(row: Mapping[str, Any]) -> str | None:
-    """Return the speed in tokens per second, or in another unit that batches count."""
+    """Return the speed in tokens per second; for batches without a number of tokens, in samples or another unit."""
     speeds = {key.removesuffix("_per_s"): value for key, value in row.items() if key.endswith("_per_s") and value}
     name = next((name for name in ("tokens", "samples", *speeds) if name in speeds), None)
     return None if name is None else f"{_brief(speeds[name])} {_UNITS.get(name, name)}/s"

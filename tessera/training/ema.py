@@ -19,21 +19,21 @@ from tessera.runtime.torch_internals import foreach_lerp_
 class Ema(Callback):
     """Average the trained weights over the steps with an applied update.
 
-    The average is in fp32: in bf16 it could not follow changes of a thousandth.
+    The average is in fp32: bf16 would round off relative changes of a thousandth.
     """
 
     def __init__(self, settings: EmaSection, module: nn.Module) -> None:
         self.settings = settings
         self.module = module
         self.updates = 0
-        # Two pipeline stages on one rank may share a parameter: both copies, with one name, are averaged.
+        # Two pipeline stages on one rank may have copies of a tied parameter with the same name: both are averaged.
         self._trained = [(clean_name(n), p) for n, p in module.named_parameters() if p.requires_grad]
         self._average: list[Tensor] = []
 
     @torch.no_grad()
     def on_start(self, trainer: TrainerHandle) -> None:
         self._follow_names()
-        if self.updates == 0:  # a new run, or a checkpoint without an average
+        if self.updates == 0:  # a new run, or a resume from a checkpoint without an average
             for (_, weight), average in zip(self._trained, self._averages(), strict=True):
                 local_shard(average).copy_(local_shard(weight))
 
@@ -59,7 +59,7 @@ class Ema(Callback):
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Replace the weights of the module by the average inside of the context."""
-        reshard(self.module)  # weights that FSDP has gathered would hide the change of the shards
+        reshard(self.module)  # free weights that FSDP has gathered: they would be used instead of the changed shards
         with torch.no_grad():
             weights = [local_shard(weight).detach().clone() for _, weight in self._trained]
             for (_, weight), average in zip(self._trained, self._averages(), strict=True):
@@ -94,7 +94,7 @@ class Ema(Callback):
 
     @torch.no_grad()
     def _follow_names(self) -> None:
-        """Copy the first average of each name to the others of that name: a checkpoint fills only the first."""
+        """Copy the average of each name to other parameters with the same name: a checkpoint fills only the first."""
         first: dict[str, Tensor] = {}
         for (name, _), average in zip(self._trained, self._averages(), strict=True):
             source = first.setdefault(name, average)

@@ -37,8 +37,8 @@ class Export(Callback):
         average: Callable[[], AbstractContextManager[None]] | None = None,
         saved: Sequence[str] = (),
     ) -> None:
-        """Take the parts of the model. `average`: a context with averaged weights, which are also exported, with the
-        suffix `-ema`. `saved`: parameters that are trained in full beside adapters."""
+        """Take the parts of the model. `average`: a context manager that puts averaged weights in place. These are
+        exported, too, with the suffix `-ema`. `saved`: parameters that are trained in full in addition to adapters."""
         self._parts = (spec, model_config, processor)
         self._adapters = adapters or {}
         self._average = average
@@ -85,6 +85,6 @@ class Export(Callback):
             adapters=self._adapters,
             origin=made_from("hf", folder),
             overwrite=True,
-            # Without a checkpoint of the last step, the export is the only copy: it is written without a proof.
+            # If the last step has no checkpoint, this is the only copy of the weights: write it without a check.
             prove="never" if saved.prove == "auto" and not saved.at_end else saved.prove,
         )

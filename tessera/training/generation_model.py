@@ -4,7 +4,7 @@
     loss = model(model.batch(videos, captions))        # videos: uint8 [F, H, W, 3]
     loss.backward()                                    # gradients of model.predictor
 
-It serves loops of a user's own. `tessera.train` trains the same parts with layouts, checkpoints and reports.
+It serves training loops that users write. `tessera.train` adds parallel layouts, checkpoints and reports.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class GenerationModel(nn.Module):
         **options: Any,
     ) -> None:
         """Create the model. `folder`: diffusers folder with VAE, text encoders and tokenizers; without it, batches need
-        latents and embeddings. `options`: those of `train.task: diffusion`."""
+        latents and embeddings. `options`: keys of `train.task_options` for `train.task: diffusion`."""
         super().__init__()
         generation_family_of(spec, config, "GenerationModel")
         self.predictor = predictor
@@ -58,7 +58,7 @@ class GenerationModel(nn.Module):
         if chosen is not None:
             if folder is None and not chosen.get("folder"):
                 raise TesseraError(
-                    "`encoders` needs a diffusers folder, and none is named",
+                    "`encoders` needs a diffusers folder, and the argument `folder` is None",
                     where="GenerationModel",
                     fix="pass folder=FOLDER, or remove encoders and pass latents and embeddings",
                     code="generation.not-a-pipeline-folder",
@@ -70,7 +70,7 @@ class GenerationModel(nn.Module):
         recipe = load_config({"name": "model", "model": {"family": spec.name}, "train": {"steps": 1}})
         self._frozen = {}
         for name, part in self.task.components(recipe, spec).items():
-            # A single process cannot shard: what is not offloaded is on the device.
+            # A single process cannot shard: modules that are not offloaded are on the device.
             residence: Residence = "offloaded" if part.residence == "offloaded" else "device"
             module = part.loaded() if residence == "offloaded" else part.loaded().to(self.device)
             self._frozen[name] = FrozenModule(module, self.device, residence)

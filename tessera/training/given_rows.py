@@ -1,7 +1,7 @@
-"""Train on rows in memory: the run folder stores them, and the run reads them from there like any data.
+"""Train on rows that the caller passes as Python objects: they are stored in the run folder and read from there.
 
     RUN/data/train.jsonl, RUN/data/eval.jsonl     the rows
-    RUN/data/media/HASH.png                       images that were given as objects
+    RUN/data/media/HASH.png                       images that were passed as PIL objects
 
 So rows in memory are packed, ordered and checked like rows of a file, and a resume needs only the run folder.
 """
@@ -35,7 +35,7 @@ KINDS = ("chat", "preference", "unpaired_preference")  # data kinds whose rows c
 _ROW_KEYS = ("messages", "conversations", "instruction", "chosen", "completion", "query", "question", "text")
 _MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios", "image_url", "video_url", "audio_url", "url")
 
-_LOOKED_AT = 100  # rows of a list that are searched for these keys
+_LOOKED_AT = 100  # number of rows of a list that are searched for `_ROW_KEYS`
 
 log = logging.getLogger("tessera")
 
@@ -71,7 +71,7 @@ class _PandasFrame(Protocol):
 def as_records(dataset: Any, name: str = "dataset") -> Any:
     """Return the rows of a pandas, polars or pyarrow table as a list of dicts; return other objects unchanged.
 
-    Empty cells are left out of their rows. `name`: the argument of `tessera.train` that the table was given as.
+    Empty cells are left out of their rows. `name`: the argument of `tessera.train` that is the table.
     """
     if isinstance(dataset, _ArrowTable):
         rows = dataset.to_pylist()
@@ -87,7 +87,7 @@ def as_records(dataset: Any, name: str = "dataset") -> Any:
 
 
 def _check_columns(rows: Sequence[Mapping[str, Any]], name: str) -> None:
-    """Raise if a table has text, and none of its columns has a known name. Tables of numbers are not checked."""
+    """Raise if a table has text columns, but no column with a known name. Tables of numbers are not checked."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
     has_text = any(
         isinstance(cell, (str, bytes, Mapping)) for row in rows for column, cell in row.items() if column != "id"
@@ -113,8 +113,8 @@ def _is_missing(cell: Any) -> bool:
 
 
 def are_rows(dataset: Any) -> bool:
-    """Return whether an object is a list of rows, or a table of the `datasets` library. A torch data set is not: it may
-    make its items anew each time."""
+    """Return whether an object is a list of rows, or a table of the `datasets` library. Return False for a
+    torch data set: its items may differ at each access."""
     if isinstance(dataset, (TorchDataset, DataLoader, RowSource, StepSource, str, bytes, Mapping)):
         return False
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")) or not len(dataset):
@@ -122,8 +122,8 @@ def are_rows(dataset: Any) -> bool:
     try:
         first = (
             dataset[:_LOOKED_AT] if isinstance(dataset, list) else [dataset[0]]
-        )  # a single row may lack the key: its cell may be empty
-    except LookupError:  # an object that is indexed by column names
+        )  # search several rows: a row whose cell is empty lacks the key
+    except LookupError:  # the object is indexed by column names, not by row
         return False
     return isinstance(first[0], Mapping) and any(
         key in row for row in first if isinstance(row, Mapping) for key in _ROW_KEYS
@@ -132,7 +132,7 @@ def are_rows(dataset: Any) -> bool:
 
 @dataclass(frozen=True)
 class GivenRows:
-    """Hold the rows of a run that its caller has in memory, by split."""
+    """Hold the rows that the caller of `tessera.train` passed as objects, by split."""
 
     splits: Mapping[str, Sequence[Mapping[str, Any]]]  # train, eval
 
@@ -152,7 +152,7 @@ class GivenRows:
         return settings
 
     def write(self, folder: Path) -> None:
-        """Store the rows in the run folder, and images that were given as objects beside them."""
+        """Store the rows in the run folder, and images that were passed as PIL objects in its media folder."""
         for split, rows in self.splits.items():
             path = _file(folder, split)
             media = _Media(path.parent, _are_outside(rows))
@@ -161,7 +161,7 @@ class GivenRows:
             log.info("rows          %d of %s are stored in %s, with %d images", len(rows), split, path, media.written)
 
     def check_resumed(self, folder: Path) -> None:
-        """Raise if a resume is given rows: the run folder contains the rows of the run."""
+        """Raise if rows are passed to a resume: it reads the rows in the run folder."""
         if self.splits:
             raise TesseraError(
                 f"a resume takes no rows in memory ({', '.join(self.splits)}): the run folder contains its rows",
@@ -182,7 +182,7 @@ class _Media:
         try:
             if not image.width or not image.height:
                 raise ValueError("it has no pixels")
-            image = to_rgb(image)  # as images of files are read
+            image = to_rgb(image)  # as for images that are read from files
         except (OSError, ValueError) as error:
             raise TesseraError(
                 f"this image cannot be read: {error}", where=where, code="media.unreadable-image"
@@ -205,7 +205,7 @@ class _Media:
 
 
 def _are_outside(rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether rows name files by path."""
+    """Return whether any row refers to media files by path."""
     try:
         return _name_files(rows)
     except RecursionError:
@@ -215,7 +215,7 @@ def _are_outside(rows: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _name_files(value: Any, key: str = "") -> bool:
-    """Return whether a value of a row names files by path. `key`: the key of the value."""
+    """Return whether a value of a row contains paths of media files. `key`: the key of the value."""
     if isinstance(value, Mapping):
         return any(_name_files(part, str(name)) for name, part in value.items())
     if isinstance(value, (str, bytes)) or value is None or isinstance(value, Image.Image):
@@ -256,7 +256,7 @@ def _lines(rows: Sequence[Mapping[str, Any]], split: str, media: _Media) -> Iter
 
 
 def _plain(value: Any, key: str, where: str, media: _Media) -> Any:
-    """Return a value of a row in types of JSON. `key`: the key of the value; under `_MEDIA_KEYS`, text is a path."""
+    """Convert a value of a row to types of JSON. `key`: the key of the value; under `_MEDIA_KEYS`, text is a path."""
     if isinstance(value, Mapping):
         return {str(name): _plain(part, str(name), f"{where}[{name!r}]", media) for name, part in value.items()}
     if isinstance(value, (list, tuple)):
@@ -273,7 +273,7 @@ def _plain(value: Any, key: str, where: str, media: _Media) -> Any:
         value = int(value) if isinstance(value, np.integer) else float(value)
     if value is None or isinstance(value, (str, bool, int, float)):
         if isinstance(value, float) and value - value != 0:
-            raise TesseraError(f"{value} is no number of JSON", where=where, code="data.number-not-finite")
+            raise TesseraError(f"{value} cannot be stored as a JSON number", where=where, code="data.number-not-finite")
         return value
     raise TesseraError(
         f"a row cannot contain a {type(value).__name__}",

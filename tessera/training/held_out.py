@@ -28,16 +28,16 @@ from tessera.parallel.plan import Plan
 from tessera.runtime.files import write_jsonl
 
 log = logging.getLogger("tessera")
-_WORKERS = 4  # most worker processes with `data.workers: auto`
-BATCH = 16  # questions that are answered in one batch
+_WORKERS = 4  # maximum number of worker processes with `data.workers: auto`
+BATCH = 16  # number of questions that are answered in one batch
 
 
 class HeldOut(Callback):
     """Read the held-out rows, sharded over the data ranks.
 
-    All ranks have equally many batches of one row. A rank without a row repeats the last row, which does not count.
-    Worker processes decode media, so that a crash of a decoder does not end the run. The training process reads text,
-    which is faster, and with `data.workers: 0` media, too.
+    All ranks yield the same number of batches, each of one row. A rank that has no more rows repeats the last, which
+    does not count. Worker processes decode media, so that a crash of a decoder does not end the run. The training
+    process itself reads text, which is faster, and with `data.workers: 0` also media.
     """
 
     def __init__(self, config: RunConfig, mesh: Mesh, source: RowSource, ranks_here: int) -> None:
@@ -49,7 +49,7 @@ class HeldOut(Callback):
         self._reader = RowReader(source, workers, config.data.sample_timeout_s)
 
     def batches(self) -> Iterator[tuple[Batch, bool]]:
-        """Yield (batch, whether it counts) of this rank."""
+        """Yield (batch, whether it counts in the held-out loss) for this rank."""
         batches = self._reader.batches([min(row, self._total - 1)] for row in self._rows)
         for row, batch in zip(self._rows, batches, strict=True):
             yield batch, row < self._total

@@ -1,6 +1,6 @@
 """Fill a model with its initial weights: from the folder that the recipe names, otherwise from the seed.
 
-Adapters are filled beside the weights of the model. Quantized layers are filled one after another.
+Adapters are filled, too. Quantized layers are filled one after another.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def initial_weights(
     module: nn.Module, config: RunConfig, setup: ModelSetup, device: torch.device
 ) -> Callable[[], None]:
     """Return a function that fills this rank's part of the model with the initial weights of a new run."""
-    # Names of the full model: every pipeline stage reads its part of the same files.
+    # Take the names of the full model: every pipeline stage reads its tensors from the same files.
     adapters, lora, seed = setup.adapters, setup.lora, config.train.seed
     fresh = fresh_names(config.model, setup.spec)
     names = [name for name in _names_in_files(setup) if name not in fresh]
@@ -69,7 +69,7 @@ def initial_weights(
                 start_parameters(module, module.initialize, seed, device, fresh.__contains__)
         if _quantizes(setup):
             _quantize_layers(module, adapters, device, from_seed if config.model.path is None else from_path)
-        if lora is not None:  # a new adapter does not change the outputs of the model
+        if lora is not None:  # initialize adapters so that they do not change the outputs of the model
             start_parameters(module, start_factor, seed, device, is_factor)
             start_from_weights(module)
         if lora is not None and lora.path is not None:
@@ -82,10 +82,10 @@ def initial_weights(
 
 
 def frozen_source(config: RunConfig, setup: ModelSetup) -> FrozenSource:
-    """Return the folder and the names of frozen weights that checkpoints do not store.
+    """Return the model folder and the names of frozen parameters that are read from it again instead of checkpointed.
 
     These are frozen parameters that were read from the folder of a published model. Checkpoints store frozen parameters
-    that were drawn from the seed, read from a run, or given as an object.
+    that were drawn from the seed, read from a run, or passed as an object.
     """
     path, fresh = config.model.path, fresh_names(config.model, setup.spec)
     in_files = [name for name in _names_in_files(setup) if name not in fresh]
@@ -172,7 +172,7 @@ def _quantize_layers(
 ) -> None:
     """Read the weights of quantized layers one by one, and quantize them. `fill` reads unquantized weights by name.
 
-    Reading is collective: a rank calls `fill` without tensors for layers of other pipeline stages.
+    All ranks call `fill` together: for layers of other pipeline stages, a rank calls it without tensors.
     """
     here = adapted_layers(module)
     for path in adapters:

@@ -1,11 +1,11 @@
 """Lock a run folder for one run. Two runs in one folder would remove each other's checkpoints and records.
 
-`RUN/.lock` is locked with `flock` by the main rank's process for as long as the run lasts, and names that process. The
+The main rank's process locks `RUN/.lock` with `flock` while the run lasts, and writes its process id into the file. The
 system drops the lock when the process ends, however it ends: a run that was killed can be resumed at once. Where the
 file system passes locks on to other machines, as NFS does, a run on another machine is refused as well.
 
-Some file systems have no locks (Lustre without `flock`, some FUSE mounts). There a second run of this machine is
-refused by the process that the file names, and a second run of another machine is not noticed: a warning says so.
+Some file systems have no locks (Lustre without `flock`, some FUSE mounts). There a second run on this machine is
+refused if the process in the file is alive. A second run on another machine is not noticed, and a warning is logged.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class FolderLock:
 
     def acquire(self) -> None:
         """Lock the folder, and write the id of this process into the lock file."""
-        # Flags against a pipe or a link in place of the file: never block, never follow a link.
+        # The lock file may have been replaced by a pipe or a link: never block on it, never follow it.
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
         self._file = os.open(self._path, flags, 0o666)
         try:

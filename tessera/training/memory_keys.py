@@ -1,4 +1,4 @@
-"""List the changes of a recipe that lower its memory, the cheapest first, for errors and plans."""
+"""List the changes of a recipe that lower its device memory, those that slow training least first."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tessera.config.run_config import RunConfig
 
 @dataclass(frozen=True)
 class MemoryKey:
-    """Hold a change of a recipe that lowers its memory: keys with new values, and the effect."""
+    """Hold a change of a recipe that lowers its device memory: recipe keys with new values, and the effect."""
 
     settings: dict[str, Any]
     why: str
     lowers: Literal["step", "held"]  # "step": memory of activations; "held": memory of weights and optimizer state
-    while_training: bool = True  # whether a resume accepts the change
+    while_training: bool = True  # whether a run can be resumed with the change
 
     @property
     def text(self) -> str:

@@ -23,27 +23,27 @@ log = logging.getLogger("tessera")
 
 
 class Meter(Callback):
-    """Write the numbers of each step to `metrics.jsonl`, and a line with speed every `every` steps.
+    """Write the metrics of each step to `metrics.jsonl`, and a log line with the speed every `every` steps.
 
-    Counts are summed over all ranks. The main rank writes.
+    Numbers of tokens and samples are summed over all ranks. The main rank writes.
     """
 
     def __init__(self, every: int) -> None:
         self.every = every
-        self._file: JsonLines | None = None  # open on the main rank, from start to end
-        self._unwritten: list[dict[str, Any]] = []  # rows of the checkpoint that may be missing in the file
+        self._file: JsonLines | None = None  # open only on the main rank, while the run trains
+        self._unwritten: list[dict[str, Any]] = []  # rows in the loaded checkpoint that the file may lack
         self._reset()
 
     def _reset(self) -> None:
         self._pending: list[StepResult] = []  # results of steps that are not yet in the file
-        self._since_line: list[dict[str, Any]] = []  # rows of the steps since the last line
-        self._measured = 0  # number of steps since the last line
+        self._since_line: list[dict[str, Any]] = []  # rows of the steps since the last log line
+        self._measured = 0  # number of steps since the last log line
         self._counts: dict[str, int] = {}
         self._flops = 0.0
         self._work: list[float] = []  # FLOPs or tokens of each step
         self._since = 0.0
         self._waited = 0.0
-        self._waiting = 0.0  # seconds that the trainer had waited for data when the last step ended
+        self._waiting = 0.0  # total seconds of waiting for data, at the end of the last step
 
     def on_start(self, trainer: TrainerHandle) -> None:
         self._restart_clock(trainer)
@@ -60,7 +60,7 @@ class Meter(Callback):
 
     def _open(self, trainer: TrainerHandle) -> None:
         path = trainer.config.folder / "metrics.jsonl"
-        truncate_after(path, trainer.step)  # later steps will be trained again
+        truncate_after(path, trainer.step)  # remove rows of later steps, which will be trained again
         path.touch()  # a run without steps has the file, too
         self._file = JsonLines(path)
         written = last_step(path, lambda row: row.get("kind") == "train")
@@ -93,7 +93,7 @@ class Meter(Callback):
             log.info("step %d  held-out %s", trainer.step, "  ".join(f"{k} {v:.4f}" for k, v in metrics.items()))
 
     def on_error(self, trainer: TrainerHandle, error: BaseException) -> None:
-        """Write the last steps before the error. Skip numbers that are still on the device: reading them may block."""
+        """Write the rows of the last steps. Skip results that are still on the device: reading them may block."""
         with contextlib.suppress(Exception):  # a second error must not hide the first
             ready = itertools.takewhile(lambda result: result.numbers.ready(), self._pending)
             self._pending = list(ready)
@@ -101,11 +101,11 @@ class Meter(Callback):
         self._close()
 
     def on_end(self, trainer: TrainerHandle) -> None:
-        self._report(trainer)  # for the steps since the last line
+        self._report(trainer)  # write a log line for the steps since the last one
         self._close()
 
     def _write_pending(self, speed: Mapping[str, Any] | None = None) -> None:
-        """Write the rows of pending steps. The last row gets the numbers in `speed`."""
+        """Write the rows of steps that are not yet in the file. The last row also gets the values of `speed`."""
         rows = [row_of(result) for result in self._pending]
         self._pending = []
         if rows and speed:
@@ -178,13 +178,13 @@ def balance_of(work: Tensor) -> float | None:
 
 
 def _work_of(microbatches: Sequence[Batch]) -> float:
-    """Return the FLOPs of some micro-batches, or their tokens if the family counts no FLOPs."""
+    """Return the FLOPs of some micro-batches, or their number of tokens if the family does not estimate FLOPs."""
     flops = sum(batch.flops for batch in microbatches)
     return flops or float(sum(batch.counts.get("tokens", 0) for batch in microbatches))
 
 
 def _training_time(trainer: TrainerHandle) -> float:
-    """Return seconds of a clock that stops while the run evaluates or saves."""
+    """Return the seconds of a clock that is paused while the run evaluates or saves."""
     return time.perf_counter() - trainer.paused_seconds
 
 

@@ -1,4 +1,4 @@
-"""Explain an out-of-memory error of the device: name the micro-batch, and the key to change."""
+"""Explain an out-of-memory error of the device: describe the micro-batch, and name the recipe key to change."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tessera.runtime import device as devices
 from tessera.runtime import log
 from tessera.training.memory_keys import memory_keys
 
-_COUNTS = ("images", "frames", "patches")  # counts of a batch that the error names
+_COUNTS = ("images", "frames", "patches")  # entries of `Batch.counts` that the error message lists
 _UPDATE = "updating weights"
 
 
 @dataclass(frozen=True)
 class MemoryAdvice:
-    """Explain out-of-memory errors of a run, and name a key that lowers its memory."""
+    """Explain out-of-memory errors of a run, and name a recipe key that lowers its memory."""
 
     config: RunConfig
     ranks: int = 1
@@ -29,7 +29,7 @@ class MemoryAdvice:
 
     @contextlib.contextmanager
     def explained(self, trainer: TrainerHandle, microbatches: Sequence[Batch]) -> Iterator[None]:
-        """Raise a `TesseraError` in place of an out-of-memory error of the block.
+        """Turn an out-of-memory error inside of this context into a `TesseraError`.
 
         A run of one rank saves its finished steps first. With several ranks that is impossible: the others wait in a
         collective until the watchdog ends them.
@@ -74,7 +74,7 @@ class MemoryAdvice:
         )
 
     def key(self, phase: str) -> tuple[str, str]:
-        """Return the cheapest change that helps in this phase, and its effect."""
+        """Return the recipe change that lowers memory in this phase at the least cost, and its effect."""
         keys = [key for key in memory_keys(self.config, self.ranks, self.blocks) if key.while_training]
         if phase == _UPDATE:
             keys = [key for key in keys if key.lowers == "held"] or keys
@@ -84,7 +84,7 @@ class MemoryAdvice:
 
 
 def describe(batches: Sequence[Batch]) -> str:
-    """Return the rows, tokens, samples and images of some micro-batches, in words."""
+    """Return a text with the numbers of rows, tokens, samples and images of some micro-batches."""
     counts: dict[str, int] = {}
     for batch in batches:
         for name, value in batch.counts.items():
@@ -99,7 +99,7 @@ def describe(batches: Sequence[Batch]) -> str:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """Return the error of the device, which a pipeline wraps into another error."""
+    """Return the out-of-memory error of the device. Torch's pipeline schedules wrap it into another error."""
     while error.__cause__ is not None and devices.is_out_of_memory(error.__cause__):
         error = error.__cause__
     return error

@@ -16,11 +16,11 @@ from tessera.runtime.modules import StackedExperts
 
 @dataclass
 class _Part:
-    """Sum the weights of matrix products in one part of a model. Of experts, only the chosen ones count."""
+    """Count the weights of matrix products in one part of a model. Only the `top_k` experts of a token count."""
 
     weights: float = 0.0
     trained: float = 0.0
-    reached: float = 0.0  # sum of the weights that gradients pass through
+    reached: float = 0.0  # number of weights in units that gradients pass through
     adapters: float = 0.0
     units: int = 0
     units_reached: int = 0
@@ -28,10 +28,10 @@ class _Part:
 
 
 def training_of(module: nn.Module, plan: ModelPlan, trained: Collection[str]) -> Training:
-    """Return for each part of an unsharded model how often a step computes its products. `trained`: parameter names.
+    """Return for each part of an unsharded model how often a step computes its matrix products (3 if fully trained).
 
-    Gradients pass through a unit, such as a layer, if one of its parameters, or of an earlier unit, is trained. A
-    family without pipeline units has no entries, and counts as fully trained.
+    `trained`: names of trained parameters. Gradients pass through a unit, such as a layer, if it or an earlier unit has
+    a trained parameter. A family without pipeline units gets an empty result, and counts as fully trained.
     """
     trained = frozenset(trained)
     parts: dict[str, _Part] = {}
@@ -66,7 +66,7 @@ def _passes(part: _Part) -> Passes:
 
 
 def _weights(unit: nn.Module, here: Collection[str]) -> tuple[float, float, float]:
-    """Return sums of weights of one unit: in matrix products, trained ones (`here`: their names), and adapters."""
+    """Return three numbers of weights in a unit's matrix products: all, trained (names in `here`), and of adapters."""
     weights = trained = adapters = 0.0
     # A token passes through `top_k` of the stacked experts and of their adapters.
     chosen = {path: part.top_k for path, part in unit.named_modules() if isinstance(part, StackedExperts)}

@@ -32,7 +32,7 @@ from tessera.runtime.files import (
 log = logging.getLogger("tessera")
 
 
-Row = tuple[int, list[str]]  # number of a row, and the ids of its samples
+Row = tuple[int, list[str]]  # index of a packed row, and the ids of its samples
 SEGMENT_BYTES = 4 << 20  # a file of this size is compressed, to about a tenth, and a new one is begun
 Segment = tuple[Path, int, int]  # compressed file, first step, last step
 _OPEN = re.compile(r"(rank-\d+)\.jsonl")
@@ -45,12 +45,12 @@ class Ledger(Callback):
     The files show that a resume skipped and repeated no sample, on any number of ranks: see `read_ledger`. A file that
     has grown to `segment_bytes` is compressed to a segment, `rank-N.FIRST-LAST.jsonl.gz`, named by its steps. So a
     resume reads the end of one file of each rank, and rewrites at most one segment. Samples that were not trained on,
-    because they could not be read or were left out, are listed under `masked`.
+    because they could not be read or the guard left them out, are listed under `masked`.
     """
 
     def __init__(self, segment_bytes: int = SEGMENT_BYTES) -> None:
         self._segment_bytes = segment_bytes
-        self._record = JsonLines(Path())  # `on_start` knows the folder
+        self._record = JsonLines(Path())  # replaced in `on_start`, when the folder is known
 
     def on_start(self, trainer: TrainerHandle) -> None:
         folder = trainer.config.folder / "ledger"
@@ -83,13 +83,13 @@ class Ledger(Callback):
 
 
 def truncate_ledger(path: Path, step: int, segments: Sequence[Segment]) -> None:
-    """Remove steps later than `step` from the ledger of a rank. `path`: its uncompressed file."""
-    closed = 0  # last step of the last segment
+    """Remove steps later than `step` from the ledger of a rank. `path`: the rank's uncompressed file."""
+    closed = 0  # last step in the segments that stay compressed
     for segment, first, last in segments:
         if last <= step:
             closed = max(closed, last)
             continue
-        if first <= step:  # decompress the segment; the file is truncated below
+        if first <= step:  # the segment has steps to keep: decompress it into the file, which is truncated at the end
             replace_file(path, _unpacked(segment))
         segment.unlink()
     truncate_after(path, step)
@@ -127,7 +127,7 @@ def _ranks_in(folder: Path) -> dict[str, list[Segment]]:
 
 
 def _unpacked(segment: Path) -> bytes:
-    """Return the decompressed lines of a segment; empty for a damaged segment."""
+    """Return the decompressed content of a segment; empty if the segment is damaged."""
     check_regular(segment)
     try:
         return gzip.decompress(segment.read_bytes())
@@ -147,8 +147,8 @@ class LedgerLine(NamedTuple):
 def read_ledger(folder: Path) -> dict[int, list[Row]]:
     """Return the samples of each step over all ranks, in the order of rows, which is the same for every layout.
 
-    `folder`: the run folder. Samples of a data set without row numbers are in rows of one sample with number -1.
-    Damaged lines, and steps without a line of some rank, are logged.
+    `folder`: the run folder. If a data set has no row indices, each sample is a row with index -1. Damaged lines, and
+    steps for which a rank has no line, are logged.
     """
     steps: dict[int, list[Row]] = {}
     ranks: dict[int, list[int]] = {}
@@ -157,7 +157,7 @@ def read_ledger(folder: Path) -> dict[int, list[Row]]:
         ranks.setdefault(line.step, []).append(rank)
     complete = {
         step for step, some in ranks.items() if len(set(some)) > max(some)
-    }  # every rank from 0 to the highest has a line
+    }  # steps with a line of every rank, from 0 to the highest rank
     missing = [str(step) for step in range(min(steps, default=1), max(steps, default=0)) if step not in complete]
     if missing:
         log.warning("%s is damaged: it lacks samples of step %s", folder / "ledger", few_names(missing))
@@ -165,7 +165,7 @@ def read_ledger(folder: Path) -> dict[int, list[Row]]:
 
 
 def read_masked(folder: Path) -> dict[int, list[str]]:
-    """Return the ids of masked samples by step, for steps that have some."""
+    """Return the ids of masked samples (read, but not trained on) by step. Steps without any are left out."""
     steps: dict[int, list[str]] = {}
     for _, line in _lines_of_run(folder):
         if line.masked:
@@ -180,7 +180,7 @@ def masked_samples(batch: Batch) -> list[str]:
 
 
 def _lines_of_run(folder: Path) -> Iterator[tuple[int, LedgerLine]]:
-    """Yield (rank, line) of all ranks. A step that is in a segment and in the file is yielded once."""
+    """Yield (rank, line) of all ranks. A step that is in a segment and in the uncompressed file is yielded once."""
     for name, segments in _ranks_in(folder / "ledger").items():
         closed = 0
         for segment, _, last in segments:
@@ -220,7 +220,7 @@ def _rows_of(line: Mapping[str, Any]) -> Iterator[Row]:
 class Quarantine(Callback):
     """Write unusable samples to `quarantine.jsonl`, with the reason, and log their number at the end.
 
-    All ranks append to one file, so each reads new lines of the others before it adds or counts samples. A run with too
+    All ranks append to one file. Each reads new lines of other ranks before it adds or counts samples. A run with too
     many unusable samples ends: see `tessera.data.bad_share`.
     """
 
@@ -231,22 +231,22 @@ class Quarantine(Callback):
         max_bad_share: float = 1.0,
         guarded: Callable[[], Container[str]] = tuple,
     ) -> None:
-        """Take the samples that the index left out. `from_index`: the first, with reasons. `in_all`: their number.
-        `guarded`: returns the samples that the guard leaves out; they do not count as unusable."""
-        self._from_index = list(from_index)  # unusable by their headers, known before training
+        """Take the samples that the data index left out. `from_index`: the first of them, with reasons. `in_all`: how
+        many they are. `guarded`: returns the ids that the guard leaves out; they do not count as unusable."""
+        self._from_index = list(from_index)  # samples with unusable media headers, known before training
         self._unlisted = max(0, in_all - len(self._from_index))
         self._max_bad_share, self._guarded = max_bad_share, guarded
         self._samples = 0  # number of samples that this rank has read, repeated ones included
         self._used = 0  # number of samples that were trained on
         self._unusable: set[str] = set()
         self._listed: set[str] = set()
-        self._read = 0  # bytes of the file that were read
-        self._record = JsonLines(Path())  # `on_start` knows the folder
+        self._read = 0  # number of bytes of `quarantine.jsonl` that this rank has read
+        self._record = JsonLines(Path())  # replaced in `on_start`, when the folder is known
 
     def on_start(self, trainer: TrainerHandle) -> None:
         self._record = JsonLines(trainer.config.folder / "quarantine.jsonl")
         if trainer.world.is_main:
-            if trainer.step == 0:  # a file of an attempt that failed before its first checkpoint
+            if trainer.step == 0:  # remove the file of an attempt that failed before its first checkpoint
                 self._record.path.unlink(missing_ok=True)
             for sample, reason in self._from_index:
                 self.note(sample, reason)
@@ -259,12 +259,12 @@ class Quarantine(Callback):
             masked = [id for id in masked_samples(batch) if id not in self._guarded()]
             self._used += len(batch.sample_ids) - len(masked)
             self._unusable.update(masked)
-        if not self._used:  # with several ranks, a rank may read the same few samples repeatedly
+        if not self._used:  # count distinct samples with several ranks: a rank may read the same few repeatedly
             check_any_used(self._samples if trainer.world.size == 1 else len(self._unusable))
         check_read(len(self._unusable), self._samples, self._max_bad_share)
 
     def note(self, sample: str, reason: str, step: int | None = None) -> None:
-        """Write a sample to the file, unless it is listed. `step`: its first step; None: left out by the index."""
+        """Write an unusable sample to the file once. `step`: first step that read it; None: the index left it out."""
         if sample not in self._listed:
             self._catch_up()
         if sample in self._listed:

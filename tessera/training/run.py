@@ -48,14 +48,14 @@ class Run:
     folder: Path
     checkpoint: Path | None
     stopped: str | None = None  # why the run was stopped before its last step; a resume continues it
-    ended_early: str | None = None  # why the run ended before its last step by itself, such as early stopping
+    ended_early: str | None = None  # why the run completed before its last step, such as early stopping
     module: nn.Module | None = field(
         default=None, repr=False, compare=False
-    )  # the model that was given to `train` as an object
+    )  # the model that was passed to `train` as an object
 
     @property
     def model(self) -> nn.Module:
-        """Return the trained model, as `tessera.load(run.folder)` does. If `train` was given a model as an object,
+        """Return the trained model, as `tessera.load(run.folder)` does. If a model object was passed to `train`,
         return a copy of it with the trained weights: the object itself is not changed."""
         if self.module is None:
             return load(self.folder)[0]
@@ -100,7 +100,7 @@ def train(
     Objects in place of import paths: `model` (its weights are the initial weights and do not change; `run.model` has
     the trained ones), `task`, `dataset` and `eval_dataset` (a torch Dataset or DataLoader), and `optimizer` (a function
     of parameter groups, such as an optimizer class). `dataset` may also be a `StepSource`, which makes its own batches.
-    `resume` must be given the same objects.
+    The same objects must be passed to `resume`.
     """
     objects, rows = _objects(model, task, dataset, eval_dataset, optimizer)
     settings = dict(overrides or {})
@@ -117,7 +117,7 @@ def train(
         )
     if eval_dataset is None:
         check_evaluated(config)
-    check_fresh(config.folder, overwrite)  # before anything is built; checked again when the folder is locked
+    check_fresh(config.folder, overwrite)  # fail early; checked again when the folder is locked
     config = with_local_folders(config)
     return _run(config, resume=False, overwrite=overwrite, callbacks=callbacks, objects=objects, rows=rows)
 
@@ -136,15 +136,15 @@ def resume(
 ) -> Run:
     """Continue a run from its newest good checkpoint, with the configuration that its folder contains.
 
-    `trust`: whether to import code that the folder names: True for all of it, or a set of import paths. Only runs that
-    this user did not start need it. Objects (see `train`) must be given again, except for rows in memory, which the run
-    folder contains."""
+    `trust`: whether to import code that the folder names: True for all of it, or a set of import paths. Only runs of
+    another user need it. Objects (see `train`) must be passed again, except for rows in memory, which the run folder
+    contains."""
     objects, rows = _objects(model, task, dataset, eval_dataset, optimizer)
     rows.check_resumed(Path(run))
     config = resume_config(run, overrides, trust)
     if eval_dataset is None and "train.eval_every" in (
         overrides or {}
-    ):  # saved recipes of earlier versions may have the key without held-out data
+    ):  # saved recipes of earlier versions may set `train.eval_every` without held-out data
         check_evaluated(config)
     objects.check_resumed(given_objects(Path(run)))
     file = find_file(Path(run), CONFIG)
@@ -161,7 +161,7 @@ def resume(
 def _objects(
     model: nn.Module | None, task: Task | None, dataset: Any, eval_dataset: Any, optimizer: Any
 ) -> tuple[Objects, GivenRows]:
-    """Return the objects of the caller, and apart from them the rows in memory, which the run folder stores."""
+    """Return the objects of the caller, and separately the rows in memory, which are stored in the run folder."""
     dataset, eval_dataset = as_records(dataset), as_records(eval_dataset, "eval_dataset")
     rows = GivenRows.of(dataset, eval_dataset)
     datasets = {"train": dataset, "eval": eval_dataset} | dict.fromkeys(rows.splits)
@@ -187,7 +187,7 @@ def resume_config(run: str | Path, overrides: Mapping[str, Any] | None = None, t
     code = named_code(load_config(saved))
     check_trusted(
         find_file(folder, CONFIG).parent, code, trust
-    )  # without `overrides`: code that they name comes from the user
+    )  # code that `overrides` name needs no check: the user of this process wrote them
     config = load_config(saved, overrides)
     if (was := _folder_before(folder)) is not None and was != folder.absolute():
         config = moved(config, was, folder.absolute())
@@ -198,16 +198,16 @@ def resume_config(run: str | Path, overrides: Mapping[str, Any] | None = None, t
 
 
 def _with_own_copy(model: ModelSection, folder: Path) -> ModelSection:
-    """Return the model section with the run's copy of tokenizer and template files as `tokenizer`.
+    """Return the model section with `tokenizer` set to the run folder's copy of tokenizer and template files.
 
-    If files of the copy have changed, the original is used; without the original, raise.
+    If files of the copy have changed, the original folder is used. If that is missing, raise.
     """
     copy = find_file(folder, "processor")
     if not copy.is_dir():
         return model
     first = model.tokenizer or model.path
     if not (copy / SEAL).exists() and not run_exists(folder) and first is not None and first.exists():
-        return model  # the copy is incomplete, and no step was trained with it
+        return model  # the copy is incomplete because the run ended before its first step
     damaged = damaged_side_files(copy)
     if not damaged:
         return model.model_copy(update={"tokenizer": folder / "processor"})
@@ -231,7 +231,7 @@ def _folder_before(folder: Path) -> Path | None:
 
 
 def fingerprint(config: RunConfig) -> str:
-    """Return a short hash of the configuration, to compare two machines."""
+    """Return a short hash of the configuration, to check that all ranks have the same."""
     return _short_hash(dump_yaml(config))
 
 
@@ -265,7 +265,7 @@ def open_run(
 
     Yield the recipe as it is saved in the folder, and callbacks that the trainer needs for the folder. `rows`: rows in
     memory of a new run, which are written into the folder."""
-    folder = RunFolder(config.folder)  # only the main rank calls its methods
+    folder = RunFolder(config.folder)  # only the main rank calls the methods of `folder`
     try:
         Ranks.current().on_rank0(lambda: folder.open(overwrite=overwrite, resume=resume))
         config = located(with_model_resolved(config, setup), Path.cwd())
@@ -276,10 +276,10 @@ def open_run(
                 Ranks.current().on_rank0(lambda: rows.write(config.folder))
             if (
                 int(os.environ.get("LOCAL_RANK", 0)) == 0
-            ):  # once on every machine: any of them may resume the run without `trust`
+            ):  # trust the run on every machine, so that each can resume it without `trust`
                 remember(config.folder, named_code(config))
             yield config, [PublishRun(folder)] if world.is_main else []
-        dist.barrier()  # a rank that left earlier would look lost to watchdogs that still run
+        dist.barrier()  # a rank that exits early would look lost to the watchdogs of other ranks
     except RuntimeError as error:
         if not dist.is_peer_error(error):
             raise
@@ -305,7 +305,7 @@ def _run(
     rows: GivenRows | None = None,
 ) -> Run:
     """Build and run a trainer. `notes`: lines for the log. `rows`: see `open_run`."""
-    # Checks that need no other rank: a mistake fails before the ranks connect.
+    # Build the model on the meta device first: mistakes in the recipe fail before the ranks connect.
     setup = build_meta_model(config, dist.expected_world_size(), objects)
     check_rows(config, setup.plan)
     check_trackers(config.log)

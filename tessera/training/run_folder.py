@@ -5,7 +5,8 @@ Until the first step is applied or a checkpoint is written, nothing of an earlie
 - `config.yaml` of a resumed run is not changed.
 - `--overwrite` moves the files of the old run to `RUN/.replacing`, and renames it to `RUN/.replaced` when it is
   complete. If the new run fails before its first step, the files are moved back. After a kill the next start moves them
-  back: beside `.replacing` are files of the old run; beside `.replaced` are files of the new run, which are removed.
+  back. If `.replacing` exists, other files in RUN belong to the old run. If `.replaced` exists, other files in RUN
+  belong to the new run and are removed.
 - Only a folder with a `run.json` of Tessera is ever emptied, and never the working folder. Only files and folders with
   names of a run are moved; others stay.
 """
@@ -38,7 +39,7 @@ from tessera.training.lock import FolderLock
 
 FORMAT = "tessera-run"
 _TRASH = ".trash-"
-# Names of files and folders that a run writes. --overwrite moves these.
+# Names of files and folders that a run writes into its folder. Only these are moved by --overwrite.
 _OF_A_RUN = frozenset(
     {RUN_FILE, CONFIG, "run-id", "checkpoints", "ledger", "logs", "index", "processor", "data", "hf", "hf-ema"}
     | {f"{name}.jsonl" for name in ("metrics", "history", "quarantine", "guard", "answers", "previews")}
@@ -46,7 +47,7 @@ _OF_A_RUN = frozenset(
     | {"tensorboard", "wandb", "swanlab", "trackers.json"}
 )
 _ANSWERS = re.compile(r"answers-step-\d+\.jsonl")
-# System errors that the user has to resolve: no permission, a full disk, a wrong path.
+# Error numbers that the user has to resolve: no permission, a full disk, a wrong path.
 _UNWRITABLE = frozenset(
     {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.ENOTDIR}
     | {errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.EIO, errno.EFBIG}
@@ -60,7 +61,8 @@ log = logging.getLogger("tessera")
 def writable(folder: Path, *, starting: bool = False) -> Iterator[None]:
     """Raise a `TesseraError` in place of errors about a full disk or missing permissions in the run folder.
 
-    Errors about files elsewhere are raised unchanged. `starting`: the folder is being created; every error counts.
+    Errors about files elsewhere are raised unchanged. `starting`: the folder is being created, and every OSError
+    counts.
     """
     try:
         yield
@@ -113,7 +115,7 @@ class RunFolder:
                 self._set_aside()
 
     def begin(self, config: RunConfig, *, resume: bool = False, objects: Sequence[str] = ()) -> None:
-        """Write the configuration of a new run. That of a resumed run is written later, by `publish`.
+        """Write the configuration of a new run. For a resumed run, `publish` writes it later.
 
         `objects`: names of arguments of `train` that were objects; a resume needs them again."""
         self._objects = list(objects)
@@ -130,7 +132,7 @@ class RunFolder:
         if old.exists():
             trash = self.path / f"{_TRASH}{secrets.token_hex(4)}"
             os.rename(old, trash)
-            # In a thread, because removing large files takes long. After a kill the next start removes the rest.
+            # Remove large files in a thread, because it takes long. After a kill, the next start removes the rest.
             threading.Thread(target=remove_folder, args=(trash,), name="tessera-remove-old-run", daemon=True).start()
 
     def close(self) -> None:
@@ -147,10 +149,10 @@ class RunFolder:
         finally:
             self._lock.release()
 
-    # ------------------------------------------------------------------------------------------ setting aside
+    # ------------------------------------------------------------------------------------------ replacing an old run
 
     def _entries(self) -> list[Path]:
-        """Return the files and folders in this folder that have names of a run."""
+        """Return the files and folders in the run folder that a run may have written, by their names."""
         return [path for path in self.path.iterdir() if path.name in _OF_A_RUN or _ANSWERS.fullmatch(path.name)]
 
     def _set_aside(self) -> None:
@@ -182,7 +184,7 @@ def _is_trash(path: Path) -> bool:
 
 def check_fresh(folder: Path, overwrite: bool) -> None:
     """Raise if a run uses the folder, if it contains a run and `overwrite` is off, or if it is no run to overwrite."""
-    if expected_rank() == 0:  # other ranks may see the lock of their own main rank
+    if expected_rank() == 0:  # other ranks would see the lock of the main rank of this run
         FolderLock(folder).refuse_running()
     _check_replaceable(folder, overwrite)
 
@@ -215,7 +217,7 @@ def _check_replaceable(folder: Path, overwrite: bool) -> None:
 
 
 def _run_file(folder: Path) -> dict[str, Any] | None:
-    """Return the content of `run.json`; None without a file of Tessera."""
+    """Return the content of `run.json`; None if the file is missing, unreadable, or not written by Tessera."""
     try:
         content = read_json_mapping(find_file(folder, RUN_FILE))
     except TesseraError:
@@ -238,9 +240,10 @@ def write_config(folder: Path, config: RunConfig, objects: Sequence[str] = ()) -
 
 
 class PublishRun(Callback):
-    """Call `RunFolder.publish` after the first applied step or checkpoint, or at the end of a new run.
+    """Call `RunFolder.publish`, which saves the configuration and removes the replaced run.
 
-    At the start, log how often the run saves. Only the main rank has this callback.
+    It is called after the first applied step or checkpoint, or at the end of a new run. At the start, log how often the
+    run saves. Only the main rank has this callback.
     """
 
     def __init__(self, folder: RunFolder) -> None:

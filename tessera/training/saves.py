@@ -1,4 +1,4 @@
-"""Decide when a run saves, how long it waits for a save, and whether a resume fits the run that saved."""
+"""Decide when a run saves, how long it waits for a save, and whether a checkpoint can be resumed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tessera.core.callback import Callback
 from tessera.errors import TesseraError, nearest
 from tessera.runtime import log
 
-_WAIT_AFTER_ERROR_S = 10.0  # seconds to wait after an error for a checkpoint that other ranks write, too
+_WAIT_AFTER_ERROR_S = 10.0  # maximum wait for a save after an error: other ranks may have ended
 
 # The content of a checkpoint: step, tensors by name, other state, and the recipe.
 Saved = tuple[int, dict[str, Tensor], dict[str, Any], str]
@@ -31,8 +31,8 @@ class Saves:
         checkpoints: CheckpointManager,
         settings: CheckpointSection,
         collect: Callable[[], Saved],
-        paused: Callable[[str], AbstractContextManager[None]],  # a context for the time that training waits
-        on_save: Callable[[Path], None],  # called after a checkpoint was written
+        paused: Callable[[str], AbstractContextManager[None]],  # context manager that counts the time as paused
+        on_save: Callable[[Path], None],  # called with the path of each written checkpoint
     ) -> None:
         self.checkpoints = checkpoints
         self.settings = settings
@@ -59,7 +59,7 @@ class Saves:
     def prepare(self, has_state: bool) -> None:
         """Prepare asynchronous saves once, before the first save, so that training waits less for it.
 
-        `has_state`: whether the optimizer has applied an update, so that its state exists.
+        `has_state`: whether the optimizer's state exists, which its first update creates.
         """
         if has_state and self.settings.asynchronous and not self._prepared:
             _, tensors, _, _ = self._collect()
@@ -133,7 +133,7 @@ def check_resumed(step: int, before: Mapping[str, Any], now: Mapping[str, Any]) 
         )
     old, new = dict(before["schedule"]), dict(now["schedule"])
     if old.get("kind") == new["kind"] == "constant":
-        new.pop("steps")  # the length of the run does not change a constant rate
+        new.pop("steps")  # a constant learning rate does not depend on the number of steps
     changed = [f"{key} {old[key]} -> {new[key]}" for key in new if key in old and old[key] != new[key]]
     if changed:
         log.logger().warning(
@@ -171,7 +171,7 @@ def check_callback_names(callbacks: Sequence[Callback]) -> None:
 
 
 def restore_callbacks(callbacks: Sequence[Callback], states: Mapping[str, dict[str, Any]]) -> list[str]:
-    """Restore the states of callbacks by name; return a sentence for each state without a callback."""
+    """Restore the states of callbacks by name; return a warning for each saved state without a callback."""
     for callback in callbacks:
         callback.load_state_dict(states.get(callback.name, {}))
     here = {callback.name for callback in callbacks}

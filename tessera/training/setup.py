@@ -41,14 +41,14 @@ from tessera.weights.layouts import detect_layout
 
 @dataclass(frozen=True)
 class Objects:
-    """Hold the parts of a run that were given to `tessera.train` as objects. None: the recipe names the part."""
+    """Hold the parts of a run that the caller of `tessera.train` passed as objects. None: the recipe names the part."""
 
     model: nn.Module | None = None
     task: Task | None = None
     dataset: Any = None  # a torch Dataset or DataLoader, a RowSource, a StepSource, or a sequence or iterable
     eval_dataset: Any = None
     optimizer: Callable[[list[dict[str, Any]]], Optimizer] | None = (
-        None  # makes an optimizer from parameter groups, such as an optimizer class
+        None  # function from parameter groups to an optimizer, such as an optimizer class
     )
 
     def __post_init__(self) -> None:
@@ -70,7 +70,7 @@ class Objects:
                 )
 
     def settings(self) -> dict[str, Any]:
-        """Return the recipe keys that follow from the objects."""
+        """Return the recipe keys, with values, that must be set because parts are objects."""
         settings: dict[str, Any] = {}
         if self.model is not None:
             settings["model.family"] = "module"
@@ -106,7 +106,7 @@ class FrozenSetup:
 
     component: Component
     module: nn.Module
-    plan: Plan | None  # layout of a frozen model that is sharded like the trained one; None: not sharded
+    plan: Plan | None  # how a sharded frozen model is split over ranks; None: not sharded
 
 
 @dataclass(frozen=True)
@@ -117,14 +117,14 @@ class ModelSetup:
     config: Any
     module: nn.Module
     plan: DescribedPlan
-    lora: LoraSection | None = None  # the section with explicit targets
+    lora: LoraSection | None = None  # `model.lora` with explicit target modules
     adapters: Adapters = field(default_factory=dict)
     task: Task = field(default_factory=LanguageTask)
     frozen: Mapping[str, FrozenSetup] = field(default_factory=dict)  # frozen models of the task, by name
 
     @cached_property
     def training(self) -> Training:
-        """Return how often a step computes each matrix product. First read before the model is sharded."""
+        """Return how often a step computes each matrix product. It must be read first before the model is sharded."""
         trained = [shard.name for shard in self.plan.param_shards if shard.trained]
         return training_of(self.module, self.spec.main.plan(self.config), trained)
 
@@ -132,7 +132,7 @@ class ModelSetup:
 def build_meta_model(config: RunConfig, world_size: int, objects: Objects = NONE) -> ModelSetup:
     """Build the model on the meta device and plan its layout. Needs no process group and no accelerator.
 
-    `objects`: parts that were given to `tessera.train` as objects.
+    `objects`: parts that the caller of `tessera.train` passed as objects.
     """
     spec, model_config, task = _model_and_task(config, objects)
     module = build_on_meta(spec, model_config)
@@ -159,7 +159,7 @@ def build_meta_model(config: RunConfig, world_size: int, objects: Objects = NONE
     plan = replace(
         plan,
         parameters=plan.parameters
-        + sum(size for name, size in sizes.items() if name not in names),  # weights that quantization removed
+        + sum(size for name, size in sizes.items() if name not in names),  # parameters that quantized buffers replaced
         memory=replace(
             plan.memory,
             frozen={name: _frozen_bytes(part, plan) for name, part in frozen.items()},
@@ -200,11 +200,11 @@ def _model_and_task(config: RunConfig, objects: Objects) -> tuple[ModelSpec, Any
 
 
 def _check_removed_methods(task: Task) -> None:
-    """Raise for a task with a method of an earlier version, which is no longer called."""
+    """Raise if a task defines a method of an earlier version of `Task`, which is no longer called."""
     for name in ("frozen_components", "frozen_parts"):
         if hasattr(task, name):
             raise TesseraError(
-                f"{type(task).__name__}.{name} is not called: Task.components replaced it",
+                f"{type(task).__name__}.{name} is a method of an earlier version: Task.components replaced it",
                 where="train.task",
                 fix="return the frozen models from components(config, spec)",
                 code="task.removed-method",
@@ -246,7 +246,9 @@ def _add_adapters(
 def _encoded_ahead(
     config: RunConfig, spec: ModelSpec, model_config: Any, task: Task, plan: Plan
 ) -> tuple[int, int] | None:
-    """Return how many steps are encoded together, and the bytes of their encoded rows on a rank at full length."""
+    """Return how many steps frozen encoders encode together, and the bytes of these encoded rows on a rank.
+
+    Rows are assumed to have their full length. None: every step is encoded by itself."""
     if task.encode_steps == 1 or spec.example is None:
         return None
     with torch.device("meta"):
@@ -269,7 +271,7 @@ def check_rows(config: RunConfig, plan: Plan) -> None:
 
 
 def precision_guess(config: RunConfig) -> str:
-    """Return a note for a plan made on a CPU if the precision would differ on an accelerator; else empty."""
+    """Return a note for a plan that is made on a CPU if an accelerator would use another precision; else empty."""
     precision = config.precision
     there = precision.resolved(accelerator=True).compute
     if config.train.device != "auto" or devices.is_accelerator("auto") or there == resolve_precision(config).compute:
@@ -342,7 +344,7 @@ def with_model_resolved(config: RunConfig, setup: ModelSetup) -> RunConfig:
 
 
 def check_reads(task: Task, spec: ModelSpec, where: str, fix: str | None = None) -> None:
-    """Raise unless the model family gives every output that the task reads. A family that declares no outputs is not
+    """Raise unless the model family declares every output that the task reads. A family that declares no outputs is not
     checked."""
     for name in task.reads:
         if spec.outputs is not None and not spec.gives(name):

@@ -49,6 +49,6 @@ class StopOnSignal(Callback):
 
 
 def _write_line(text: str) -> None:
-    """Write a line to stderr past Python's buffers, which the interrupted code may be writing to."""
+    """Write a line to stderr without Python's buffers, which the interrupted code may be using."""
     clear = "\r\x1b[K" if is_terminal(sys.stderr) else ""
     os.write(2, f"{clear}{text}\n".encode())

@@ -1,4 +1,4 @@
-"""Read the steps of a data set for the trainer, and wait for the data of a step until a stop is requested."""
+"""Read the micro-batches of each step, and end the wait for data when a stop is requested."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tessera.core.step_source import StepSource
 from tessera.data.loader.loader import Loader
 from tessera.errors import TesseraError
 
-_READ_AGAIN = "left out of a probe"  # reason in batches that the guard reads again without some samples
+_READ_AGAIN = "left out of a probe"  # reason that marks samples which the guard leaves out when it reads a step again
 
 
 class LoaderSteps(StepSource):
-    """Read the rows of a data set through a loader. The trainer saves the position as a row number."""
+    """Read the rows of a data set through a loader. Checkpoints store the position as a row index."""
 
     def __init__(self, rows: RowSource, open_loader: Callable[[RowSource, int], Loader]) -> None:
-        """Take the rows of this rank. `open_loader`: returns a loader that begins at a row number."""
+        """Take the rows of this rank. `open_loader`: returns a loader that begins at a row index."""
         self._rows, self._open_loader = rows, open_loader
         self._left_out: dict[str, str] = {}
         self._loader: Loader | None = None
@@ -57,7 +57,7 @@ class LoaderSteps(StepSource):
 
 
 class WaitEnded(BaseException):
-    """End the wait for data after a stop request. It is no `Exception`: readers would count one as a bad sample."""
+    """End the wait for data after a stop request. It is no `Exception`: readers would report it as a bad sample."""
 
 
 class DataWait:
@@ -72,7 +72,7 @@ class DataWait:
         self._thread: int | None = None  # id of the thread that waits
 
     def next_step(self, source: StepSource, is_stopping: Callable[[], bool]) -> Sequence[Batch] | None:
-        """Return the micro-batches of the next step; None if a stop was requested before they came."""
+        """Return the micro-batches of the next step; None if a stop was requested before they were ready."""
         started = time.perf_counter()
         try:
             self._thread = threading.get_ident()
@@ -89,14 +89,14 @@ class DataWait:
         return microbatches
 
     def end(self) -> None:
-        """Raise `WaitEnded` if this thread waits. Signal handlers, which run in that thread, call this."""
+        """Raise `WaitEnded` if this thread waits for data. Signal handlers, which run in that thread, call this."""
         if self._thread == threading.get_ident():
             self._thread = None
             raise WaitEnded
 
 
 def unequal_steps(source: StepSource, here: int) -> TesseraError:
-    """Return the error of ranks whose step sources returned different numbers of micro-batches."""
+    """Return the error to raise if the step sources of ranks returned different numbers of micro-batches."""
     return TesseraError(
         f"next_step of {type(source).__name__} returned {here} micro-batches here, and another number on other ranks",
         where="the step source",

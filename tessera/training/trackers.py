@@ -1,7 +1,7 @@
 """Write the metrics of a run to experiment trackers: TensorBoard, Weights & Biases, SwanLab.
 
-Trackers get the rows of `metrics.jsonl`, so that a tracker and the file never disagree. The packages send rows from
-threads of their own. A tracker that fails is reported once and left out; the run goes on.
+Trackers get the rows of `metrics.jsonl`, so that a tracker and the file never disagree. The tracker packages send rows
+from their own threads. A tracker that fails is reported once and no longer used; the run goes on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tessera.core.callback import Callback, StepResult, TrainerHandle
 from tessera.errors import TesseraError, first_line
 from tessera.runtime.files import parse_row, read_json_mapping, replace_file
 
-IDS = "trackers.json"  # file in the run folder with the ids of the run in trackers, by name of the tracker
+IDS = "trackers.json"  # file in the run folder with the id of the run in each tracker, by name of the tracker
 _ID = re.compile(r"[\w-]{1,64}")
 log = logging.getLogger("tessera")
 
@@ -61,7 +61,7 @@ class TensorBoardTracker(Tracker):
         from torch.utils.tensorboard import SummaryWriter
 
         folder = run.folder / "tensorboard"
-        # Hide events of later steps, which will be trained again.
+        # `purge_step` hides events of later steps, which will be trained again.
         self._writer = SummaryWriter(str(folder), purge_step=run.step + 1 if run.id and run.step else None)
         return "tensorboard", f"tensorboard --logdir {folder}"
 
@@ -75,8 +75,8 @@ class TensorBoardTracker(Tracker):
 
 
 class WandbTracker(Tracker):
-    """Write to Weights & Biases. Its own step counter cannot go back, and a resumed run repeats steps. So `step` is a
-    metric, and the x axis of all others."""
+    """Write to Weights & Biases. Its step counter cannot go back, but a resumed run repeats steps. So `step` is logged
+    as a metric, and is the x axis of all other metrics."""
 
     def start(self, run: TrackedRun) -> tuple[str, str]:
         import wandb
@@ -160,7 +160,7 @@ class Trackers(Callback):
         self._sections, self._make = section.tracker_sections, make
         self._trackers: dict[str, Tracker] = {}  # trackers that have not failed, by name
         self._path = Path()
-        self._position = 0  # bytes of `metrics.jsonl` that were copied
+        self._position = 0  # number of bytes of `metrics.jsonl` that were sent
 
     def on_start(self, trainer: TrainerHandle) -> None:
         if not trainer.world.is_main:
@@ -180,7 +180,7 @@ class Trackers(Callback):
         if run.id is None:
             ids = {**read_ids(run.folder), name: id}
             replace_file(run.folder / IDS, (json.dumps(ids, indent=1) + "\n").encode())
-            _write_all(tracker, self._rows(0, self._position))  # rows from before the tracker was added
+            _write_all(tracker, self._rows(0, self._position))  # send rows from before the tracker was added
 
     def on_step_end(self, trainer: TrainerHandle, result: StepResult) -> None:
         self._copy()
@@ -221,7 +221,7 @@ class Trackers(Callback):
             self._call(name, lambda tracker: _write_all(tracker, rows))
 
     def _rows(self, start: int, end: int) -> list[tuple[int, dict[str, float]]]:
-        """Return (step, numbers) of the rows between two byte positions of the file."""
+        """Return (step, metrics) of the rows between two byte positions of `metrics.jsonl`."""
         if start >= end:
             return []
         with self._path.open("rb") as file:

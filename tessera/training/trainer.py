@@ -1,4 +1,4 @@
-"""Run the steps of a training in order. The trainer knows no modality, no parallel axis and no file format."""
+"""Run the training loop. The trainer does not depend on modality, parallel layout or file format."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class Trainer:
         initial_weights: Callable[[], None],  # fills the module of a new run
         task: Task,
         optimizer: torch.optim.Optimizer,
-        clip_gradients: Callable[[], torch.Tensor],  # clips the next update; returns the gradient norm
+        clip_gradients: Callable[[], torch.Tensor],  # clips the gradients of the next update; returns their norm
         steps: StepSource,
         checkpoints: CheckpointManager,
         callbacks: Sequence[Callback] = (),
-        optimizer_step: OptimizerStep | None = None,  # applies or drops updates; also a callback
+        optimizer_step: OptimizerStep | None = None,  # applies or drops updates (the guard); also a callback
         eval_weights: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
-        eval_batches: Callable[[], Iterable[tuple[Batch, bool]]] | None = None,  # (batch, whether it counts)
+        eval_batches: Callable[[], Iterable[tuple[Batch, bool]]] | None = None,  # (batch, whether its loss counts)
         memory: MemoryAdvice | None = None,
         data_identity: str = "",  # fingerprint of the data and its order; empty: unknown
     ) -> None:
@@ -67,7 +67,7 @@ class Trainer:
         self.optimizer_step = optimizer_step or OptimizerStep()
         self.callbacks = [self.optimizer_step, *callbacks]
         check_callback_names(self.callbacks)
-        self.eval_weights = eval_weights  # a context with the weights to evaluate, such as averaged ones
+        self.eval_weights = eval_weights  # context manager that switches to averaged weights, for evaluation
         self.data_identity = data_identity
         self.step = 0
         self.paused_seconds = 0.0  # seconds spent on evaluation and saving
@@ -76,7 +76,7 @@ class Trainer:
         self._save_requested = False
         self.phase_listeners: list[
             Callable[[str], None]
-        ] = []  # functions that are called with the name of each new phase
+        ] = []  # functions that are called with the name of each phase when it begins
         self.phase = "starting"
         self._initial_weights = initial_weights
         self._wait = DataWait()
@@ -151,7 +151,7 @@ class Trainer:
         return self.length.due(every, self.step, self.rows_drawn)
 
     def train_step(self, microbatches: Sequence[Batch]) -> StepResult | None:
-        """Run one optimizer step on this rank's micro-batches; return None if the guard went back to an earlier one."""
+        """Run one optimizer step on this rank's micro-batches; return None if the guard went back."""
         rng.seed_process(self.config.train.seed, "step", self.step, self.world.rank)
         self._call("on_step_begin")
         self.phase = "running the model"
@@ -165,7 +165,7 @@ class Trainer:
         loss = out.loss()
         scalars = {"loss": loss, "grad_norm": grad_norm, **out.metrics()}
         if self.engine.loss_scale is not None:
-            scalars["loss_scale"] = self.engine.loss_scale.state[0]  # the scale for the next step
+            scalars["loss_scale"] = self.engine.loss_scale.state[0]  # the loss scale of the next step
         numbers = AsyncScalars.of(scalars, out.counted())
         with self._memory.explained(self, microbatches):
             outcome = self.optimizer_step.update(self, loss, grad_norm, microbatches)
@@ -174,7 +174,7 @@ class Trainer:
             return None
         self.step, self._source_state = self.step + 1, None
         self.phase = "reporting"
-        # Callbacks keep results for several steps, so they must not reference tensors.
+        # Callbacks store results of several steps, so results must not reference tensors.
         described = [replace(batch, tensors={}, segments={}) for batch in microbatches]
         result = StepResult(self.step, numbers, lr, described, outcome == "applied", self.epoch)
         self._call("on_step_end", result)
@@ -262,14 +262,14 @@ class Trainer:
         """Return the number of passes over the data so far; None if the length of the data is unknown."""
         return self.length.epoch(self.rows_drawn)
 
-    # Row count and step at the last start or resume: a resume may change the rows per step.
+    # Number of drawn rows, and step, at the last start or resume: a resume may change the rows per step.
     _first_row = _first_step = 0
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return training_tensors(self.module, self.optimizer)
 
     def side_tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of callbacks, such as averaged weights."""
+        """Return the tensors that callbacks save in checkpoints, such as averaged weights."""
         return {name: tensor for callback in self.callbacks for name, tensor in callback.state_tensors(self).items()}
 
     def state_dict(self) -> dict[str, Any]:
@@ -296,14 +296,14 @@ class Trainer:
         return self.step, tensors, self.state_dict(), kept_text(self.config)
 
     def begin(self) -> None:
-        """Fill the initial weights."""
+        """Fill the model of a new run with its initial weights."""
         self._initial_weights()
         self.engine.settle(self.optimizer)
 
     def resume(self, before: int | None = None) -> bool:
         """Continue from the newest good checkpoint of this run; return False when there is none.
 
-        `before`: only checkpoints of fewer steps.
+        `before`: load only checkpoints of earlier steps than this.
         """
         self._saves.finish()
         loaded = self.checkpoints.resume(self.tensors(), may_lack=self.side_tensors(), before=before)
@@ -326,7 +326,7 @@ class Trainer:
             log.logger().warning("%s", lost)
 
     def go_to_row(self, row: int) -> None:
-        """Continue the data at this row. For callers that changed the rows of the data set."""
+        """Continue the data at a row index. Callers that changed the rows of the data set use this."""
         self._first_row, self._first_step = row, self.step
 
     def continue_from_here(self) -> None:

@@ -22,7 +22,7 @@ from tessera.weights.rows import TensorRows
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """Describe a tensor that will be written."""
+    """Hold the dtype and shape of a tensor that will be written."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class FilePlan:
 
 @dataclass(frozen=True)
 class Place:
-    """Locate a slice of a tensor in a file that will be written."""
+    """Hold the file and byte position at which a slice of a tensor will be written."""
 
     file: str
     """Path below the folder."""
@@ -64,7 +64,7 @@ def _whole(name: str, tensor: TensorRows) -> Sequence[TensorRows]:
 
 @dataclass(frozen=True)
 class FolderPlan:
-    """Describe the files of a folder, and the places of each tensor's slices."""
+    """Describe the files of a folder, and the positions of each tensor's slices in them."""
 
     files: Mapping[str, FilePlan]
     places: Mapping[str, Sequence[Place]]
@@ -89,7 +89,7 @@ def map_elements(path: Path, offset: int, count: int, dtype: torch.dtype, *, all
             raise TesseraError(
                 "the file has become shorter since it was opened", where=str(path), code="weights.source-changed"
             )
-        # A private copy-on-write map: torch.frombuffer warns about read-only memory.
+        # ACCESS_COPY: a private copy-on-write map, since torch.frombuffer warns about read-only memory.
         mapped = mmap.mmap(opened.fileno(), before + length, offset=offset - before, access=mmap.ACCESS_COPY)
     if all_soon:
         mapped.madvise(mmap.MADV_WILLNEED)

@@ -19,7 +19,7 @@ from tessera.runtime.files import PICKLE_SUFFIXES, check_inside, read_json, read
 CONFIG_FILE = "config.json"
 CLASS_NAME = "_class_name"  # key in config.json of diffusers components
 ROOT = ""  # component name of a transformers folder
-_MOST_LISTED = 20  # most folders that an error message lists
+_MOST_LISTED = 20  # an error message lists the folders beside a missing one if they are at most this many
 _INDEX = ".safetensors.index.json"
 _MAX_CONFIG_BYTES = 4 << 20
 _MAX_INDEX_BYTES = 256 << 20
@@ -38,11 +38,11 @@ def nearest_folder(path: Path) -> str | None:
 
 
 def no_such_folder(path: Path, where: str | None = None) -> TesseraError:
-    """Return the error about a missing folder, with similar folders and, if they are few, its siblings."""
+    """Return the error about a missing folder. It lists the most similar folder, and the other folders beside it."""
     near, beside = nearest_folder(path), _folders_in(path.parent)
-    # List the siblings of a missing sub-folder; a single word may be a hub's model instead.
+    # List them only for a path with a parent: a single word may be the name of a model on a hub.
     listed = beside if path.parent.name and len(beside) <= _MOST_LISTED else []
-    named = "name a folder on this machine" + ("" if path.is_absolute() else ", or a model on a hub: hf://org/name")
+    named = "use a folder on this machine" + ("" if path.is_absolute() else ", or a model on a hub: hf://org/name")
     return TesseraError(
         f"no such folder: {path}",
         where=where,
@@ -83,7 +83,7 @@ class FolderLayout:
             raise TesseraError(
                 f"this transformers folder has no component {component!r}",
                 where=str(self.folder),
-                fix="name a diffusers folder (model_index.json), or leave the component out",
+                fix="use a diffusers folder (with model_index.json), or leave the component out",
                 code="model.unknown-component",
             )
         return self.folder
@@ -103,7 +103,7 @@ class FolderLayout:
             raise TesseraError(
                 f"no {CONFIG_FILE} in {folder}",
                 where="model.path",
-                fix=f"name the folder that contains {CONFIG_FILE} and the weights",
+                fix=f"set model.path to the folder that contains {CONFIG_FILE} and the weights",
                 code="model.no-config",
             )
         return read_json_mapping(folder / CONFIG_FILE, _MAX_CONFIG_BYTES)
@@ -133,12 +133,12 @@ class FolderLayout:
             "the folder contains no safetensors file",
             where=str(folder),
             allowed=[index, single, "*.safetensors"],
-            fix="name the model's folder",
+            fix="use the folder that contains the model's weights",
             code="weights.no-safetensors",
         )
 
     def indexed_tensors(self, component: str = ROOT) -> list[str]:
-        """Return the tensor names in the index of a component; an empty list without an index."""
+        """Return the tensor names in the index of a component; an empty list if it has no index file."""
         index = self.component_folder(component) / self.index_file(component)
         return list(_weight_map(index)) if index.is_file() else []
 
@@ -156,7 +156,7 @@ def new_weight_files(config: Mapping[str, Any], count: int) -> tuple[list[str], 
 
 
 class DiffusersFolder(FolderLayout):
-    """Describe a diffusers folder. The component `ROOT` is the transformer."""
+    """Describe a diffusers folder. The component name `ROOT` means the transformer."""
 
     marker = "model_index.json"
     STEM = "diffusion_pytorch_model"
@@ -177,7 +177,7 @@ class DiffusersFolder(FolderLayout):
         return "model" if self._library(component) == "transformers" else self.STEM
 
     def _classes(self) -> dict[str, Sequence[Any]]:
-        """Return library and class of each component. Other values of model_index.json are settings."""
+        """Return (library, class) of each component in model_index.json. Entries that are not lists are settings."""
         classes: dict[str, Sequence[Any]] = {}
         for name, value in self.index.items():
             if isinstance(value, list) and len(value) == 2 and all(isinstance(word, str) for word in value):
@@ -199,7 +199,7 @@ class DiffusersFolder(FolderLayout):
                 where=str(self.folder / self.marker),
                 allowed=list(classes),
                 nearest=nearest(component, classes),
-                fix="name the sub-folder of a component",
+                fix="use the name of a component's sub-folder",
                 code="model.unknown-component",
             )
         return str(classes[component][0])
@@ -221,7 +221,7 @@ def pipeline_folder(place: Path) -> Path | None:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Read an index of weights: file names by tensor."""
+    """Read an index file of weights and return tensor name -> file name."""
     try:
         return {name: os.fspath(file) for name, file in read_json(index, _MAX_INDEX_BYTES)["weight_map"].items()}
     except (TesseraError, KeyError, TypeError, AttributeError) as error:

@@ -40,7 +40,7 @@ class Rule:
         return (self.foreign,) if isinstance(self.foreign, str) else self.foreign
 
     def as_stored(self, shapes: Mapping[str, tuple[int, ...]]) -> Rule:
-        """Return the rule that writes stacked experts transposed as in a folder with these shapes."""
+        """Return the rule that writes stacked experts in the orientation of a folder with these tensor shapes."""
         op = self.op.op if isinstance(self.op, TensorChunk) else self.op
         if not isinstance(op, TransposeIfNeeded):
             return self
@@ -66,19 +66,19 @@ def fused_rules(native: str, names: Sequence[str], foreign: str, rows: Sequence[
 @dataclass(frozen=True)
 class WeightMap:
     rules: tuple[Rule, ...]
-    # (old prefix, new prefix): other spellings of foreign names, which are accepted for reading
+    # (old prefix, new prefix): older spellings of foreign names, which are accepted when a folder is read
     renames: tuple[tuple[str, str], ...] = ()
     skip: tuple[str, ...] = ()  # foreign name templates without a native weight (buffers, caches)
     # (foreign name, native name): a foreign tensor that must equal the native one, such as a tied head stored twice
     copies: tuple[tuple[str, str], ...] = ()
-    same_names: bool = False  # names without a rule are the same on both sides
+    same_names: bool = False  # whether names without a rule are the same in the model and in folders
     idle: tuple[str, ...] = ()  # native layers that the forward pass does not use: their adapters have no effect
-    mark: str = ""  # a foreign name that identifies this format
+    mark: str = ""  # a tensor name that only folders of this format have
     # Weight maps of the family's other folder formats, by format name.
     others: Mapping[str, WeightMap] = field(default_factory=dict)
 
     def for_names(self, foreign: Collection[str]) -> WeightMap:
-        """Return the weight map of the format of a folder with these tensor names."""
+        """Return this map or one of `others`: the one whose format has these tensor names in its folders."""
         return next((other for other in self.others.values() if other.mark in foreign), self)
 
     def as_stored(self, shapes: Mapping[str, Sequence[int]]) -> WeightMap:

@@ -1,4 +1,4 @@
-"""Operations of weight maps: make a native tensor from foreign tensors, and the reverse."""
+"""Operations of weight maps: make a native tensor (of Tessera) from foreign tensors (of a folder), and the reverse."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Shapes = Sequence[tuple[int, ...]]
 
 
 class Operation(Protocol):
-    """Make a native tensor from foreign tensors, and the reverse. See `ByBox` for parts of tensors."""
+    """Make a native tensor from foreign tensors, and the reverse. Operations on parts of tensors are `ByBox`, too."""
 
     def to_native(self, foreign: Sequence[Tensor]) -> Tensor: ...
 
@@ -43,7 +43,7 @@ class ByBox(Protocol):
 
 
 def shape_of(op: Operation, foreign: Shapes) -> tuple[int, ...]:
-    """Return the native shape for foreign shapes."""
+    """Return the shape of the native tensor that is made from foreign tensors of these shapes."""
     return tuple(op.to_native([torch.empty(shape, device="meta") for shape in foreign]).shape)
 
 
@@ -79,7 +79,7 @@ class Reshape:
 
 
 class RowOrder(ABC):
-    """Base class of operations that only reorder rows. Applied to row numbers, they show the source of each row."""
+    """Base class of operations that only reorder rows. Applied to row indices, they give the source of each row."""
 
     @abstractmethod
     def to_native(self, foreign: Sequence[Tensor]) -> Tensor: ...
@@ -110,7 +110,7 @@ class RowOrder(ABC):
 
 @dataclass(frozen=True)
 class GroupByHead(RowOrder):
-    """Group the output rows of a fused projection by head; foreign rows are grouped by kind.
+    """Group the output rows of a fused projection by head. In the foreign tensor they are grouped by kind.
 
     `kinds`: 3 for queries, keys and values. `separate`: each kind is a separate foreign tensor."""
 
@@ -144,7 +144,7 @@ class SwappedHalves(RowOrder):
 
 @dataclass(frozen=True)
 class ColumnsByHead:
-    """Group the input columns of a layer by head; foreign columns are grouped by kind.
+    """Group the input columns of a layer by head. In the foreign tensor they are grouped by kind.
 
     `sizes`: number of columns of each kind."""
 
@@ -292,7 +292,7 @@ class StoredTwice:
 
 @dataclass(frozen=True)
 class TensorChunk:
-    """Take chunk `number` of `of` equal chunks of a foreign tensor along `dim`, after `op`.
+    """Take chunk `number` of `of` equal chunks of a foreign tensor along `dim`, after applying `op` to it.
 
     The other chunks belong to other native tensors. `WeightMap.to_foreign` joins all chunks of a group."""
 
@@ -395,7 +395,10 @@ def foreign_rows(op: Operation, native: TensorRows) -> list[TensorRows]:
 
 
 def can_read_boxes(op: Operation) -> bool:
-    """Return whether an operation can read boxes. A chunk can if its inner operation can."""
+    """Return whether an operation can make a part of the native tensor from parts of foreign tensors (`ByBox`).
+
+    A `TensorChunk` can if its inner operation can.
+    """
     return can_read_boxes(op.op) if isinstance(op, TensorChunk) else isinstance(op, ByBox)
 
 

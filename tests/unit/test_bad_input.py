@@ -116,7 +116,7 @@ def test_mistakes_in_a_recipe(run: Any, recipe: Path, override: str, words: str)
         (
             4,
             ["parallel.pp=4", "parallel.schedule=1f1b", "train.global_batch=2"],
-            "2 micro-batches in a step do not serve schedule 1f1b",
+            "and a step has 2 micro-batches",
         ),
         (2, ["parallel.cp=2", "parallel.encoders={audio: {tp: 1}}"], "no encoder 'audio'"),
         (2, ["parallel.ep=2"], "the model has none"),

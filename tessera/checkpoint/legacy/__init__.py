@@ -1,1 +1,1 @@
-"""Files of other tools that are pickles: read without executing anything, written for those who must hand them on."""
+"""Read pickle files of other tools without executing anything, and write them for users of these tools."""

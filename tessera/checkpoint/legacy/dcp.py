@@ -58,7 +58,7 @@ class DcpTensor(TensorInParts[_Part]):
         return self.stored_part(part).read
 
     def stored_part(self, part: _Part) -> StoredTensor:
-        """Return a part by its file; raise if dtype or shape differ from the metadata."""
+        """Return the tensor that the file of a part contains; raise if dtype or shape differ from the metadata."""
         with open_regular(part.file) as opened:
             stored = read_torch_archive(opened, part.file, part.start, part.length)
         if not isinstance(stored, StoredTensor) or (stored.dtype, stored.shape) != (self.dtype, part.sizes):
@@ -90,7 +90,7 @@ def _allowed(name: Name) -> bool:
 
 
 def _tensors(folder: Path, metadata: Described) -> dict[str, DcpTensor]:
-    # Offsets are strings here: tuples of numbers with equal hashes could make the dictionary very slow.
+    # Keys have offsets as strings: a malicious file could choose tuples of numbers with equal hashes, which are slow.
     stored: dict[tuple[str, str], tuple[Path, int, int]] = {}
     files: dict[str, Path] = {}
     for index, info in metadata.state["storage_data"].items():

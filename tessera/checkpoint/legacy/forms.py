@@ -1,6 +1,6 @@
 """Load weights from folders of torch.distributed.checkpoint (DCP), and from formats that other packages add.
 
-A training job with FSDP2 stores its model in a DCP folder with name prefixes, such as `model.`. It may flatten stacked
+Other trainers with FSDP2 save a model in a DCP folder with name prefixes, such as `model.`. They may flatten stacked
 experts to two dimensions, or merge the matrices of all experts of a layer into one transposed tensor. `JobFolder`
 derives all of this from the names and shapes that the model needs.
 """
@@ -62,7 +62,7 @@ class DcpFolder(StoredForm):
 
 @dataclass(frozen=True)
 class JobTensor:
-    """Locate a tensor of the model in the DCP folder of a job, which may flatten or merge experts."""
+    """Locate a tensor of the model in the DCP folder of another trainer, which may flatten or merge experts."""
 
     stored: str
     plan: PlannedTensor
@@ -86,7 +86,7 @@ class JobTensor:
 def job_tensors(
     stored: Mapping[str, PlannedTensor], weight_map: WeightMap, shapes: Mapping[str, Shape]
 ) -> dict[str, JobTensor]:
-    """Return the tensors of a job's folder by their Hugging Face names. `shapes`: of all native tensors."""
+    """Return the tensors of such a folder by their Hugging Face names. `shapes`: those of all tensors of the model."""
     prefix = _prefix(stored, weight_map, shapes)
     inside = {name.removeprefix(prefix): name for name in stored if name.startswith(prefix)}
     table = weight_map.for_names(inside)
@@ -116,7 +116,7 @@ def _needed(weight_map: WeightMap, shapes: Mapping[str, Shape]) -> dict[str, Sha
 
 
 def _prefix(stored: Mapping[str, PlannedTensor], weight_map: WeightMap, shapes: Mapping[str, Shape]) -> str:
-    """Return the prefix that most tensors of the model have. Other tensors, such as an optimizer's, are ignored."""
+    """Return the name prefix that most of the model's tensors have in the folder. Optimizer tensors do not count."""
     tables = [weight_map, *weight_map.others.values()]
     matches = [match for table in tables for native in shapes if (match := table.rule_for(native))]
     names = {name for _, foreign in matches for name in foreign}
@@ -153,7 +153,7 @@ def _merged(
 
 
 class JobFolder(StoredForm):
-    """Read the DCP folder of an FSDP2 job by Hugging Face names."""
+    """Read the DCP folder of another trainer with FSDP2, by Hugging Face names."""
 
     def __init__(self, folder: Path, weight_map: WeightMap, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._folder = DcpFolder(folder)
@@ -176,10 +176,10 @@ def check_dcp(folder: Path, other: Sequence[str] = ()) -> None:
         raise no_such_folder(folder, "model.weights" if other else None)
     if not (folder / METADATA).is_file():
         raise TesseraError(
-            f"the folder is no torch DCP folder: it has no {METADATA}",
+            f"the folder is not a torch DCP folder: it has no {METADATA}",
             where=str(folder),
             allowed=[*other] or None,
-            fix="name a Hugging Face folder, a run or a checkpoint in model.path, without model.weights"
+            fix="set model.path to a Hugging Face folder, a run or a checkpoint, and leave out model.weights"
             if other
             else None,
             code="checkpoint.not-dcp-folder",
@@ -189,9 +189,9 @@ def check_dcp(folder: Path, other: Sequence[str] = ()) -> None:
 def open_form(
     folder: Path, family: str, config: Section, weight_map: WeightMap, shapes: Mapping[str, tuple[int, ...]]
 ) -> StoredForm:
-    """Open the weights of a configured model: a torch DCP folder, or a form that another package adds.
+    """Open the weights of a configured model: a torch DCP folder, or a format that another package adds.
 
-    `shapes`: of all native tensors.
+    `shapes`: shapes of all tensors of the model.
     """
     folder = weights_folder(folder)
     name = detect_form(folder)
@@ -219,7 +219,7 @@ def fill_from_form(
 ) -> None:
     """Fill a model's tensors (plain or sharded) in place from a DCP folder or an added format.
 
-    `shapes`: of all native tensors; `tensors` may be some of them. Every rank raises the error of any rank.
+    `shapes`: shapes of all tensors of the model; `tensors` may be some of them. If any rank fails, all ranks raise.
     """
 
     def work() -> None:

@@ -18,8 +18,8 @@ from tessera.errors import TesseraError
 LARGEST_PICKLE = 256 << 20
 MOST_OPCODES = 20_000_000
 MOST_CHOSEN_KEYS = 1000
-_SMALL = 1 << 20  # optimizers use parameter indices below this number as keys
-_LONGEST_KEY = 64  # most elements of a tuple, and most bits of a number, as a key
+_SMALL = 1 << 20  # integer keys below this number are not limited: optimizers use parameter indices as keys
+_LONGEST_KEY = 64  # maximum number of elements of a tuple, or of bits of a number, as a dictionary key
 _MARK = object()
 _PUSHED = frozenset(
     (
@@ -35,7 +35,7 @@ _FIXED_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 @dataclass(frozen=True)
 class Name:
-    """Name a class or function. It is never imported."""
+    """Hold the module and name of a class or function, which is never imported."""
 
     module: str
     name: str
@@ -65,7 +65,7 @@ class PersistentId:
 
 
 def describe(data: bytes, allowed: Callable[[Name], bool], where: str) -> Any:
-    """Decode a pickle. `allowed` returns whether the pickle may refer to a name."""
+    """Decode a pickle. `allowed` returns whether the pickle may refer to a class or function."""
     if len(data) > LARGEST_PICKLE:
         raise TesseraError(
             f"the pickle has {len(data):,} bytes; the limit is {LARGEST_PICKLE:,}",

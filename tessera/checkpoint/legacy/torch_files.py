@@ -48,7 +48,7 @@ _PARAMETER = Name(*SAVED_PARAMETER)
 ORDERED = Name("collections", "OrderedDict")
 _SIZE = Name("torch", "Size")
 _ENCODE = Name("_codecs", "encode")
-# Prefixes of classes that training jobs store beside the weights. Their objects are never created.
+# Prefixes of class names that training scripts pickle beside the weights. Their objects are never created.
 _BESIDE = (
     *("argparse.Namespace", "types.SimpleNamespace", "pathlib.PosixPath", "builtins.set", "__builtin__.set"),
     *("numpy.", "torch.", "collections."),
@@ -108,8 +108,8 @@ class StoredTensor:
 def read_torch_file(path: Path, classes: tuple[str, ...] = ()) -> Any:
     """Return the content of a `torch.save` file: containers, scalars and `StoredTensor`; other objects as `Described`.
 
-    `classes`: beginnings of class names that the file may contain besides those of torch and numpy. No object of them
-    is built.
+    `classes`: prefixes of class names that the file may contain besides those of torch and numpy. Objects of these
+    classes are not created.
     """
     with open_regular(path) as opened:
         return read_torch_archive(opened, path, 0, os.fstat(opened.fileno()).st_size, classes)
@@ -166,7 +166,7 @@ def _entries(archive: zipfile.ZipFile, path: Path) -> dict[str, zipfile.ZipInfo]
         raise _damaged(path, "two entries have the same name")
     for entry in listed:
         plain = entry.compress_type == zipfile.ZIP_STORED and entry.file_size == entry.compress_size
-        if not plain or entry.flag_bits & 1 or entry.external_attr & 0x10:  # torch reads folders as zeros
+        if not plain or entry.flag_bits & 1 or entry.external_attr & 0x10:  # 0x10: a folder, which torch reads as zeros
             raise _damaged(path, f"{entry.filename!r} is compressed, encrypted or marked as a folder")
     return entries
 
@@ -209,16 +209,16 @@ class _TorchReader:
     ) -> None:
         self.path, self.start, self.folder, self.entries, self.opened = path, start, folder, entries, opened
         self.keys = Keys()
-        self.built: dict[int, Any] = {}  # results by the id of a description
+        self.built: dict[int, Any] = {}  # id of a `Described` -> the value built from it
         self.storages: dict[str, tuple[int, int]] = {}
-        self.kinds: dict[str, Name] = {}  # storage classes by storage key
+        self.kinds: dict[str, Name] = {}  # storage key -> storage class
 
     def build(self, described: Any, depth: int = 0) -> Any:
         if depth > 200:
             raise _damaged(self.path, "its content is nested more than 200 levels deep")
         if isinstance(described, (Described, list, tuple, dict)):
             if id(described) not in self.built:
-                self.built[id(described)] = None  # the value inside a container that contains itself
+                self.built[id(described)] = None  # a container that contains itself has None there
                 self.built[id(described)] = (
                     self.build_described(described, depth)
                     if isinstance(described, Described)
@@ -243,7 +243,7 @@ class _TorchReader:
             return self.build(described.arguments[0], depth + 1)
         if described.name == ORDERED:
             pairs = described.arguments[0] if described.arguments else []
-            # Not by `build`, which caches results by id: Python may reuse the id of this temporary dictionary.
+            # `build` is not called, since it caches by id: Python may reuse the id of this temporary dictionary.
             items = {self.keys(key): value for key, value in pairs}
             return self.build_container({**items, **described.items}, depth + 1)
         if described.name == _SIZE and len(described.arguments) == 1:

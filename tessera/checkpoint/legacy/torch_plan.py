@@ -27,7 +27,7 @@ _DATE = 1 << 5 | 1  # 1980-01-01, the earliest date in zip files
 
 @dataclass(frozen=True)
 class TorchFilePlan:
-    """Describe an archive for `torch.load`: its end, all bytes that are not tensors, and the places of tensors."""
+    """Describe an archive for `torch.load`: its end, all bytes that are not tensors, and the positions of tensors."""
 
     end: int
     pieces: tuple[tuple[int, bytes], ...]
@@ -150,7 +150,7 @@ class PickleWriter:
         raise AssertionError(f"{type(value).__name__} is never written to such a file")
 
     def _tensor(self, plan: PlannedTensor) -> bytes:
-        """Pickle a tensor with a separate storage."""
+        """Pickle a tensor that has a storage of its own."""
         if plan.dtype not in STORAGES:
             raise TesseraError(
                 f"{plan.dtype} cannot be stored in a file that all versions of torch load",

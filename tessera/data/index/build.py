@@ -245,7 +245,7 @@ def _content(tables: AnyTables) -> str:
 
 
 def _spread(rows: np.ndarray) -> np.ndarray:
-    """Return at most 256 (`_COMPARED`) of these rows, evenly spaced."""
+    """Return at most 256 (`_COMPARED`) evenly spaced entries of `rows`."""
     return rows[np.linspace(0, len(rows) - 1, min(len(rows), _COMPARED)).astype(np.int64)]
 
 

@@ -59,7 +59,7 @@ class NeedsWorkerProcess(Exception):
 
 @dataclass(frozen=True)
 class RecordRange:
-    """Name a range [first, last) of record positions, which one worker measures."""
+    """Hold a range [first, last) of record positions, which one worker measures at a time."""
 
     first: int
     last: int

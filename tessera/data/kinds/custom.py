@@ -45,7 +45,7 @@ def build(request: RowRequest) -> RowSource:
     if request.split == "eval" and request.dataset is None:
         if options.eval is None:
             raise TesseraError(
-                "no held-out data is given",
+                "data.options.eval, the held-out data, is missing",
                 where=where,
                 fix="set data.options.eval.dataset",
                 code="data.no-held-out-data",
@@ -56,7 +56,7 @@ def build(request: RowRequest) -> RowSource:
         is_loader, imported = isinstance(request.dataset, DataLoader), Given.of(request.dataset)
     elif (options.dataset is None) == (options.loader is None):
         raise TesseraError(
-            "give either `dataset` or `loader`",
+            "set exactly one of `dataset` and `loader`",
             where=where,
             fix="dataset: package.module:name",
             code="data.dataset-or-loader",

@@ -121,7 +121,7 @@ class Tuner:
         self._restart()
 
     def observe(self, waited: float, elapsed: float) -> None:
-        """Record one step: `elapsed` seconds since the previous step, of which `waited` were spent waiting for data."""
+        """Record a step. `elapsed`: seconds since the previous step. `waited`: seconds of waiting for data."""
         self._steps_left -= 1
         if self._unsettled and (self.workers or waited < _LONG_S):
             self._unsettled -= 1

@@ -13,7 +13,7 @@ from tessera.data.media.containers import container, decoder
 from tessera.data.media.files import Limits, Opened, refusing, size_of
 from tessera.errors import TesseraError
 
-# FFmpeg only estimates the length of these formats from the bit rate, so the durations of all packets are added up.
+# Formats whose length FFmpeg only estimates from the bit rate. For these, the durations of all packets are added up.
 _GUESSED = {"mp3", "aac", "amr", "amrnb", "amrwb", "ac3", "eac3"}
 _SLACK_SECONDS = 0.1  # tolerated difference from the length in the header: encoders add silence at both ends
 _SLACK_SHARE = 0.005

@@ -2,7 +2,7 @@
 
 Two things are read from the boxes of MP4 files here. First, the rotation of a video: PyAV returns it only with a
 decoded frame, and an index decodes none. Second, the number of samples in the header: FFmpeg allocates a table for all
-of them, and decompresses headers of any size, so a false number is refused before FFmpeg opens the file.
+of them, and decompresses headers of any size. So a file whose header states too many is refused beforehand.
 """
 
 from __future__ import annotations

@@ -264,9 +264,9 @@ def _ask(connection: http.client.HTTPConnection, parts: SplitResult, policy: Url
     if answer.status in _REDIRECTS and answer.headers.get("Location"):
         return str(answer.headers["Location"])
     if answer.status != 200:
-        raise ValueError(f"the server answers {answer.status}")
+        raise ValueError(f"the server returned status {answer.status}")
     if answer.headers.get("Content-Encoding", "identity").lower() != "identity":
-        raise ValueError("the answer is compressed, against the request")
+        raise ValueError("the server's response is compressed, which was not requested")
     too_large = f"more than {policy.max_bytes} bytes"
     if (answer.length or 0) > policy.max_bytes:
         raise ValueError(too_large)
@@ -280,5 +280,5 @@ def _ask(connection: http.client.HTTPConnection, parts: SplitResult, policy: Url
     if time.monotonic() >= deadline:  # a connection that the timer closed looks like the end of the content
         raise ValueError("too slow")
     if answer.length:
-        raise ValueError(f"the answer ends {answer.length} bytes too early")
+        raise ValueError(f"the server's response ends {answer.length} bytes too early")
     return bytes(content)

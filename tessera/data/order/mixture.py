@@ -96,7 +96,7 @@ def permutation(count: int, *key: int) -> np.ndarray:
 
 
 def draws_per_set(sizes: Sequence[int], weights: Sequence[float] | None) -> list[int]:
-    """Return the number of draws of each set in an epoch: at least 1. Weights do not change their sum, but for rounding."""
+    """Return the number of draws of each set in an epoch, at least 1. Weights keep the sum, up to rounding."""
     if weights is None:
         return list(sizes)
     total = sum(sizes)

@@ -60,7 +60,7 @@ class PackedRows(RowSource):
 
     @property
     def identity(self) -> str:
-        """Return two hashes: one with file paths, and one of the content alone, which survives moving the files."""
+        """Return two hashes: one includes file paths; one is of the content alone, so files may be moved."""
         indexes = (self.index.identity, self.index.content)
         return "/".join(hashlib.sha256(f"{one} {self.order.identity}".encode()).hexdigest()[:16] for one in indexes)
 

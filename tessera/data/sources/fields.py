@@ -64,7 +64,7 @@ WORSE_ANSWERS = ("rejected_response", "rejected_messages")
 
 @dataclass(frozen=True)
 class ColumnMap:
-    """Name the keys of a record that a parser reads. If a field has several names, the first present one counts."""
+    """Name the keys of a record that a parser reads. If a field has several names, the first in the record is used."""
 
     messages: str
     role: str

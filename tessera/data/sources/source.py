@@ -179,7 +179,7 @@ def _open_file(
         raise TesseraError(
             f"{path.name} is media, not records about it",
             where=str(path),
-            fix="give its folder",
+            fix="set the path of the data set to the folder of the media",
             code="data.media-as-records",
         )
     kinds: dict[str, TextKind] = {"csv": "csv", "tsv": "tsv", "txt": "text", "text": "text"}

@@ -76,7 +76,7 @@ class StreamedRows(RowSource):
 
     def _forget(self) -> None:
         self._open: OrderedDict[int, PackedRows] = OrderedDict()
-        self._held: dict[int, ExitStack] = {}  # locks of open files, which keep them in the cache
+        self._held: dict[int, ExitStack] = {}  # {index of an open file: its lock, which keeps the file in the cache}
         self._lock = threading.RLock()
         self._ahead: threading.Thread | None = None
         self._tried = -1
@@ -100,7 +100,7 @@ class StreamedRows(RowSource):
 
     @property
     def decodes_media(self) -> bool:
-        return True  # unknown before the files are opened
+        return True  # whether samples have media is unknown before the files are opened
 
     def without(self, samples: Mapping[str, str]) -> StreamedRows:
         copied = copy.copy(self)  # by __getstate__: the copy opens the files again
@@ -132,7 +132,7 @@ class StreamedRows(RowSource):
     # ------------------------------------------------------------------------------------------ places of rows
 
     def _at(self, row: int) -> _Found:
-        """Return the epoch and file of a row, and its index there. Earlier files are opened if their rows are not counted."""
+        """Return the epoch and file of a row, and its index in the file. Count rows of earlier files if necessary."""
         epoch, offset = 0, row
         if len(self._counts) == len(self.shards) and (length := sum(counts.rows for counts in self._counts.values())):
             epoch, offset = divmod(row, length)

@@ -168,7 +168,7 @@ class Pool:
                     more = more and self._draw(source, order, again)  # workers go on while the caller uses the result
                 yield first.drawn, first.value
         finally:
-            for pending in order:  # later results of these items are ignored
+            for pending in order:  # `map` ends early: later results of its items are ignored
                 self._pending.pop(pending.number, None)
             self._waiting = deque(pending for pending in self._waiting if pending.number in self._pending)
 

@@ -76,7 +76,7 @@ WORKER_VARIABLE = "TESSERA_DATA_WORKER"  # set in the environment of worker proc
 def memory_limit(allowed: int) -> Iterator[None]:
     """Limit further allocations of a worker process inside the block to `allowed` bytes. More raise `MemoryError`.
 
-    A hostile file may make a decoder allocate much more than the size in its header. Shared memory does not count. Only
+    A hostile file may make a decoder allocate much more than the size in its header. Shared memory is not limited. Only
     worker processes are limited: elsewhere allocations of other threads would fail.
     """
     if WORKER_VARIABLE not in os.environ:

@@ -97,14 +97,14 @@ def plan(config: CogVideoXConfig) -> ModelPlan:
 
 
 def work(config: CogVideoXConfig, measures: Measures, training: Training) -> np.ndarray:
-    """Return the FLOPs of each sample, without the offset embedding, which is computed once per batch."""
+    """Return the FLOPs of each sample. The embedding of the constant `ofs`, once per batch, is not counted."""
     blocks, first, last = (training.get(part, FULL) for part in ("blocks", "embed", "head"))
     tokens, text = (measures[name].astype(np.float64) for name in ("tokens", "text"))
     latents, size, time, values = tokens - text, config.hidden_size, config.time_embed_dim, config.patch_values
     total: np.ndarray = (
         blocks.weights * 2 * config.num_layers * 12 * size * (tokens * size + time)
         + blocks.attention * 4 * config.num_layers * size * tokens**2
-        # Latents, text and times need no gradient, which saves one product in the backward pass.
+        # Inputs (latents, text, times) need no gradient, which saves one matrix product in the backward pass.
         + first.first * 2 * size * (latents * config.in_channels * values + text * config.text_embed_dim + time)
         + first.weights * 2 * time**2
         + last.weights * 2 * size * (latents * config.out_channels * values + 2 * time)
@@ -120,7 +120,7 @@ def example(config: CogVideoXConfig, tokens: int) -> Batch:
     _, rows, columns = config.grid
     at = torch.arange(tokens) % (rows * columns)
     places = torch.stack([torch.zeros_like(at), at // columns, at % columns])
-    # Without a shape, because a full video may have more tokens.
+    # Remove the grid from the batch: a complete video may have more tokens than this example.
     return replace(batch, shapes={}).with_tensors(positions=places)
 
 

@@ -17,7 +17,7 @@ from tessera.diffusion.joint import JointConfig
 from tessera.nn.joint_attention import JointShape
 from tessera.nn.joint_transformer import TransformerShape
 
-OFFSET = 2.0  # the constant `ofs`, which published image-to-video models embed beside the time
+OFFSET = 2.0  # the constant `ofs`, which published image-to-video models embed in addition to the timestep
 
 
 class CogVideoXFamily(GenerationFamily):
@@ -84,7 +84,7 @@ class CogVideoXConfig(JointConfig):
 
     @property
     def learned_places(self) -> int:
-        """Return the number of learned positions: those of the longest text, then those of a video."""
+        """Return the number of learned positions: of the longest text, plus those of a video of the trained size."""
         frames, rows, columns = self.grid
         return self.max_text_seq_length + frames * rows * columns
 
@@ -125,7 +125,7 @@ class CogVideoXConfig(JointConfig):
         frames, rows, columns = batch.shapes["latents"][0]
         rotation = None
         if self.use_rotary_positional_embeddings:
-            # The functions of diffusers' pipeline, which handle the differences between releases.
+            # Compute rotary positions with diffusers' functions: they handle differences between CogVideoX releases.
             from diffusers.models.embeddings import get_3d_rotary_pos_embed
             from diffusers.pipelines.cogvideo.pipeline_cogvideox import get_resize_crop_region_for_grid
 

@@ -81,13 +81,13 @@ class LearnedPositions(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.learned_places, config.hidden_size), requires_grad=False)
 
     def forward(self, positions: Tensor) -> Tensor:
-        """Return the embedding of latent tokens."""
+        """Return the position embeddings of latent tokens."""
         frame, row, column = positions.unbind()
         _, rows, columns = self.config.grid
         return self.weight[self.config.max_text_seq_length + (frame * rows + row) * columns + column]
 
     def of_text(self, segments: Segments, count: int) -> Tensor:
-        """Return the position embeddings of text tokens, by their number in the text."""
+        """Return the position embeddings of text tokens, by their index in the text."""
         at = torch.arange(count, device=self.weight.device)
         sample = torch.searchsorted(segments.bounds[1:], at, right=True)
         return self.weight[(at - segments.bounds[:-1][sample]).clamp(max=self.config.max_text_seq_length - 1)]
@@ -112,7 +112,7 @@ class CogVideoXEmbeddings(nn.Module):
         text_index, latent_index = batch["text_index"], batch["latent_index"]
         latents: Tensor = self.latents(batch["latents"])
         text, latents = self._placed(batch, self.text(batch["text"].to(latents.dtype)), latents)
-        sources = batch.get("text_index.sources")  # set with context parallelism: the text tokens of this rank
+        sources = batch.get("text_index.sources")  # indices of this rank's text tokens, set with context parallelism
         text = text if sources is None else text.index_select(0, sources)
         x = latents.new_zeros(batch["sample_index"].shape[0], latents.shape[1])
         time = self.time(batch["timesteps"])
@@ -160,8 +160,8 @@ class CogVideoXHead(nn.Module):
 class CogVideoXModel(nn.Module):
     """Predict v for each latent token. Text and latents are one sequence; positions of text tokens are not used.
 
-    Parts that are None are in another pipeline stage. `carry` is the output of the previous stage: the main sequence,
-    then the embedded times of samples, which only the first stage computes.
+    Parts that are None are in another pipeline stage. `carry` contains the outputs of the previous stage: the main
+    sequence, then the embedded times of samples, which only the first stage computes.
     """
 
     def __init__(self, config: CogVideoXConfig) -> None:
@@ -190,7 +190,7 @@ class CogVideoXModel(nn.Module):
         return {LATENTS: self.head(x.index_select(0, latent_index), time, latent_samples)}
 
     def _angles(self, batch: Batch, samples: Tensor) -> Angles:
-        """Return the rotary angles of every element. Text has angle zero. `samples`: the sample of each latent
+        """Return the rotary angles of every token. Text has angle zero. `samples`: the sample index of each latent
         token."""
         index, size = batch["latent_index"], self.config.attention_head_dim
         places = rope_positions(self.config, batch, batch["positions"].index_select(1, index), samples)
@@ -201,7 +201,7 @@ class CogVideoXModel(nn.Module):
 
     @torch.no_grad()
     def initialize(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
-        """Initialize an unsharded parameter. Modulations and the first prediction are zero."""
+        """Initialize an unsharded parameter. Modulations and the output layer are zero."""
         *path, kind = name.split(".")
         if kind == "bias" or path[-1].endswith("modulation") or path[:2] == ["head", "proj"]:
             tensor.zero_()
@@ -234,13 +234,13 @@ def stretched(rows: int, columns: int, base_rows: int, base_columns: int) -> tup
 
 
 def _line(start: int, stop: int, count: int) -> Line:
-    """Return first position and distance, so that the last of `count` positions is `stop` x (count - 1) / count."""
+    """Return first position and distance of `count` positions: the last is at `stop` x (count - 1) / count."""
     return (float(start), (stop * (count - 1) / count - start) / (count - 1) if count > 1 else 0.0)
 
 
 def rope_positions(config: CogVideoXConfig, batch: Batch, positions: Tensor, samples: Tensor) -> Tensor:
-    """Return the rotary positions [3, N] of latent tokens in float32. `positions`: in patches. `samples`: the sample of
-    each token."""
+    """Return the rotary positions [3, N] of latent tokens in float32. `positions`: in patches. `samples`: the sample
+    index of each token."""
     wide = positions.float()
     lines = [stretched(rows, columns, *config.grid[1:]) for _, rows, columns in batch.shapes.get("latents", ())]
     if config.patch_size_t is not None or all(line == PLAIN for line in lines):

@@ -40,7 +40,7 @@ def weights(config: FluxConfig) -> WeightMap:
     return WeightMap(rules, idle=idle_layers(config.shape))
 
 
-# Native names and names in the original checkpoint.
+# (parameter name in Tessera, parameter name in the original checkpoint).
 _ORIGINAL = (
     ("embed.latents.{kind}", "img_in.{kind}"),
     ("embed.text.{kind}", "txt_in.{kind}"),

@@ -23,7 +23,7 @@ class FluxFamily(EvenLevels, NoiseInModelType, GenerationFamily):
 
 class FluxConfig(JointConfig):
     class_name: ClassVar[str] = "FluxTransformer2DModel"
-    # The input is already patchified: a token has `in_channels` values.
+    # Latents arrive as patches: a token has `in_channels` values, so the model's patch size is 1.
     fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {"patch_size": (1,)}
 
     in_channels: int = Field(

@@ -18,7 +18,7 @@ from tessera.diffusion.joint import JointConfig
 from tessera.nn.joint_attention import JointShape
 from tessera.nn.joint_transformer import GUIDANCE_UNIT, TransformerShape
 
-# The template of captions. Embeddings of the part before the caption are dropped.
+# The template of captions. Embeddings of the template's tokens before the caption are dropped.
 TEMPLATE = (
     "<|start_header_id|>system<|end_header_id|>\n\nDescribe the video by detailing the following aspects: "
     "1. The main content and theme of the video."
@@ -43,7 +43,7 @@ class HunyuanVideoFamily(EvenLevels, GenerationFamily):
 
 
 class FromImageFamily(HunyuanVideoFamily):
-    """Mix a small share of the given image's latents into the noise of every frame."""
+    """Mix a small share of the conditioning image's latents into the noise of every frame."""
 
     image_share: ClassVar[float] = 0.001
 
@@ -54,7 +54,7 @@ class FromImageFamily(HunyuanVideoFamily):
 
 
 class ConcatenatedImageFamily(FromImageFamily):
-    """Drop the first frames of a generated video, which repeat the given image."""
+    """Drop the first frames of a generated video, which repeat the conditioning image."""
 
     def trim(self, video: Tensor) -> Tensor:
         return video[4:]

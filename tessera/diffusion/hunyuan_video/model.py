@@ -30,7 +30,7 @@ def make_layout(config: HunyuanConfig, batch: Batch) -> JointLayout:
 
 
 def rank_part(embedded: Tensor, batch: Batch, index: str) -> Tensor:
-    """Return the embeddings of this rank. With context parallelism, every rank computes all embeddings."""
+    """Return this rank's part of the embeddings. With context parallelism, every rank computes all embeddings."""
     sources = batch.get(f"{index}.sources")
     return embedded if sources is None else embedded.index_select(0, sources)
 
@@ -49,8 +49,8 @@ class HunyuanVideoEmbeddings(nn.Module):
         self.replaces = config.shape.reference_time
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Return latents, text, and the conditions of samples. For models with given first frames, conditions at time 0
-        follow."""
+        """Return embedded latents, embedded text, and a condition vector for each sample. If the model reads a
+        conditioning first frame, a condition vector at time 0 follows for each sample."""
         latents, times = self.latents(batch["latents"]), batch["timesteps"]
         text = self.text(batch["text"].to(latents.dtype), times, batch.segments["text"])
         pooled = self.pooled(batch["pooled"].to(latents.dtype))
@@ -64,7 +64,7 @@ class HunyuanVideoEmbeddings(nn.Module):
 
 class HunyuanVideoModel(JointTransformer):
     """Predict a velocity for each latent token. Text and latents are one sequence. Batches also have `pooled` [S, W]
-    and, for guidance-distilled models, `guidance` [S]. Given first frames have the condition of time 0."""
+    and, for guidance-distilled models, `guidance` [S]. Tokens of conditioning frames use time 0."""
 
     def __init__(self, config: HunyuanVideoConfig) -> None:
         super().__init__(config.shape, HunyuanVideoEmbeddings(config))
@@ -84,5 +84,5 @@ class HunyuanVideoModel(JointTransformer):
         return replace(layout, latent_samples=layout.latent_samples + self._time_offsets(batch))
 
     def _time_offsets(self, batch: Batch) -> Tensor:
-        """Return the offset of each latent's condition: latents of the first frame use the conditions at time 0."""
+        """Return the offset of each latent token's condition vector: the first frame uses the vectors at time 0."""
         return (batch["positions"][0, batch["latent_index"]] == 0) * batch["timesteps"].shape[0]

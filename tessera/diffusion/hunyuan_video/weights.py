@@ -33,7 +33,7 @@ _SHARED = (
     ("embed.text.pooled.down.{kind}", "context_embedder.time_text_embed.text_embedder.linear_2.{kind}"),
     ("head.proj.{kind}", "proj_out.{kind}"),
 )
-# Native names and names in the original checkpoint.
+# (parameter name in Tessera, parameter name in the original checkpoint).
 _ORIGINAL = (
     ("embed.latents.bias", "img_in.proj.bias"),
     ("embed.time.up.{kind}", "time_in.mlp.0.{kind}"),

@@ -61,7 +61,7 @@ def weights(config: HunyuanVideo15Config) -> WeightMap:
 
 
 def plan(config: HunyuanVideo15Config) -> ModelPlan:
-    """Return the parallel plan. The main sequence contains all three kinds of conditions."""
+    """Return the parallel plan. The main sequence contains text, second text and image embeddings."""
     places = tuple(f"{name}_index" for name in CONDITIONS)
     embed = (
         *("text_2.{norm,first}", "{text_2,image_embeds}.mlp.{up,down}", "image_embeds.{in_norm,out_norm}", "kind"),
@@ -74,7 +74,7 @@ def plan(config: HunyuanVideo15Config) -> ModelPlan:
 
 
 def measures(batch: Batch) -> dict[str, np.ndarray]:
-    """Return the measures of each sample of a batch, including the length of each kind of condition."""
+    """Return the numbers of tokens of each sample of a batch, also of text, second text and image embeddings."""
     names = {"refined": "text", "text_2": "text_2", "image_embeds": "image_embeds"}
     kinds = {key: np.array(batch.segments[of].lengths) for key, of in names.items() if of in batch.segments}
     return {**batch_measures(batch, CONDITIONS), **kinds}

@@ -18,7 +18,7 @@ from tessera.diffusion.given_images import MarkedFrameChannels
 from tessera.diffusion.hunyuan_video.config import HunyuanConfig, HunyuanVideoFamily
 from tessera.nn.joint_transformer import TransformerShape
 
-# The template of captions, with its spaces. Embeddings of the part before the caption are dropped.
+# Part of the caption template, with the published spaces. Embeddings of tokens before the caption are dropped.
 _ASPECTS = (
     "You are a helpful assistant. Describe the video by detailing the following aspects:",
     "1. The main content and theme of the video.",
@@ -34,7 +34,7 @@ TEMPLATE = (
 
 
 class HunyuanVideo15Family(HunyuanVideoFamily):
-    """Crop a given image to the aspect ratio of the video."""
+    """Crop a conditioning image to the aspect ratio of the video."""
 
     def fit_image(self, image: Image.Image, height: int, width: int) -> Image.Image:
         if image.width * height > image.height * width:  # the image is wider than the video
@@ -87,7 +87,7 @@ class HunyuanVideo15Config(HunyuanConfig):
             "timestep": batch["timesteps"],
             "encoder_hidden_states": text,
             "encoder_attention_mask": torch.ones(text.shape[:2]),
-            # Neither quoted words (masked) nor an image (features of zeros).
+            # Inputs of a sample without quoted words (masked) and without an image (zeros).
             "encoder_hidden_states_2": text.new_zeros(1, 1, self.text_embed_2_dim),
             "encoder_attention_mask_2": torch.zeros(1, 1),
             "image_embeds": text.new_zeros(1, 1, self.image_embed_dim),

@@ -1,4 +1,4 @@
-"""HunyuanVideo 1.5: embeddings of two text encoders and of a given image, in one sequence with latents."""
+"""HunyuanVideo 1.5: embeddings of two text encoders and of a conditioning image, in one sequence with latents."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class GlyphProjection(nn.Module):
 
 
 class SiglipProjection(nn.Module):
-    """Project the embeddings of a given image."""
+    """Project the embeddings of a conditioning image."""
 
     def __init__(self, width: int, size: int) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class SiglipProjection(nn.Module):
 
 
 class HunyuanVideo15Embeddings(nn.Module):
-    """Embed latents, three kinds of conditions, and the time of each sample."""
+    """Embed latents, the conditions (two texts and image embeddings), and the time of each sample."""
 
     def __init__(self, config: HunyuanVideo15Config) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class HunyuanVideo15Embeddings(nn.Module):
         self.time = TimeEmbedding(TIME_FEATURES, size)
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Return latents, all conditions joined, and the input of the modulations."""
+        """Return embedded latents, the concatenated embeddings of all conditions, and the input of the modulations."""
         latents, times = self.latents(batch["latents"]), batch["timesteps"]
         # A missing input is replaced by an empty tensor, so that its weights still get a gradient of zero.
         blank = [latents.new_zeros(0, width) for width in self.widths]

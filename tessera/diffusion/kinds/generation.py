@@ -75,7 +75,7 @@ def captioned_rows(request: RowRequest, processor: GenerationProcessor) -> RowSo
 
 
 def _without_elements(rows: PackedRows) -> dict[str, Tensor]:
-    """Return the features of a sample without elements; all samples have the same widths and types."""
+    """Return features with zero rows, in the widths and dtypes that all samples share."""
     for number in range(len(rows.index)):
         try:
             stored = rows.index.read(number)[0].media()[-1].value

@@ -25,13 +25,13 @@ from tessera.errors import TesseraError
 
 @dataclass
 class EncodedMediaPair(EncodedMedia):
-    """Hold both samples of a pair before packing."""
+    """Hold the better and the worse sample of a pair before packing."""
 
     answers: tuple[EncodedMedia, ...] = ()
 
 
 class MediaPairProcessor(GenerationProcessor):
-    """Process samples that end with a chosen and a rejected image or video."""
+    """Process preference samples, whose last two media are the chosen and the rejected image or video."""
 
     @cached_property
     def fingerprint(self) -> str:
@@ -74,7 +74,7 @@ class MediaPairProcessor(GenerationProcessor):
         raise TesseraError(
             "stored features are single samples, not pairs",
             where=where,
-            fix="name the files of images and videos",
+            fix="use data files with images and videos in place of the features",
             code="data.features-are-not-pairs",
         )
 
@@ -91,7 +91,7 @@ def _apart(sample: Sample) -> tuple[Sample, Sample]:
 
 
 def _of_one(both: Sequence[Any], side: int) -> list[Any]:
-    """Return the media of one side of a pair. `both`: images to edit, then the better and the worse media."""
+    """Return the media of the better or the worse sample. `both`: images to edit, then better and worse media."""
     return [*both[:-2], both[-2 + side]]
 
 

@@ -1,4 +1,4 @@
-"""LTX-Video: videos from highly compressed latents, with or without given frames."""
+"""LTX-Video: videos from highly compressed latents, with or without conditioning frames."""
 
 from __future__ import annotations
 

@@ -14,9 +14,9 @@ from tessera.diffusion.ltx_video.config import LTXVideoConfig
 from tessera.nn.dit import CrossAttention, FeedForward, Modulation, PackedSelfAttention, by_head, gated_sum
 from tessera.ops.pointwise import Angles, rotate
 
-BASE = (20.0, 2048.0, 2048.0)  # seconds, rows and columns of pixels for half a turn at the lowest frequency
+BASE = (20.0, 2048.0, 2048.0)  # seconds, pixel rows, pixel columns for half a turn of the lowest rotary frequency
 THETA = 10_000.0
-_EPS = 1e-6  # of the norm before the prediction
+_EPS = 1e-6  # epsilon of the norm before the output layer
 
 
 class LTXVideoAttention(PackedSelfAttention):
@@ -65,8 +65,8 @@ class LTXVideoModel(CrossTransformer):
         self.config = config
 
     def angles(self, batch: Batch) -> Angles:
-        """Return the rotary angles of every token, [T, hidden / 2], in float32 and in the order of operations of the
-        published code: rounding would change angles of the highest frequencies."""
+        """Return the rotary angles of every token, [T, hidden / 2], in float32. The order of operations is that of the
+        published code: another order would round angles of the highest frequencies differently."""
         config = self.config
         frames, rows, columns = batch["positions"].float().unbind()
         steps = config.vae_compression

@@ -46,7 +46,7 @@ from tessera.runtime.rng import generator
 from tessera.weights.layouts import pipeline_folder
 
 log = logging.getLogger("tessera")
-LATENTS = "latents"  # name of the count: values in the trained latents
+LATENTS = "latents"  # number of latent values in the loss: the loss is averaged over them
 LOSS = "diffusion_loss"
 BANDS = ("low", "middle", "high")  # metrics are reported for three ranges of noise levels
 
@@ -60,7 +60,7 @@ class DiffusionTask(Task):
     def __init__(self, **options: Any) -> None:
         self.options = build(self.section, options, "train.task_options")
         self._family: GenerationFamily | None = None
-        self._index = ""  # name of the tensor that selects this rank's elements of the main sequence
+        self._index = ""  # name of the batch tensor with indices of this rank's tokens in the main sequence
         self._objective: Objective = self.options.objective or "flow"
         self._levels = NoiseLevels(self.options, self._objective)
         self._online = self.options.encoders is not None  # whether encoders run in every step
@@ -110,7 +110,7 @@ class DiffusionTask(Task):
         images, frames = self.family.images, self.options.given
         if frames not in images.choices:
             raise TesseraError(
-                "this model needs a given image for every sample"
+                "this model needs a conditioning image for every sample"
                 if frames == "none"
                 else f"this model does not support given={frames}",
                 where="train.task_options.given",
@@ -132,7 +132,7 @@ class DiffusionTask(Task):
         """Raise if the options need pixels, which stored features do not have."""
         if self.options.given_noise is not None:
             raise TesseraError(
-                "stored features contain given images that were encoded without noise",
+                "stored features contain conditioning images that were encoded without noise",
                 where="train.task_options.given_noise",
                 fix="train on videos and encode them in every step (train.task_options.encoders={}), or "
                 "remove given_noise",
@@ -162,7 +162,7 @@ class DiffusionTask(Task):
             raise TesseraError(
                 "online encoding needs a VAE and text encoders",
                 where="train.task_options.encoders.folder",
-                fix="name a diffusers folder with these components, here or as model.path",
+                fix="set this key or model.path to a diffusers folder with these components",
                 code="generation.missing-encoders",
             )
         vae, text = chosen.vae, chosen.text
@@ -183,10 +183,10 @@ class DiffusionTask(Task):
         if self._online and self._parts is not None and components:  # only the first pipeline stage has components
             self._encoders = Encoders(self.family, components, self._parts, self.options.given)
 
-    # ------------------------------------------------------------------------------------------ counts
+    # ------------------------------------------------------------------------------------------ noise and sizes
 
     def prepare(self, batch: Batch) -> Batch:
-        """Draw the noise ahead of the step: for long videos this takes a few percent of a step on the host."""
+        """Draw the noise of the next step in advance: for long videos, drawing takes a few percent of a step."""
         return batch.with_tensors(noise=self._noise(batch))
 
     def counts(self, batch: Batch) -> Counts:
@@ -199,7 +199,7 @@ class DiffusionTask(Task):
         return counts
 
     def _samples(self, batch: Batch) -> list[SampleSegment]:
-        """Return the segments of the main sequence. All rows have the same length."""
+        """Return a `SampleSegment` for each segment of the main sequence. All rows have the same length."""
         lengths, latents = batch.segments["latents"].lengths, latent_lengths(batch, self.family)
         row = max(1, sum(lengths) // max(1, len(batch.seeds)))
         samples, at, counts = [], 0, [0] * len(batch.seeds)
@@ -225,7 +225,7 @@ class DiffusionTask(Task):
         return {number for number, value in enumerate(drawn) if value < share}
 
     def _disturb(self, batch: Batch) -> DisturbSample | None:
-        """Return the function that adds noise to given images; None: no noise. The noise depends only on the sample."""
+        """Return the function that adds noise to conditioning images; None: no noise. Each sample has its own seed."""
         options, samples = self.options.given_noise, self._samples(batch)
         if options is None:
             return None
@@ -239,19 +239,19 @@ class DiffusionTask(Task):
         return disturb
 
     def _image_shares(self, batch: Batch) -> list[float]:
-        """Return 1 for each sample that keeps its given image, and 0 for each sample that loses it."""
+        """Return 1 for each sample that keeps its conditioning image, and 0 for each sample that loses it."""
         share = self.options.given_dropout
         return [float(sample.chance("given image").random() >= share) for sample in self._samples(batch)]
 
     # ------------------------------------------------------------------------------------------ parts of a sequence
 
     def _part(self, batch: Batch, values: Tensor) -> Tensor:
-        """Return the rows of `values` for the latent tokens of this rank. `values`: for all latent tokens."""
+        """Return the rows of `values` for the latent tokens of this rank. `values` has a row for every latent token."""
         index = batch.get(Stream.sources("latent_index") if self.family.joint else self._index)
         return values if index is None else values.index_select(0, index)
 
     def _still(self, batch: Batch) -> Tensor:
-        """Return a mask of all latent tokens, True for those of given frames, which are not noisy."""
+        """Return a mask of all latent tokens, True for those of conditioning frames, which are not noisy."""
         lengths = latent_lengths(batch, self.family)
         still = torch.zeros(sum(lengths), dtype=torch.bool)
         if self.options.given != "none":
@@ -267,12 +267,12 @@ class DiffusionTask(Task):
         noisy = ~self._part(batch, still)
         if "trained" not in batch:  # the example batch of a family
             return noisy
-        if Stream.sources("trained") in batch:  # the tensor already contains positions among this rank's tokens
+        if Stream.sources("trained") in batch:  # the mask was already reduced to this rank's tokens
             return torch.zeros_like(noisy).index_fill(0, batch["trained"], True) & noisy
         return self._part(batch, torch.zeros_like(still).index_fill(0, batch["trained"], True)) & noisy
 
     def _level_of_latents(self, batch: Batch, values: Sequence[float]) -> Tensor:
-        """Return the value of each latent token of this rank. `values`: one for each sample."""
+        """Return for each latent token of this rank the value of its sample. `values`: one for each sample."""
         by_sample = devices.send(values, torch.float32, batch["sample_index"].device)
         return by_sample.index_select(0, self._sample_of_latents(batch))
 
@@ -304,7 +304,7 @@ class DiffusionTask(Task):
             batch = self._features(batch, self._dropped(batch))
         if family.image_embeds and IMAGE_EMBEDS not in batch:
             raise TesseraError(
-                "this model needs embeddings of given frames, and the batch has none",
+                "this model needs embeddings of conditioning frames, and the batch has none",
                 where="data.train",
                 fix="write the features again, with the image_encoder in the folder of this model",
                 code="data.features-without-frame-embeddings",
@@ -327,7 +327,7 @@ class DiffusionTask(Task):
             "noise_band": self._level_of_latents(batch, [_band(level) for level in levels]),
         }
         times = [level.time for level in levels]
-        if family.token_times and self.options.given != "none":  # the last time, zero, is for given frames
+        if family.token_times and self.options.given != "none":  # conditioning frames use timestep zero, the last
             still = self._part(batch, self._still(batch))
             tensors["time_index"] = torch.where(still, len(times), batch["sample_index"])
             times.append(0.0)
@@ -340,7 +340,7 @@ class DiffusionTask(Task):
         return batch.with_tensors(**tensors)
 
     def _with_condition(self, batch: Batch, noisy: Tensor) -> Tensor:
-        """Return noisy latents, with condition channels of given images."""
+        """Return noisy latents, with condition channels of conditioning images."""
         if "condition" not in batch:
             blank = self.family.images.blank_channels(self.family.channels)
             return F.pad(noisy, (0, noisy.shape[1] // self.family.channels * blank)) if blank else noisy
@@ -399,7 +399,7 @@ def _encoder(make: Callable[..., nn.Module], residence: Residence) -> Component:
 
 
 def _band(level: NoiseLevel) -> int:
-    """Return the number of the range of noise levels that contains a level; see `BANDS`."""
+    """Return the index in `BANDS` of the range that contains a noise level."""
     return min(int(level.time * len(BANDS) / TIMES), len(BANDS) - 1)
 
 

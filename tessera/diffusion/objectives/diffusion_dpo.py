@@ -35,7 +35,7 @@ from tessera.runtime import device as devices
 from tessera.runtime.distributed import World
 from tessera.tasks import REFERENCE_MODEL
 
-PAIRS = "pairs"  # name of the count: pairs in the batch
+PAIRS = "pairs"  # number of pairs in the batch: the loss is averaged over them
 REFERENCE_ERRORS = "reference_errors"
 _PAIR = "pair_of_sample"
 
@@ -107,7 +107,7 @@ class DiffusionDpoTask(DiffusionTask):
 
     @staticmethod
     def _pairs(batch: Batch) -> list[tuple[int, int]]:
-        """Return the segment numbers of each pair. Readable segments follow each other as better and worse."""
+        """Return the segment indices (better, worse) of each pair. Readable segments alternate: better, worse."""
         if PAIRS not in batch.counts:
             raise TesseraError(
                 "the batch has no pairs",

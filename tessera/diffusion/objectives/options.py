@@ -36,7 +36,7 @@ class TextEncoderOptions(Section):
 
 
 class EncoderOptions(Section):
-    """Declare the frozen encoders of a run on images and videos."""
+    """Declare the frozen encoders of a run that trains on images and videos instead of stored features."""
 
     folder: Path | None = Field(None, description="diffusers folder with vae and text encoders; default: model.path")
     steps: int = Field(
@@ -47,7 +47,7 @@ class EncoderOptions(Section):
 
 
 class GivenNoise(Section):
-    """Declare the log-normal noise on given images, which keeps the model from copying them."""
+    """Declare the log-normal noise on conditioning images, which keeps the model from copying them."""
 
     mean: float = Field(-3.0, ge=-100, le=10, description="of the logarithm of the strength; pixels are -1 to 1")
     std: float = Field(0.5, ge=0, le=10)
@@ -85,12 +85,12 @@ class DiffusionOptions(TimeOptions):
 class SampleSegment:
     """Hold one segment of the main sequence: the values from which its random numbers are derived."""
 
-    seed: int  # of the row
-    index: int  # number of the segment in the row
+    seed: int  # seed of the row
+    index: int  # index of the segment in the row
     latents: int  # number of latent tokens
 
     def chance(self, purpose: str) -> Random:
-        """Return a random generator for one purpose, such as "level"."""
+        """Return the random generator of a sample for one purpose, such as "level"."""
         return Random(derive(self.seed, purpose, self.index))
 
     def noise(self, values: int) -> Tensor:

@@ -18,13 +18,13 @@ from tessera.diffusion.joint import JointConfig
 from tessera.nn.joint_attention import JointShape
 from tessera.nn.joint_transformer import TransformerShape
 
-# The template of captions. Embeddings of the part before the caption are dropped.
+# The template of captions. Embeddings of the template's tokens before the caption are dropped.
 TEMPLATE = (
     "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial "
     "relationships of the objects and background:<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 )
 TEMPLATE_TOKENS = 34
-# The template with images to edit, which the text encoder reads.
+# The template of captions for image editing: the text encoder also reads the images to edit.
 _EDIT_TEMPLATE = (
     "<|im_start|>system\nDescribe the key features of the input image (color, shape, size, texture, objects, "
     "background), then explain how the user's text instruction should alter or modify the image. Generate a new image "
@@ -34,7 +34,7 @@ _EDIT_TEMPLATE = (
 _EDIT_TEMPLATE_TOKENS = 64
 _IMAGE = "<|image_pad|>"
 _SHOWN = f"<|vision_start|>{_IMAGE}<|vision_end|>"
-# Edit reads one image, in the size for the VAE. Edit-2509 and Edit-2511 read several smaller, numbered images.
+# The text encoder of Edit reads one image in the VAE's size. Edit-2509 and 2511 read several smaller, numbered images.
 EDIT = EditPipeline(
     "QwenImageEditPipeline",
     Captions(length=1024, template=_EDIT_TEMPLATE.replace("{images}", _SHOWN), skip=_EDIT_TEMPLATE_TOKENS),
@@ -92,7 +92,7 @@ class QwenImageConfig(JointConfig):
 
     @classmethod
     def from_hf(cls, data: Mapping[str, Any]) -> Self:
-        # Published files contain the width of a pooled embedding that the model does not have.
+        # Published config.json files have a key for a pooled embedding that the model does not read.
         return super().from_hf({name: value for name, value in data.items() if name != "pooled_projection_dim"})
 
     @model_validator(mode="after")

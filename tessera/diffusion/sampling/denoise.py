@@ -30,7 +30,7 @@ ALONE = PassRanks()
 
 @dataclass(frozen=True)
 class Expert:
-    """Hold a model, its guidance scale, and the lowest time (1000 is noise) at which it is used."""
+    """Hold a model, its guidance scale, and the lowest timestep (1000 is noise) at which it is used."""
 
     model: Callable[[Batch], Any]
     scale: float
@@ -39,10 +39,10 @@ class Expert:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Hold the constant inputs of one forward pass, packed: without noisy latents and times.
+    """Hold the inputs of a forward pass that are equal in all steps: all but noisy latents and timesteps.
 
-    `batch["latents"]` contains tokens of given images (references, first frames), and zeros at `generated`. If the
-    batch has a `time_index`, given frames refer to the last time, which is zero.
+    `batch["latents"]` contains tokens of images to edit and of conditioning frames, and zeros at `generated`. If the
+    batch has a `time_index`, tokens of conditioning frames use the last timestep, which is zero.
     """
 
     batch: Batch
@@ -53,8 +53,8 @@ class Inputs:
 def packed(
     samples: Sequence[SampleConditions], family: GenerationFamily, grid: Grid, scale: float, dtype: torch.dtype
 ) -> Inputs:
-    """Return the inputs of one forward pass. `grid`: size of the latents in tokens. `scale`: embedded guidance
-    scale."""
+    """Return the inputs of one forward pass. `grid`: size of the latents in tokens. `scale`: guidance
+    scale as a model input."""
     latents: list[Tensor] = []
     items, generated, count = [], [], math.prod(grid)
     for sample in samples:
@@ -80,7 +80,7 @@ def packed(
     if family.guidance_input:
         batch = batch.with_tensors(guidance=torch.full((len(samples),), scale, dtype=torch.float32, device=device))
     index = torch.cat(generated).to(device)
-    # Models without per-token times set the time of given frames to zero themselves.
+    # With per-token timesteps, tokens of conditioning frames get timestep zero here.
     if family.token_times and any(sample.first is not None for sample in samples):
         assert not family.joint, "the main sequence contains only latent tokens"
         noisy = torch.zeros(len(batch["latents"]), dtype=torch.bool, device=device).index_fill(0, index, True)

@@ -94,8 +94,8 @@ def metadata_path(out: Path) -> Path:
 
 
 def write_samples(out: Path, record: Record, samples: Sequence[Generated], facts: Mapping[str, str]) -> Path:
-    """Write all samples, then the metadata file. Return the path of the metadata file. `facts`: further entries of
-    `made_with`."""
+    """Write all samples, then the metadata file. Return the path of the metadata file. `facts`: further entries
+    of its key `made_with`."""
     paths = sample_paths(out, len(samples))
     described = {
         "version": _VERSION,

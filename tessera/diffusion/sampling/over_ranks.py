@@ -1,7 +1,7 @@
 """Sample with a generation model that is split over several ranks, by weights, layers or tokens.
 
 All ranks call the model with the same full batch and get the full prediction, so callers do not depend on the number of
-ranks. Data-parallel ranks share the passes of guidance.
+ranks. Data-parallel ranks share the forward passes of guidance.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ Pass = TypeVar("Pass")
 
 @dataclass(frozen=True)
 class PassRanks:
-    """Hold the group of data-parallel ranks that share the passes of a step: with and without the prompt."""
+    """Hold the group of data-parallel ranks that share the forward passes of a step: with and without the prompt."""
 
     group: dist.ProcessGroup | None = None
     position: int = 0
 
     def predict(self, passes: Sequence[Pass], model: Callable[[Pass], Tensor]) -> list[Tensor]:
-        """Return the predictions of all passes. With enough ranks, each rank computes one pass and gathers the
+        """Return the predictions of all forward passes. With enough ranks, each rank computes one pass and gathers the
         others."""
         if self.group is None or len(passes) == 1:
             return [model(inputs) for inputs in passes]
@@ -49,7 +49,7 @@ class PassRanks:
 
 @dataclass
 class SharedTokens:
-    """Hold the largest number of latent tokens on a rank, and the order of the gathered tokens."""
+    """Hold the largest number of latent tokens on a rank, and the indices that restore the order of gathered tokens."""
 
     longest: int
     order: Tensor

@@ -31,7 +31,7 @@ from tessera.diffusion.sampling.request import Request
 from tessera.diffusion.sampling.solver import Solver, make_solver, scheduler_config, with_shift, with_solver
 from tessera.errors import TesseraError
 
-# Called with: finished samples, all samples, finished steps of the current sample, all steps.
+# Called with: number of finished samples, number of samples, finished steps of the current sample, number of steps.
 OnStep = Callable[[int, int, int, int], None]
 ImageSource = str | Path | Image.Image
 
@@ -42,7 +42,7 @@ class Prepared:
 
     prompts: Mapping[str, TextEmbedding]
     negative: TextEmbedding | None  # None: sample without a negative prompt
-    images: SampleConditions  # conditions from given images, shared by all samples
+    images: SampleConditions  # model inputs from conditioning images, shared by all samples
 
 
 class Pipeline:
@@ -57,8 +57,8 @@ class Pipeline:
         dtype: torch.dtype,
         ranks: PassRanks = ALONE,
     ) -> None:
-        """Create the pipeline. `experts`: models, each with the lowest time (of 1000) at which it is used, in
-        descending order. `ranks`: data-parallel ranks that share the passes of guidance; they must all call the same
+        """Create the pipeline. `experts`: models, each with the lowest timestep (of 1000) at which it is used, in
+        descending order. `ranks`: data-parallel ranks that share the passes of guidance. They must all call the same
         methods."""
         self.family = family
         self.parts = PipelineFolder(folder, family.vaes)
@@ -109,7 +109,7 @@ class Pipeline:
         _check_multiple("width", width, space * patch[2], 0)
         time, joined = self.vae_form.time_stride, patch[0]
         _check_multiple("frames", frames, time, 1)
-        if full.images or full.last_image is not None:  # latents with given images must fill complete patches
+        if full.images or full.last_image is not None:  # conditioning images need sizes of complete patches
             _check_multiple("frames", frames, time * joined, 1 + time * (joined - 1))
         if self.vae_form.images_only and frames != 1:
             raise TesseraError(
@@ -204,14 +204,14 @@ class Pipeline:
         reads, edit = self.family.images, self._encoders.edit_images
         if reads.required and not images:
             raise TesseraError(
-                "this model needs a given first frame",
+                "this model needs an image as the first frame",
                 where="--image",
                 fix="give the first frame with --image FILE",
                 code="generation.missing-first-frame",
             )
         if reads.reads_first and len(images) > 1:
             raise TesseraError(
-                f"{len(images)} images were given; this model takes one first frame",
+                f"{len(images)} images were passed; this model takes one first frame",
                 where="--image",
                 code="generation.more-than-one-first-frame",
             )
@@ -298,7 +298,7 @@ class Pipeline:
         assert request.guidance is not None, "the request is resolved"
         first = 0 if common.first is None else len(common.first)
         image = common.first if common.first is not None else common.condition
-        if image is not None:  # only the latents of the first frame, without mask channels
+        if image is not None:  # take the latents of the first frame, without mask channels
             image = image[: grid[1] * grid[2], : family.patch_values]
         noise = [family.mix_noise(self._noise(request, seed), image, grid[0])[first:] for seed, _ in samples]
         scales = self._scales(request)
@@ -314,7 +314,7 @@ class Pipeline:
         )
         if common.first is not None:
             latents = [torch.cat([common.first.to(tokens), tokens]) for tokens in latents]
-        # A partial patch of frames is dropped at the beginning, as in diffusers.
+        # Latent frames that round up to complete patches are dropped at the beginning, as in diffusers.
         frames = self.vae_form.latent_shape(*_size(request))[0]
         return [from_tokens(tokens, family.patch, grid)[:, -frames:] for tokens in latents]
 
@@ -346,7 +346,7 @@ def _check_multiple(name: str, value: int, step: int, rest: int) -> None:
         below = max(rest, value - (value - rest) % step)
         near = [str(number) for number in (below, below + step) if number > 0]
         raise TesseraError(
-            f"{name} {value} is not supported by the strides of the model",
+            f"{name} {value} does not fit the strides of the VAE and the patches of the model",
             where=f"--{name}",
             allowed=[f"multiples of {step}" + (f" and {rest} more" if rest else "")],
             fix=f"set --{name} to {' or '.join(near)}",

@@ -33,9 +33,9 @@ class Previews(Callback):
         callable on all ranks."""
         if folder is None:
             raise TesseraError(
-                "previews need a VAE and text encoders, and no folder with them is named",
+                "previews need a VAE and text encoders, and the recipe has no folder with them",
                 where="train.preview.folder",
-                fix="name the folder of a diffusers pipeline, or set train.generate_every=0",
+                fix="set this key or model.path to the folder of a diffusers pipeline, or set train.generate_every=0",
                 code="generation.previews-without-encoders",
             )
         self.every = config.train.generate_every
@@ -47,7 +47,7 @@ class Previews(Callback):
         self._prepared: Prepared | None = None
 
     def on_start(self, trainer: TrainerHandle) -> None:
-        self.on_rewind(trainer)  # a resumed run writes the records of later steps again
+        self.on_rewind(trainer)  # remove records of steps that a resumed run trains again
         model, device = self._model, trainer.world.device
         experts = [(model, 0.0)]
         self._pipeline = Pipeline(experts, model.family, self._folder, device, torch.float32, model.passes)
@@ -66,7 +66,7 @@ class Previews(Callback):
             truncate_after(trainer.config.folder / RECORD, trainer.step)
 
     def sample(self, trainer: TrainerHandle) -> None:
-        """Sample now, and write the files of the current step."""
+        """Generate the preview images or videos of the current step, and write them to files."""
         assert self._pipeline is not None, "the run has started"
         assert self._request is not None, "the run has started"
         assert self._prepared is not None, "the run has started"

@@ -14,7 +14,7 @@ def progress() -> OnStep:
 
     def show(finished: int, samples: int, step: int, steps: int) -> None:
         now = time.monotonic()
-        # The time of the first step includes loading.
+        # The first step is not timed: it includes the loading of weights.
         rate = f", {now - last[-1]:.2f} s a step" if last and step > 1 else ""
         last[:] = [now]
         end = "\r" if sys.stderr.isatty() and step < steps else "\n"

@@ -1,4 +1,4 @@
-"""Declare a sampling request: prompts, sizes, steps, guidance and seed. Most fields default to values of the family."""
+"""Declare a sampling request: prompts, sizes, steps, guidance and seed. Most fields have defaults by family."""
 
 from __future__ import annotations
 

@@ -38,18 +38,18 @@ class Solver:
     """Denoise one sample with a scheduler of diffusers. A solver is used once."""
 
     def __init__(self, scheduler: Any, generator: torch.Generator | None = None) -> None:
-        """Hold a scheduler. `generator`: for schedulers that add noise in every step."""
+        """Wrap a scheduler. `generator`: random generator for schedulers that add noise in every step."""
         self._scheduler = scheduler
         self._generator = generator
         self._clean: Tensor | None = None  # predicted clean latents of the previous step, for `CogVideoXDPMScheduler`
 
     @property
     def timesteps(self) -> Tensor:
-        """Return the time of each step, [steps] float32 on the host, from noise (1000) to data (0)."""
+        """Return the timestep of each step, [steps] float32 on the host, from noise (1000) to data (0)."""
         return self._scheduler.timesteps.float()  # type: ignore[no-any-return]
 
     def step(self, number: int, prediction: Tensor, latents: Tensor) -> Tensor:
-        """Return the latents after step `number`. `prediction`: of the model, for `latents`."""
+        """Return the latents after step `number`. `prediction`: the output of the model for `latents`."""
         times = self._scheduler.timesteps
         if type(self._scheduler).__name__ != _COGVIDEOX_DPM:
             stepped = self._scheduler.step(prediction, times[number], latents, return_dict=False)
@@ -106,7 +106,7 @@ def make_solver(
         scheduler.set_timesteps(**({"num_inference_steps": steps} | options))
     except (NotImplementedError, AttributeError, TypeError, ValueError, LookupError, ArithmeticError) as error:
         raise TesseraError(
-            f"{name} does not accept its settings: {first_line(error)}",
+            f"{name} does not accept the settings in this file: {first_line(error)}",
             where=SCHEDULER_FILE,
             code="generation.bad-scheduler-settings",
         ) from error
@@ -156,7 +156,7 @@ def with_shift(config: Mapping[str, Any], shift: float) -> dict[str, Any]:
 
 
 def size_shift(config: Mapping[str, Any], tokens: int) -> float:
-    """Return the logarithm of the shift for an image with `tokens` tokens. Large images need more noise."""
+    """Return the logarithm of the noise-level shift for an image with `tokens` tokens. Large images need more noise."""
     first, last = _number(config, "base_image_seq_len", 256), _number(config, "max_image_seq_len", 4096)
     low, high = float(config.get("base_shift", 0.5)), float(config.get("max_shift", 1.15))
     slope = (high - low) / (last - first)

@@ -59,7 +59,7 @@ _DUAL = (
 )
 
 
-# Names in a block: native, and in the original checkpoint.
+# (parameter name of a block in Tessera, parameter name in the original checkpoint).
 _ORIGINAL_BLOCK = (
     *(
         (f"attn.{native}_norm.{which}.weight", f"{theirs}_block.attn.ln_{which}.weight")
@@ -101,7 +101,8 @@ def weights(config: SD3Config) -> WeightMap:
 
 def original(config: SD3Config) -> WeightMap:
     """Return the parameter names and shapes in original checkpoints, where queries, keys and values are one layer."""
-    # The last text modulation and the output modulation have only scale and shift, in the opposite order.
+    # The last text modulation and the output modulation have only scale and shift. Original checkpoints swap
+    # their order.
     last = config.num_layers - 1
     ending = (
         Rule("head.modulation.{kind}", "final_layer.adaLN_modulation.1.{kind}", SwappedHalves()),
@@ -124,7 +125,7 @@ def original(config: SD3Config) -> WeightMap:
 
 
 def _reshaped(config: SD3Config, patch: str, table: str, head: str) -> tuple[Rule, ...]:
-    """Return the rules of tensors with other shapes in files. `patch`, `table`, `head`: their names in the files."""
+    """Return the rules of tensors with other shapes in weight files. `patch`, `table`, `head`: their names there."""
     shape, side, channels = config.shape, config.patch_size, config.in_channels
     hidden, places = config.hidden, (shape.table**2, config.hidden)
     return (

@@ -12,10 +12,10 @@ from tessera.diffusion.wan.config import WanConfig
 from tessera.diffusion.wan.model import WanModel
 from tessera.diffusion.wan.weights import MODEL_TYPES, hf_config, original, weights
 
-_SMALL = {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}  # the diffusers defaults are those of 14B
+_SMALL = {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}  # diffusers' defaults are the 14B model
 _IMAGES = {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120}
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    # Fits the small VAE and text encoder of the quick start: 4 channels, and 64 features of text.
+    # A preset for the small VAE (4 channels) and text encoder (64 features) of the quick start.
     "quickstart": {
         "num_attention_heads": 4,
         "attention_head_dim": 32,
@@ -43,7 +43,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 def plan(config: WanConfig) -> ModelPlan:
-    """Return the parallel plan. Some modules compute in float32, as in the published code."""
+    """Return the parallel plan. Modules that the published code computes in float32 are listed in it."""
     wide = ["embed.time", "blocks.{*}.modulation", "head.modulation"]
     wide += ["blocks.{*}.cross_norm"] if config.cross_attn_norm else []
     wide += ["embed.image.{norm_in,norm_out}"] if config.image_dim is not None else []

@@ -15,7 +15,7 @@ from tessera.diffusion.cross import CrossConfig, CrossShape
 from tessera.diffusion.family import GenerationFamily, SamplingDefaults
 from tessera.diffusion.given_images import GivenImages, MaskedVideoChannels, ReplacedFrames
 
-_LATENTS_22 = 48  # latent channels of Wan 2.2 TI2V, the model with per-token times
+_LATENTS_22 = 48  # latent channels of Wan 2.2 TI2V, the model with per-token timesteps
 _IMAGE_EMBEDS = 257  # number of CLIP embeddings per image
 
 
@@ -59,7 +59,7 @@ class WanConfig(CrossConfig):
 
     @property
     def rope_sizes(self) -> tuple[int, int, int]:
-        """Return the dimensions of a head that rotate by position, for each axis: frames, rows, columns."""
+        """Return how many dimensions of an attention head encode each position axis: frames, rows, columns."""
         side = 2 * (self.attention_head_dim // 6)
         return self.attention_head_dim - 2 * side, side, side
 

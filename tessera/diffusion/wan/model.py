@@ -1,4 +1,4 @@
-"""Wan: latents of a video attend to each other, to the text and to embeddings of given images."""
+"""Wan: latents of a video attend to each other, to the text and to embeddings of conditioning images."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tessera.ops.pointwise import Angles, axes_angles
 
 
 class ImageProjection(nn.Module):
-    """Project embeddings of given images for cross attention. `positions`: number of learned positions per sample."""
+    """Project embeddings of conditioning images for cross attention. `positions`: learned positions per sample."""
 
     def __init__(self, size: int, hidden: int, positions: int | None) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class ImageProjection(nn.Module):
 
 
 class TextAndImageAttention(CrossAttention):
-    """Attend to text, and with separate keys and values to embeddings of given images."""
+    """Compute cross attention to text. Embeddings of conditioning images have separate key and value projections."""
 
     def __init__(self, config: WanConfig) -> None:
         heads, size = config.num_attention_heads, config.attention_head_dim
@@ -90,7 +90,7 @@ class WanBlock(nn.Module):
 
 
 class WanModel(CrossTransformer):
-    """Predict a velocity for each token. Initial weights are those of the published code."""
+    """Predict a velocity for each token. Weights are initialized as in the published code."""
 
     narrow_init = ("text", "time")
 

@@ -17,7 +17,7 @@ from tessera.weights.map import Rule, WeightMap
 from tessera.weights.operations import GroupByHead, Reshape
 
 MODEL_TYPES = ("t2v", "i2v", "flf2v", "ti2v")
-_IMAGE_WIDTH = 1280  # of CLIP embeddings
+_IMAGE_WIDTH = 1280  # width of CLIP embeddings
 _FIELDS = {
     "ffn_dim": "ffn_dim",
     "freq_dim": "freq_dim",
@@ -30,7 +30,7 @@ _FIELDS = {
     "patch_size": "patch_size",
     "cross_attn_norm": "cross_attn_norm",
 }
-# Native name, name in diffusers folders, name in the original checkpoint.
+# (parameter name in Tessera, in diffusers folders, in the original checkpoint).
 _NAMES = (
     ("embed.patch.bias", "patch_embedding.bias", "patch_embedding.bias"),
     ("embed.time.up.{kind}", "condition_embedder.time_embedder.linear_1.{kind}", "time_embedding.0.{kind}"),

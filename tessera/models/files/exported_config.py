@@ -1,4 +1,4 @@
-"""The config.json of an export: the original file where it still describes the model, else written by the family.
+"""The config.json of an export: the original file if it still describes the model, else written by the family.
 
 An original config.json contains fields that no family reads: of serving engines, of other releases of transformers, of
 the model's authors. They are kept if the recipe did not change the model. The dtype is always that of the export.
@@ -31,7 +31,7 @@ _MAX_BYTES = 4 << 20
 
 
 def base_config(folder: Path | None) -> dict[str, Any] | None:
-    """Return the config.json of the folder that the weights came from, or its copy in a run folder; None if missing."""
+    """Return the config.json of a weights folder, or its copy in a run folder; None if the file is missing."""
     for name in (BASE_CONFIG, CONFIG_FILE):
         if folder is not None and (folder / name).is_file():
             return read_json_mapping(folder / name, _MAX_BYTES)

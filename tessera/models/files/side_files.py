@@ -1,4 +1,4 @@
-"""The files beside a model's weights: tokenizer, chat template, preprocessors, generation settings, licence.
+"""Side files, the files beside a model's weights: tokenizer, chat template, preprocessors, generation config, licence.
 
 They are copied unchanged from the folder of the weights into the run folder, and from there into every export. The
 processor writes the files that the folder lacks, and replaces files that contradict the recipe.
@@ -22,7 +22,7 @@ from tessera.runtime.files import leads_out, read_json, read_json_mapping
 
 IMAGE_FILE = "preprocessor_config.json"
 VIDEO_FILE = "video_preprocessor_config.json"
-BOTH_FILE = "processor_config.json"  # newer folders: settings of images and videos in one file
+BOTH_FILE = "processor_config.json"  # settings of the image and the video preprocessor in one file (newer folders)
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
 GENERATION = "generation_config.json"
@@ -43,7 +43,7 @@ _log = logging.getLogger("tessera")
 
 
 def side_folder(path: Path | None) -> Path | None:
-    """Return the folder with the side files of the weights at `path`; None if there is no such folder.
+    """Return the folder with the tokenizer and other side files of the weights at `path`; None if it does not exist.
 
     A run folder keeps them in its subfolder `processor`, which its checkpoints share.
     """
@@ -56,7 +56,7 @@ def side_folder(path: Path | None) -> Path | None:
 
 
 def side_files(folder: Path, code: bool = False) -> dict[str, Path]:
-    """Return the side files of a folder by relative path; with `code`, also its Python files.
+    """Return the files of a folder except weights (tokenizer, configs) by relative path. `code`: also Python files.
 
     A symlink to a target outside the folder is skipped with a warning: its target may be private. Symlinks inside the
     download cache of Hugging Face are followed.
@@ -108,13 +108,13 @@ def copy_side_files(
 
 
 def seal_side_files(folder: Path) -> None:
-    """Write the hash of every file in `folder`, so that a resume notices changed files."""
+    """Write the SHA-256 of every file in `folder` to `.sha256.json`, so that a resumed run notices changed files."""
     hashes = {path.name: _sha256(path) for path in sorted(folder.iterdir()) if path.is_file() and path.name != SEAL}
     (folder / SEAL).write_text(json.dumps(hashes, indent=1), encoding="utf-8")
 
 
 def damaged_side_files(folder: Path) -> list[str]:
-    """Return the files that are missing or changed since `seal_side_files`; none if no hashes were written."""
+    """Return the files that are missing or changed since `seal_side_files`; empty if that was never called."""
     if not (folder / SEAL).is_file():
         return []
     try:
@@ -140,18 +140,18 @@ def write_side_files(
     source: Path | None,
     weights: Path | None = None,
 ) -> None:
-    """Write all side files of a new folder.
+    """Write all files except weights to a new model folder: tokenizer, preprocessors, chat template, generation config.
 
     `source`: the folder that the processor was loaded from. `weights`: the folder that the weights came from, if
-    different. `read` loads a processor from a folder with default options: equal fingerprints show that the copied
-    files have the meaning that training used.
+    different. `read` loads a processor from the new folder. If its fingerprint differs from that of `processor`,
+    copied files are replaced by files that `processor` writes.
     """
     target.mkdir(parents=True, exist_ok=True)
     if weights is not None and weights.is_dir() and weights != source:
         copy_side_files(weights, target, lambda name: name == GENERATION or is_legal(name))
     if processor is None:
         return
-    # First, because it renders the chat template: a template that exceeds its limits raises here.
+    # Before anything is written, because this renders the chat template: one that exceeds its limits raises here.
     stops = list(processor.stop_tokens) if isinstance(processor, LanguageProcessor) else []
     processor.save(target)
     if source is None or not source.is_dir() or source.resolve() == target.resolve():
@@ -168,7 +168,7 @@ def write_side_files(
 
 
 # Preprocessor files and the chat template are copied from the source folder or written by the processor. These
-# combinations are tried in order until the new folder gives the fingerprint of the processor.
+# combinations are tried in order until a processor loaded from the new folder has the same fingerprint.
 _CANDIDATES = [(files, template) for template in ("copied", "written") for files in ("copied", "written")]
 
 
@@ -223,7 +223,7 @@ class _Writer:
 
 
 def _with_named_words(config: Mapping[str, Any], words: Mapping[str, str] | None) -> dict[str, Any]:
-    """Return tokenizer settings with the special tokens that the family's processor looks up by name."""
+    """Return a tokenizer_config.json with the special tokens that transformers' processor looks up by name."""
     named = config.get("extra_special_tokens") or {}
     special = words if isinstance(words, Mapping) else {}  # a list of tokens has no names
     missing = {name: word for name, word in special.items() if name not in config and name not in named}
@@ -240,12 +240,12 @@ def _means_the_same(processor: Processor, read: Callable[[Path], Processor], fol
 
 
 def _fingerprint(processor: Processor) -> str:
-    """Return the processor's hash without the trained roles, which are a setting of recipes and not of files."""
+    """Return the processor's fingerprint without the trained roles, which are set by recipes and not by files."""
     return processor.training_on(()).fingerprint if isinstance(processor, ChatProcessor) else ""
 
 
 def _stop_where_trained(path: Path, stops: Sequence[int]) -> None:
-    """Add the stop tokens of training to the generation settings, unless one of them is already there."""
+    """Add the stop tokens of training to `eos_token_id` in generation_config.json, unless one of them is there."""
     if not stops:
         return
     settings = read_json(path) if path.is_file() else {}

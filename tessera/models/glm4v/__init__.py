@@ -25,7 +25,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
             "patch_size": 7,
             "image_size": 84,
         },
-        # Token 499 ends a text and pads, 500 to 505 begin a conversation and its turns, as in the published model.
+        # Token 499 is end-of-text and padding. 500 to 505 begin a conversation and its turns, as in published models.
         "image_start_token_id": 506,
         "image_end_token_id": 507,
         "video_start_token_id": 508,

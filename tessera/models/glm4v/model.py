@@ -1,6 +1,6 @@
 """GLM-4.1V: its vision encoder and projector from the blocks in `nn`, and its parameter names in folders.
 
-The names are those of transformers' modules in memory. The renames accept a base model saved without its head.
+Folders have the parameter names of transformers' modules. A base model that was saved without its head is also read.
 """
 
 from __future__ import annotations
@@ -102,10 +102,10 @@ def bicubic_positions(positions: np.ndarray, height: int, width: int, side: int)
 
 
 def _neighbours(patches: int, side: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the four nearest entries of each patch along one axis, and their weights."""
-    at = (np.arange(patches) + 0.5) * side / patches - 0.5  # centres of patches, in units of entries
+    """Return the four nearest entries of the embedding table for each patch along one axis, and their weights."""
+    at = (np.arange(patches) + 0.5) * side / patches - 0.5  # centres of patches, in units of table entries
     first = np.floor(at)
-    distance = np.abs(at[:, None] - (first[:, None] + np.arange(-1, 3)))  # to each of the four entries, at most 2
+    distance = np.abs(at[:, None] - (first[:, None] + np.arange(-1, 3)))  # from each of the four entries, at most 2
     near = ((CUBIC_A + 2) * distance - (CUBIC_A + 3)) * distance**2 + 1
     far = CUBIC_A * (((distance - 5) * distance + 8) * distance - 4)
     entries = np.clip(first[:, None].astype(np.int64) + np.arange(-1, 3), 0, side - 1)

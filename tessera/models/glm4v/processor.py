@@ -57,7 +57,7 @@ GLM4V = ChatTemplate(
 class Glm4vOptions(GridOptions):
     """Declare the keys of `data.processor`. Missing keys get the values of the model's folder.
 
-    Pixel bounds apply to all frames of a video together. An image counts as the two frames of a patch.
+    Pixel bounds apply to all frames of a video together. An image counts as two frames, the number in a temporal patch.
     """
 
     min_pixels: int | None = Field(
@@ -73,7 +73,7 @@ class Glm4vOptions(GridOptions):
     max_frames: int = Field(600, gt=0, le=10**6, description="taken even from a long video")
 
     def sampling(self, folder: Path) -> VideoSampling:
-        """Ignore the number of frames in preprocessor files that also contain a frame rate, as transformers does."""
+        """Return the video sampling. If a preprocessor file has a frame rate, its number of frames is ignored."""
         sampling, stored = super().sampling(folder), read_sampling(folder)
         if "fps" in stored:
             sampling = replace(sampling, frames=self.frames)
@@ -96,7 +96,7 @@ class Glm4vFiles(GridFiles):
     def read(
         self, folder: Path, vision: Geometry, *, image_bounds: Bounds, video_bounds: Bounds
     ) -> tuple[Patches, Patches]:
-        """Return the patches of images and of videos. An image counts as a video with the frames of one patch."""
+        """Return the patch settings of images and of videos. An image counts as a video of one temporal patch."""
         _refuse_others(folder, self.processor)
         image, video = super().read(folder, vision, image_bounds=image_bounds, video_bounds=video_bounds)
         return replace(image, whole_clips=True), video
@@ -111,7 +111,7 @@ class Glm4vProcessor(TimestampedVideoProcessor):
     chat: ClassVar[ChatTemplate] = GLM4V
     files: ClassVar[GridFiles] = Glm4vFiles()
 
-    ends: tuple[int, ...] = ()  # further stop tokens, from the model's configuration
+    ends: tuple[int, ...] = ()  # ids of further stop tokens, from the model's configuration
 
     @classmethod
     def of_model(cls, config: Glm4vConfig) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""InternVL 2.5, 3 and 3.5, in their Hugging Face form and that of their makers: images as tiles of one size."""
+"""InternVL 2.5, 3 and 3.5, in the Hugging Face format and in their authors' format. Images are cut into equal tiles."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
             "patch_size": 7,
             "layer_scale_init_value": 1.0,  # a small value slows down training from random weights
         },
-        # Token 505 ends a text and pads, 506 begins and 507 ends a message, 508 begins and 509 ends an image, 511 is a
-        # video.
+        # Token 505 is end-of-text and padding. 506 begins and 507 ends a message. 508 begins and 509 ends an image. 511
+        # is the placeholder of a video.
         "image_token_id": 510,
     },
     "2.5-1b": _qwen2((896, 4864, 24, (14, 2)), _300M),

@@ -150,7 +150,7 @@ _DROPOUTS = ("hidden_dropout_prob", "attention_dropout", "projection_dropout")
 
 
 def _tied(data: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
-    """Return whether the head is tied: config.json must contain true and its text_config must not contain false.
+    """Return `tie_word_embeddings`: config.json must contain true and its text_config must not contain false.
 
     transformers 5 writes true at the top level even if text_config contains false, and its default is true. It then
     checks the files, which have an untied head in published folders.
@@ -160,7 +160,7 @@ def _tied(data: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
 
 
 def _plain_rope(text: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-    """Return the text fields without dynamic rope, and the factor of dynamic rope."""
+    """Return the fields of text_config without dynamic rope scaling, and the factor of that scaling."""
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     if not isinstance(rope, Mapping) or rope.get("rope_type", rope.get("type")) != "dynamic":
         return dict(text), None

@@ -24,9 +24,9 @@ from tessera.weights.map import Rule, WeightMap
 from tessera.weights.operations import GroupByHead, Reshape
 
 PROJECTOR_EPS = 1e-5
-EVEN = 8  # usual tensor-parallel degree
-# Names in the first published folders, which transformers reads and writes. `_RENAMES` also accepts the names of its
-# modules in memory, which later folders have, and a base model saved without its head.
+EVEN = 8  # tensor-parallel degree that vocabularies should be divisible by
+# Parameter names in the first published folders, which transformers reads and writes. `_RENAMES` also accepts the names
+# of transformers' modules, which later folders have, and a base model that was saved without its head.
 _TEXT = "language_model.model."
 _EMBEDDINGS = "vision_tower.embeddings."
 _BLOCK = "vision_tower.encoder.layer.{i}."
@@ -61,7 +61,7 @@ class InternVL(VisionFamily):
     name: ClassVar[str] = "internvl"
     config: ClassVar[type[Section]] = InternVLConfig
     processor: ClassVar[str] = "InternVLProcessor"
-    # InternLM2 first: its folders also match the second format.
+    # InternLM2 must be tried first, because its folders also match the second format.
     other_weights: ClassVar[Mapping[str, Callable[[Any], WeightMap]]] = {
         "internlm2": internlm_weights,
         "original": original_weights,
@@ -126,7 +126,7 @@ class InternVL(VisionFamily):
         return {name: "replicate" for name, style in styles.items() if style == "vocab"}
 
     def example(self, config: InternVLConfig, tokens: int) -> Batch:
-        """Return a batch in which tiles make up about a quarter of `tokens`; without tiles if none fits."""
+        """Return a batch in which image tiles make up about a quarter of `tokens`. If none fits, it has only text."""
         vision = config.vision
         tiles = max(tokens // (4 * vision.tile_tokens), 1 if tokens > vision.tile_tokens else 0)
         if not tiles:

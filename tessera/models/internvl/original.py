@@ -35,7 +35,7 @@ def hf_config(folder: Path, data: Mapping[str, Any]) -> dict[str, Any]:
     check_supported(
         [
             ("select_layer", data.get("select_layer", -1), (-1,)),
-            ("ps_version", data.get("ps_version", "v1"), ("v2",)),  # version v1 transposes images
+            ("ps_version", data.get("ps_version", "v1"), ("v2",)),  # pixel shuffle of version v1 transposes images
             ("pad2square", bool(data.get("pad2square")), (False,)),
             ("force_image_size", data.get("force_image_size") or side, (side,)),
             ("use_backbone_lora", data.get("use_backbone_lora") or 0, (0,)),
@@ -63,7 +63,7 @@ def hf_config(folder: Path, data: Mapping[str, Any]) -> dict[str, Any]:
     return fields if context is None else {**fields, "image_token_id": context}
 
 
-# Field of the authors' encoder -> field of transformers, and the authors' default.
+# Field of the authors' vision config -> (field of transformers, the authors' default).
 _RENAMED = {
     "qkv_bias": ("attention_bias", False),
     "qk_normalization": ("use_qk_norm", True),
@@ -115,7 +115,7 @@ def is_original(folder: Path) -> bool:
 
 
 def tile_settings(folder: Path) -> dict[str, Any]:
-    """Return how the folder cuts images into tiles, under the names of Hugging Face preprocessor files."""
+    """Return the folder's settings for cutting images into tiles, with the keys of Hugging Face preprocessor files."""
     data = read_json_mapping(folder / CONFIG_FILE)
     cut = bool(data.get("dynamic_image_size"))
     check_supported(

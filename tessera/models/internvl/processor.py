@@ -46,7 +46,7 @@ QWEN = ChatTemplate(
     },
     system=None,
 )
-# For the tokenizer of InternLM, which begins every text with <s>.
+# Template for the tokenizer of InternLM, which begins every text with <s>.
 INTERNLM = replace(QWEN, special=("<s>", *QWEN.special), begin="<s>", end_of_text="</s>")
 
 
@@ -81,7 +81,7 @@ class InternVLProcessor(VisionProcessor):
         template, original, jinja = INTERNLM if internlm else QWEN, is_original(folder), read_chat_template(folder)
         if not original or "system" in chosen.model_fields_set:
             template = with_system(template, chosen, folder)
-        else:  # the folder's chat template belongs to its text decoder alone
+        else:  # the folder's chat template is that of its text decoder, with another system message
             template = replace(template, system=system_message(folder))
         text_only = not original and jinja is not None and CONTEXT not in jinja
         check_special_tokens(encoder, template, {CONTEXT: config.image_token_id}, config.text.vocab_size, folder)
@@ -104,7 +104,7 @@ class InternVLProcessor(VisionProcessor):
         )
 
     def target(self, kind: PartKind, size: MediaSize) -> tuple[int, int] | None:
-        """Return the size of a tile, or None for an image in several tiles, which need the full resolution."""
+        """Return the size of a tile; None if the image is cut into several tiles, which need its full resolution."""
         if kind == "image" and self.image.fit(size.height, size.width) != (1, 1):
             return None
         return self.image.size, self.image.size
@@ -123,7 +123,7 @@ class InternVLProcessor(VisionProcessor):
         return {"pixels": pixels, "patch_index": np.tile(self.image.index, tiles)}
 
     def show(self, part: Part, role: str, layout: MediaLayout) -> list[ChatSpan]:
-        """Return the text spans of an image, or of a video's frames with their numbers."""
+        """Return the text that stands for an image in the prompt. A video is "Frame1: " and placeholders, and so on."""
         if part.kind != "video":
             return self.template.show(part, role)
         spans: list[ChatSpan] = []
@@ -157,7 +157,7 @@ class TileCutter:
     scaled-down image.
 
     Patches of a tile are in block order, so patches that are merged into a token are adjacent. A patch of zeros comes
-    first, as a placeholder of the class token.
+    first. It is a placeholder of the class token.
     """
 
     size: int
@@ -183,9 +183,9 @@ class TileCutter:
         return (self.side // self.merge) ** 2
 
     def fit(self, height: int, width: int) -> tuple[int, int]:
-        """Return the columns and rows of tiles whose aspect ratio is nearest to the image's.
+        """Return the number of columns and rows of tiles whose aspect ratio is nearest to the image's.
 
-        Of equally near ones, return the largest of which the image fills at least half.
+        If several are equally near, return the largest one that the image fills at least by half.
         """
         if self.most == 1:
             return 1, 1
@@ -202,7 +202,7 @@ class TileCutter:
         return columns * rows + (columns * rows > 1)
 
     def cut(self, image: Image.Image, columns: int, rows: int) -> np.ndarray:
-        """Return bytes [patches, values] of the tiles in reading order, then of the scaled-down image."""
+        """Return uint8 [patches, values] of the tiles, row by row, then of the scaled-down image."""
         size = self.size
         canvas = _resized(image, (columns * size, rows * size))
         tiles = canvas.reshape(rows, size, columns, size, 3).swapaxes(1, 2).reshape(-1, size, size, 3)
@@ -211,7 +211,7 @@ class TileCutter:
         return self._patches_of(tiles)
 
     def frames(self, frames: np.ndarray) -> np.ndarray:
-        """Return bytes [patches, values] of a video [F, H, W, 3], with one tile per frame."""
+        """Return uint8 [patches, values] of a video [F, H, W, 3], with one tile per frame."""
         shape = (len(frames), self.size, self.size, 3)
         if frames.shape != shape:
             frames = np.stack([_resized(Image.fromarray(frame), (self.size, self.size)) for frame in frames])
@@ -224,7 +224,7 @@ class TileCutter:
         return np.concatenate([[0], 1 + positions[:, 0] * self.side + positions[:, 1]])
 
     def without_class_tokens(self, tiles: int) -> np.ndarray:
-        """Return the indices of patches that become tokens: all except class tokens."""
+        """Return the indices of the patches of `tiles` tiles that become tokens: all except class tokens."""
         numbers = np.arange(tiles * self.tile_patches)
         return numbers[numbers % self.tile_patches > 0]
 
@@ -236,7 +236,7 @@ class TileCutter:
 
     @cached_property
     def _arrangements(self) -> Sequence[tuple[int, int]]:
-        """Return all (columns, rows), ordered by number of tiles, then by columns."""
+        """Return all allowed (columns, rows) of tiles, sorted by number of tiles, then by columns."""
         sides = range(1, self.most + 1)
         shapes = [(columns, rows) for columns in sides for rows in sides if self.least <= columns * rows <= self.most]
         return sorted(shapes, key=lambda shape: shape[0] * shape[1])
@@ -262,7 +262,7 @@ def read_tiles(
     `crop_to_patches` is ignored: it is false in published folders, but transformers' processor still cuts tiles.
     """
     image_file, video_file = read_files(folder)
-    if is_original(folder):  # the file describes a single tile
+    if is_original(folder):  # the authors' preprocessor file describes a single tile
         single = {"size": vision.image_size, "crop_size": vision.image_size, "do_center_crop": True}
         wrong = [key for key, value in single.items() if image_file.get(key, value) != value]
         if wrong:

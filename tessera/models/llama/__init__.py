@@ -1,4 +1,4 @@
-"""Llama 2, 3, 3.1, 3.2 and 3.3, and models written in their form (Vicuna, InternLM in its Hugging Face form)."""
+"""Llama 2, 3, 3.1, 3.2 and 3.3, and models with the same `model_type` (Vicuna, InternLM converted to Hugging Face)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """LLaVA 1.5 and LLaVA-OneVision: a CLIP or SigLIP encoder, an MLP projector and a language model.
 
-OneVision cuts a single image into tiles, takes several images whole, and reads videos.
+OneVision cuts the only image of a sample into tiles. Several images are not cut. It also reads videos.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _PENULTIMATE = {"vision_feature_layer": -2, "vision_feature_select_strategy": "d
 _ALL_FEATURES = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "quickstart": {
-        # Token 507 ends a text and pads, 508 begins and 509 ends a message.
+        # Token 507 is end-of-text and padding. 508 begins and 509 ends a message.
         **quickstart_preset(attention_bias=True, max_position_embeddings=4096, eos_token_id=509, pad_token_id=507),
         "vision": {**_SIGLIP, **_TINY_VISION},
         "tiles": {"pinpoints": [(28, 28), (28, 56), (56, 28), (56, 56), (28, 84), (84, 28)], "most": 3},

@@ -1,4 +1,4 @@
-"""The configuration of LLaVA 1.5 and LLaVA-OneVision (with tiles), and its form in the config.json of folders."""
+"""The configuration of LLaVA 1.5 and LLaVA-OneVision (with tiles), read from and written to config.json."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _VISION_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "clip": {"patch_size": 32, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5},
     "siglip": {"patch_size": 16, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6},
 }
-# Defaults of config.json without vision_config.
+# Vision settings of a config.json that has no vision_config.
 _NO_VISION: Mapping[str, Mapping[str, Any]] = {
     PLAIN_TYPE: {
         "model_type": "clip_vision_model",
@@ -91,7 +91,7 @@ class LlavaVisionConfig(Section):
 
 
 class TilesConfig(Section):
-    """Configure how a single image is cut into tiles, by the resolution that wastes the least area."""
+    """Configure how a single image is cut into tiles: by the listed resolution that wastes the least area."""
 
     pinpoints: tuple[tuple[int, int], ...] = Field(PINPOINTS, min_length=1, description="resolutions, height and width")
     most: int = Field(

@@ -18,7 +18,7 @@ from tessera.nn.vit import VisionShape
 from tessera.weights.map import Rule, WeightMap
 from tessera.weights.operations import GroupByHead, Reshape
 
-_PATCHES_OF_TILES = 2  # usual patches per visual token: an image is encoded both scaled down and in tiles
+_PATCHES_OF_TILES = 2  # usual number of patches per visual token, as an image is encoded both scaled down and in tiles
 # Names in published folders, which transformers reads. `_RENAMES` also accepts the names that transformers writes now,
 # the names of its modules in memory, and a base model saved without its head.
 _TOWER = "vision_tower.vision_model."
@@ -78,7 +78,7 @@ class Llava(VisionFamily):
             positions=vision.patches,
             class_token=vision.class_token,
             norm_before=vision.kind == "clip",
-            norm_after=True,  # unused, but its weights are in every folder
+            norm_after=True,  # the model does not use it, but its weights are in every folder
             num_blocks_used=config.blocks_read,
             attention=config.attention,
         )
@@ -129,10 +129,10 @@ class Llava(VisionFamily):
     def example(self, config: LlavaConfig, tokens: int) -> Batch:
         """Return a batch in which images of a single tile make up about half of `tokens`.
 
-        A sequence that is too short for an image has only the first part of its tokens.
+        If `tokens` is too small for an image, the batch has only the first tokens of one.
         """
         patches, first = config.vision.patches, config.first_feature
-        image_tokens = config.features + (config.tiles is not None)  # and the newline embedding
+        image_tokens = config.features + (config.tiles is not None)  # with tiles, the newline embedding is one more
         images = max(1, min(EXAMPLE_IMAGES, tokens // (2 * image_tokens)))
         used = min(images * image_tokens, tokens)
         features = torch.arange(images * patches).view(images, patches)[:, first:].flatten()

@@ -1,4 +1,4 @@
-"""Images and frames as LLaVA's vision encoders read them, and the preprocessor files that describe it."""
+"""Preprocessing of images and frames for LLaVA's vision encoders, and the preprocessor files that describe it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class SquareImages:
         return (self.shortest, new_long) if width <= height else (new_long, self.shortest)
 
     def square(self, image: Image.Image) -> np.ndarray:
-        """Return the square [size, size, 3] of an RGB image."""
+        """Return an RGB image as a square [size, size, 3]: padded if `pad`, resized, and cropped at its centre."""
         if self.pad:
             image = self.padded(image)
         pixels = np.asarray(_resize(image, *self.resized(*image.size)))
@@ -99,14 +99,14 @@ def _resize(image: Image.Image, width: int, height: int) -> Image.Image:
 
 
 NEWLINE = -1
-_DOWNSCALE_FROM = 1.1  # ratio to the largest size up to which a grid of features is not scaled down
+_DOWNSCALE_FROM = 1.1  # a grid of features is scaled down if its side exceeds the limit by more than this factor
 
 
 @dataclass(frozen=True)
 class FeatureInterpolation:
     """Hold the indices [tokens, K] and weights of the features that each token is interpolated from.
 
-    Without weights K is 1.
+    `weights` None: K is 1, and each token is one feature.
     """
 
     index: np.ndarray
@@ -120,10 +120,10 @@ class AnyResTiles:
     side: int  # number of features along a side of a tile
     size: int  # side of a tile in pixels
     pinpoints: tuple[tuple[int, int], ...]  # candidate resolutions (height, width)
-    most: int  # largest number of tokens, in units of a tile's tokens
+    most: int  # limit of the tokens of an image, as a multiple of the tokens of one tile
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
-        """Return the rows and columns of tiles that keep most pixels of an image and waste the least area."""
+        """Return how many rows and columns of tiles keep the most pixels of an image, and waste the least area."""
         best, best_rank = self.pinpoints[0], (0, -math.inf)
         for high, wide in self.pinpoints:
             scale = min(wide / width, high / height)
@@ -134,11 +134,11 @@ class AnyResTiles:
         return best[0] // self.size, best[1] // self.size
 
     def image(self) -> FeatureInterpolation:
-        """Return the features that become tokens of an image of a single tile: all features, then a newline."""
+        """Return the features that become the tokens of an image of one tile: all, then the newline embedding."""
         return FeatureInterpolation(np.append(np.arange(self.side**2), NEWLINE)[:, None])
 
     def tiled_image(self, height: int, width: int) -> FeatureInterpolation:
-        """Return the features that become tokens of an image in several tiles, the only image of its sample."""
+        """Return the features that become the tokens of an image in several tiles, the only image of its sample."""
         down, across = self.grid(height, width)
         rows, columns = self._unpadded(height, width, down * self.side, across * self.side)
         lines, weights = self._features(rows, columns, across)[..., None], None
@@ -193,7 +193,7 @@ def _smaller(features: np.ndarray, rows: int, columns: int) -> tuple[np.ndarray,
 
 
 def _between(old: int, new: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the two neighbours of `new` evenly spaced points among `old` ones, and the weight of the second."""
+    """Return for each of `new` evenly spaced points its two neighbours among `old` points, and the second's weight."""
     scale = np.float32(old) / np.float32(new)
     points = np.maximum((np.arange(new, dtype=np.float32) + np.float32(0.5)) * scale - np.float32(0.5), np.float32(0))
     first = np.minimum(points.astype(np.int64), old - 1)
@@ -209,7 +209,7 @@ def read_squares(folder: Path, config: LlavaConfig) -> SquareImages:
     is_clip = vision.kind == "clip"
     defaults = {"mean": CLIP_MEAN, "std": CLIP_STD} if is_clip else {"mean": _HALF, "std": _HALF}
     norm = {**defaults, "scale": 1 / 255, **read_norm(data, path)}
-    # Bounds do not matter: squares have one size.
+    # The pixel bounds 1 and 1 << 62 have no effect: all squares have the same size.
     patches = Patches(1, 1 << 62, vision.patch_size, merge=1, temporal=1, **norm)
     if config.tiles is not None:
         _check_tiles(data, config, path)
@@ -235,7 +235,7 @@ def read_squares(folder: Path, config: LlavaConfig) -> SquareImages:
 
 
 def _check_tiles(data: dict[str, Any], config: LlavaConfig, path: Path) -> None:
-    """Refuse a preprocessor file with other resolutions than the model: training would be wrong without an error."""
+    """Raise if a preprocessor file has other tile resolutions than config.json. Training would go wrong unnoticed."""
     assert config.tiles is not None
     pinpoints = data.get("image_grid_pinpoints")
     if pinpoints is not None and tuple(map(tuple, pinpoints)) != config.tiles.pinpoints:

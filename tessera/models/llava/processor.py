@@ -137,7 +137,7 @@ class LlavaProcessor(VisionProcessor):
     def _layout(
         self, squares: int, grid: tuple[int, int, int], interpolation: FeatureInterpolation | None
     ) -> MediaLayout:
-        """Return a layout. `grid`: number of frames, rows of tiles, columns of tiles; 0 if the image is not cut."""
+        """Return a layout. `grid`: number of frames, tile rows and tile columns; the last two are 0 without tiles."""
         patches, first = self.config.vision.patches, self.config.first_feature
         selected = None
         if first:

@@ -30,10 +30,10 @@ MODEL_TYPE = "tessera_module"
 
 @runtime_checkable
 class DeclaresPlan(Protocol):
-    """Mark a user's module that declares how it may be split over devices."""
+    """Declare the method of a user's module that says how it may be split over devices."""
 
     def model_plan(self) -> ModelPlan:
-        """Return the plan in the paths of this module."""
+        """Return the plan. Its names are module paths relative to this module."""
         ...
 
 
@@ -87,13 +87,13 @@ def fresh(config: ModuleConfig) -> nn.Module | None:
 def plan(config: ModuleConfig) -> ModelPlan:
     """Return the plan that the class declares, or a plan without blocks.
 
-    Without blocks, `parallel.wrap` names the modules to shard; by default the module is one shard group.
+    Without blocks, FSDP shards the modules in `parallel.wrap`; by default the whole module is one FSDP unit.
     """
     return _plan_of(build(config))
 
 
 def spec_of_object(module: nn.Module) -> tuple[ModelSpec, ModuleConfig]:
-    """Return the specification of a module that the caller built. Its current weights are the initial weights."""
+    """Return the `ModelSpec` of a module that the caller built. Its current weights are the initial weights."""
 
     def on_meta(_: ModuleConfig) -> nn.Module:
         # deepcopy uses these meta parameters instead of copying the weights

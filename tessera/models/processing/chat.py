@@ -1,8 +1,8 @@
 """Chat templates as data, which render conversations as text spans.
 
-A span is text or a special token, with a flag whether it is trained: the text of trained roles and the token that ends
-their turn are trained, headers and other roles are not. Exports contain the same template as Jinja, so that other tools
-write conversations in the same way.
+A span is text or a special token. Its flag `trained` says whether the loss includes it: the loss includes the text of
+trained roles and the token that ends their turn, but no headers and no other roles. Exports contain the same template
+as Jinja, so that other tools write conversations in the same way.
 
 Control words are the special tokens that a template writes around messages: headers, ends of turns, `<tool_response>`
 if the tokenizer has it, tokens around and in place of media, the end of plain text. The same characters in a message
@@ -33,15 +33,15 @@ class ChatSpan:
     role: str
     trained: bool = False
     special: bool = False
-    media: PartKind | None = None  # kind of media whose placeholder this is; the encoder repeats it for each token
+    media: PartKind | None = None  # kind of media that this placeholder stands for; it is repeated for each token
 
 
 @dataclass(frozen=True)
 class Turn:
     """Define the text before and after the messages of a role.
 
-    A trained role learns `after` up to its last special token. `text_before` and `text_after` enclose each text of a
-    message, but not its media.
+    The loss of a trained role includes `after` up to its last special token. `text_before` and `text_after` enclose
+    each text of a message, but not its media.
     """
 
     before: str
@@ -69,7 +69,7 @@ _QWEN_MEDIA: Mapping[PartKind, MediaWords] = {
     "image": MediaWords("<|image_pad|>", "<|vision_start|>", "<|vision_end|>"),
     "video": MediaWords("<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
 }
-_ANY = ""  # key of the turn for roles without their own
+_ANY = ""  # key in `turns` for all roles that have no key of their own
 _MARKUP = re.compile(r"[<\[{].*[>\]}]")  # matches markup such as <|im_start|>; tokenizers also add spaces and newlines
 _UNLESS_SYSTEM = "{% if loop.first and message.role != 'system'"
 _NO_TOOLS = " and not tools"
@@ -79,14 +79,14 @@ _NO_TOOLS = " and not tools"
 class ChatTemplate:
     """Define how a conversation is written as text. The defaults are ChatML with the media tokens of Qwen."""
 
-    # Special tokens in the texts below, except placeholders of media.
+    # Special tokens that occur in the template's texts, except placeholders of media.
     special: tuple[str, ...] = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>")
     turns: Mapping[str, Turn] = field(default_factory=lambda: {_ANY: Turn("<|im_start|>{role}\n", "<|im_end|>\n")})
     media: Mapping[PartKind, MediaWords] = field(default_factory=lambda: dict(_QWEN_MEDIA))
-    begin: str = ""  # text at the beginning of a conversation
+    begin: str = ""  # text before the first message of a conversation
     system: str | None = "You are a helpful assistant."  # system message of conversations without one
     end_of_text: str = "<|endoftext|>"  # token that ends plain text
-    # For families whose turns have no end token: tokens that begin the next turn, which a model learns to write at the
+    # For templates without an end-of-turn token: tokens that begin the next turn, which a model learns to write at the
     # end of its answer. The first of them ends a conversation.
     next_turns: tuple[str, ...] = ()
     media_first: bool = False  # write all media of a turn before its texts
@@ -112,7 +112,7 @@ class ChatTemplate:
 
     @cached_property
     def _cut(self) -> re.Pattern[str]:
-        """Return a pattern that finds special tokens in the template's texts."""
+        """Return a regular expression that matches the special tokens in the template's texts."""
         return re.compile("(" + "|".join(re.escape(word) for word in self.special) + ")")
 
     @property
@@ -165,7 +165,7 @@ class ChatTemplate:
         return spans
 
     def _with_own_prompt(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """Insert the template's system message into a system message that only lists tools."""
+        """Put the template's default system message before a system message that only lists tools."""
         said = messages[0].parts if self.system and messages and messages[0].role == "system" else ()
         if not self.system or not said or said[0].kind != "text" or not lists_only_tools(said[0].value):
             return messages
@@ -214,7 +214,7 @@ class ChatTemplate:
         return before is not None and before.role == role and bool(self._turn(role).between)
 
     def _header(self, role: str) -> list[ChatSpan]:
-        # split before {role} is replaced, because role names are plain text
+        # Split into special tokens and text before {role} is replaced, because role names are plain text.
         spans = self._words(self._turn(role).before, role)
         return [p if p.special else replace(p, text=p.text.replace("{role}", role)) for p in spans]
 
@@ -230,20 +230,20 @@ class ChatTemplate:
     # ------------------------------------------------------------------------------------------ folders
 
     def system_in(self, jinja: str) -> str | None:
-        """Return the default system message in a folder's chat template, extracted from its Jinja text."""
+        """Return the default system message in the chat template of a model folder, extracted from its Jinja text."""
         turn = self._turn("system")
         before = turn.before.replace("{role}", "system") + turn.text_before
         after = (turn.text_after + turn.after).rstrip("\n")
-        if not before:  # without a header, only templates that Tessera wrote can be recognised
+        if not before:  # system turns have no header: only templates that Tessera wrote can be recognised
             start = re.escape(_UNLESS_SYSTEM) + f"(?:{_NO_TOOLS})? %\\}}"
             branch = re.search(start + "(.*?)" + re.escape(after + "{% endif %}"), jinja, re.DOTALL)
             return None if branch is None else branch[1].removeprefix("{% raw %}").removesuffix("{% endraw %}")
-        # Templates contain newlines, or \n inside strings. Text with Jinja tags belongs to another branch. If turns
-        # have no end, the next tag ends the message.
+        # Jinja templates contain newlines, or \n inside strings. Text with Jinja tags belongs to another branch. If
+        # turns have no end token, the next Jinja tag ends the system message.
         said = r"(\{% raw %\}.+?\{% endraw %\}|.+?)(?=\{%)" if not after else "(.*?)" + re.escape(after)
         for match in re.findall(re.escape(before) + said, jinja.replace("\\n", "\n"), re.DOTALL):
             text = str(match).removeprefix("{% raw %}").removesuffix("{% endraw %}")
-            # skip expressions that concatenate strings
+            # Skip matches inside Jinja expressions, such as concatenated strings.
             if text != match or not re.search(r"\{[%{]|[%}]\}|^['\"] *\+", text):
                 return text
         return None
@@ -253,7 +253,7 @@ class ChatTemplate:
         return self._turn(role).before.replace("{role}", role)
 
     def headers_in(self, jinja: str) -> bool:
-        """Return whether a folder's chat template contains the header of any role of this template.
+        """Return whether the chat template of a model folder contains the header of any role of this template.
 
         One header is enough, because templates build the others from role names.
         """
@@ -340,14 +340,14 @@ def _jinja_before(turn: Turn) -> str:
 def _jinja_after(turn: Turn) -> str:
     if not turn.between:
         return turn.after
-    # As strings, because Jinja removes a newline after a tag.
+    # Written as Jinja strings, because Jinja removes a newline after a tag.
     again, end = (text.replace("\n", "\\n") for text in (turn.between, turn.after))
     same = "not loop.last and messages[loop.index0 + 1].role == message.role"
     return "{% if " + same + " %}{{ '" + again + "' }}{% else %}{{ '" + end + "' }}{% endif %}"
 
 
 def _with_line_end(text: str) -> str:
-    """Return the text with an initial newline as a string, because Jinja removes a newline after a tag."""
+    """Return the text with its first newline written as a Jinja string, because Jinja removes a newline after a tag."""
     return "{{ '\\n' }}" + text[1:] if text.startswith("\n") else text
 
 

@@ -1,8 +1,8 @@
 """The base class of processors, which turn conversations into batches: tokens, labels, packing, files.
 
-A family with images, video or audio declares its streams (`MediaStream`). It defines how many tokens media of a given
-size become (`MediaLayout`), their text, the positions of their tokens, and the elements that the encoder reads. Packing
-follows from the streams.
+A family with images, video or audio declares a `MediaStream` for each encoder. It defines how many tokens media of a
+given size become (`MediaLayout`), their text, the positions of their tokens, and the inputs of the encoder (patches,
+audio frames). Packing follows from that.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from tessera.models.processing.tokenizer import (
 )
 from tessera.runtime.log import logger
 
-# A row with a single sample is one attention segment, padding included, if the sample fills at least this share of it.
-# Kernels for equal segments are up to twice as fast, but attention to padding costs its length squared.
+# A row with a single sample is one attention segment, padding included, if the sample fills at least 80 % of the row.
+# Kernels for equal segments are up to twice as fast, but attention over padding takes extra FLOPs.
 _MIN_FILLED = 0.8
 
 
@@ -54,10 +54,10 @@ _MIN_FILLED = 0.8
 class ConversationProcessor:
     """Turn conversations into batches and tokens back into text."""
 
-    version: ClassVar[str]  # family and a number, which increases when the same options give different tokens
-    streams: ClassVar[MediaStreams] = {}  # streams of the model's plan by name, one per encoder
+    version: ClassVar[str]  # family name and a number, which is increased when the same options give other tokens
+    streams: ClassVar[MediaStreams] = {}  # inputs of media encoders (vision, audio), by name in the model's plan
     axes: ClassVar[int] = 3  # number of position axes: 3 (time, height, width) or 1
-    # tokenizer class of transformers in exports; None: depends on the tokenizer
+    # `tokenizer_class` in exported tokenizer_config.json; None: chosen by the tokenizer (see `class_for`)
     tokenizer_kind: ClassVar[str | None] = None
     # Special tokens that transformers' processor replaces by others before tokenizing, so the tokenizer may lack them.
     replaced_words: ClassVar[tuple[str, ...]] = ()
@@ -77,18 +77,18 @@ class ConversationProcessor:
     # ------------------------------------------------------------------------------------------ what a family defines
 
     def layout(self, kind: PartKind, size: MediaSize) -> MediaLayout:
-        """Return the tokens and elements of an image, video or recording of this size."""
+        """Return the layout of an image, video or recording of this size: its tokens, and the inputs of the encoder."""
         raise AssertionError("the chat template of this family refuses media")
 
     def elements(self, kind: PartKind, media: Any, layout: MediaLayout) -> dict[str, np.ndarray]:
-        """Return the tensors of an encoder's input, with one entry per element in the order of the encoder.
+        """Return the tensors of an encoder's input, with one entry per patch or audio frame, in the encoder's order.
 
         `media`: a PIL image, frames [F, H, W, 3] or sound [samples].
         """
         raise AssertionError("the chat template of this family refuses media")
 
     def target(self, kind: PartKind, size: MediaSize) -> tuple[int, int] | None:
-        """Return the width and height to which media will be resized, so that the decoder may scale down.
+        """Return (width, height) to which the processor resizes media. It may then be decoded at a lower resolution.
 
         None: the processor needs full resolution.
         """
@@ -102,7 +102,7 @@ class ConversationProcessor:
         return np.arange(length)
 
     def constants(self, stream: str) -> Mapping[str, np.ndarray]:
-        """Return tensors that every batch with input for this stream gets, equal for all samples."""
+        """Return tensors that are the same in every batch with input for this encoder, such as pixel normalisation."""
         return {}
 
     def save_preprocessor(self, folder: Path) -> None:
@@ -114,7 +114,7 @@ class ConversationProcessor:
         return [self.layout(kind, size) for kind, size in zip(kinds, sizes, strict=True)]
 
     def show(self, part: Part, role: str, layout: MediaLayout) -> list[ChatSpan]:
-        """Return the text spans that represent a media part in a conversation."""
+        """Return the text and placeholder tokens that stand for an image, video or recording in the prompt."""
         return self.template.show(part, role)
 
     def fingerprint_fields(self) -> list[Any]:
@@ -132,7 +132,7 @@ class ConversationProcessor:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Return a hash that changes whenever `measure` could return different numbers."""
+        """Return a hash that changes whenever `measure` could return other token counts."""
         settings = [asdict(self.template), asdict(self.sampling), self.fingerprint_fields(), *self.encoder.unmarked]
         facts = json.dumps([self.version, self.encoder.json, settings, self.train_on, self.last_only], sort_keys=True)
         return hashlib.sha256(facts.encode()).hexdigest()
@@ -200,7 +200,7 @@ class ConversationProcessor:
         return next(name for name, stream in self.streams.items() if kind in stream.kinds)
 
     def _read_by(self, stream: MediaStream, sample: Sample, layouts: Sequence[MediaLayout]) -> list[MediaLayout]:
-        """Return the layouts of the media whose kind a stream reads."""
+        """Return the layouts of those media of a sample that the encoder of a stream reads."""
         return [layout for part, layout in zip(sample.media(), layouts, strict=True) if part.kind in stream.kinds]
 
     def _counts(
@@ -377,7 +377,7 @@ class TextOptions(Section):
 
 
 def with_system(template: ChatTemplate, options: TextOptions, folder: Path) -> ChatTemplate:
-    """Return the template with the system message of the recipe, or of the folder's chat template."""
+    """Return the template with the system message of the recipe, or of the model folder's chat template."""
     jinja = read_chat_template(folder)
     if "system" in options.model_fields_set:
         return replace(template, system=options.system)
@@ -385,7 +385,7 @@ def with_system(template: ChatTemplate, options: TextOptions, folder: Path) -> C
 
 
 def warn_of_another_template(processor: Any, folder: Path | None) -> None:
-    """Warn if the folder's chat template differs from the template that `processor` writes.
+    """Warn if the model folder's chat template differs from the template that `processor` writes.
 
     A model that was tuned with a different template (Llama 2 with `[INST]`, for example) would be trained and prompted
     in a format that it does not know.
@@ -403,5 +403,5 @@ def warn_of_another_template(processor: Any, folder: Path | None) -> None:
 
 
 def trained_positions(labels: torch.Tensor) -> torch.Tensor:
-    """Return the positions that have a label."""
+    """Return the indices of the tokens that have a label."""
     return (labels != IGNORE).nonzero().squeeze(1)

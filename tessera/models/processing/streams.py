@@ -1,7 +1,7 @@
-"""Turn media into the streams of a model's plan: the elements that an encoder reads, and the slots of its outputs.
+"""Inputs of media encoders: the elements that an encoder reads, and the text positions that its outputs replace.
 
-A family's processor lays out each image, video or recording (`MediaLayout`) and makes its elements: patches, frames of
-sound. Everything else follows from the `Stream` that the plan declares, whatever the encoder reads.
+An element is one input of an encoder: an image patch or an audio frame. A family's processor computes a `MediaLayout`
+for each image, video or recording, and makes its elements. The rest follows from the `Stream` in the model's plan.
 """
 
 from __future__ import annotations
@@ -22,48 +22,49 @@ from tessera.core.sample import EncodedStream, MediaSize, PartKind
 
 @dataclass(frozen=True, eq=False)
 class MediaLayout:
-    """Hold the number of tokens and elements of an image, video or recording, which follow from its size."""
+    """Hold how many tokens and encoder inputs (patches or audio frames) an image, video or recording becomes."""
 
-    tokens: tuple[int, ...]  # number of tokens in each run of placeholder tokens
-    lengths: tuple[int, ...]  # number of elements in each attention segment (a frame, a tile)
-    grid: tuple[int, ...] = ()  # number of elements along time, height and width, or other counts of a family
-    windows: tuple[int, ...] = ()  # number of elements in each window, for encoders with window attention
-    # index in the text of each token, in the order of the encoder's output; None: same order
+    tokens: tuple[int, ...]  # number of tokens in each run of consecutive placeholder tokens
+    lengths: tuple[int, ...]  # number of patches or audio frames in each attention segment (a video frame, a tile)
+    grid: tuple[int, ...] = ()  # number of patches along time, height and width; or of tiles and their rows and columns
+    windows: tuple[int, ...] = ()  # number of patches in each window, for encoders with window attention
+    # for each output of the encoder, the index of its token among the placeholders; None: same order
     token_order: np.ndarray | None = None
-    selected: np.ndarray | None = None  # indices of elements whose features become tokens; None: all
+    selected: np.ndarray | None = None  # indices of the patches whose features become tokens; None: all
     # [tokens, K]: indices of the features that each token is interpolated from; -1 is a learned embedding of the
-    # projector (end of a line). None: each feature is a token.
+    # projector, such as the end of an image row. None: each feature is a token.
     feature_index: np.ndarray | None = None
     feature_weights: np.ndarray | None = None  # [tokens, K]: interpolation weights; None: all 1
-    interval: float = 1.0  # difference of time positions between consecutive steps
-    timestamps: tuple[str, ...] = ()  # text beside each run of placeholders (the time of a frame)
+    interval: float = 1.0  # difference of rope time positions between consecutive temporal patches of a video
+    timestamps: tuple[str, ...] = ()  # text beside each run of placeholders, such as the time of a video frame
 
 
 @dataclass(frozen=True)
 class MediaStream:
-    """Declare which media an encoder reads, with its stream in the plan and the names of its counts.
+    """Declare which media an encoder reads, its stream in the model's plan, and the names of its measures.
 
-    Pairs are sums of squared segment lengths. The FLOPs of attention are proportional to them.
+    An element is a patch or an audio frame. Element pairs are the sum of squared segment lengths, to which the FLOPs
+    of attention are proportional.
     """
 
     stream: Stream
     kinds: tuple[PartKind, ...]
-    elements: str  # name of the count of elements
-    pairs: str  # name of the count of element pairs within attention segments
-    window_pairs: str = ""  # the same within windows; empty: no window attention
+    elements: str  # name of the measure for the number of elements, such as "patches"
+    pairs: str  # name of the measure for the number of element pairs within attention segments
+    window_pairs: str = ""  # name of the measure for element pairs within windows; empty: no window attention
 
     def count(self, layouts: Iterable[MediaLayout]) -> int:
         return sum(length for layout in layouts for length in layout.lengths)
 
     def measure(self, layouts: Sequence[MediaLayout]) -> dict[str, int]:
-        """Return the number of element pairs of a sample."""
+        """Return the number of element pairs (patches that attend to each other) of a sample."""
         return self._pairs(
             (length for layout in layouts for length in layout.lengths),
             (length for layout in layouts for length in layout.windows),
         )
 
     def measures_of(self, batch: Batch) -> dict[str, int]:
-        """Return the number of elements and pairs of a batch, under the names of the sample index."""
+        """Return the number of elements and element pairs of a batch, by the names that the sample index uses."""
         whole, windows = batch.segments.get(self.stream.segments), batch.segments.get(self.stream.windows)
         pairs = self._pairs(() if whole is None else whole.lengths, () if windows is None else windows.lengths)
         return {self.elements: self.stream.elements(batch), **pairs}
@@ -87,16 +88,16 @@ def media_size(media: Any) -> MediaSize:
 
 
 def token_runs(layouts: Sequence[MediaLayout]) -> list[int]:
-    """Return the length of each run of placeholder tokens, over all media of a sample."""
+    """Return the length of each run of consecutive placeholder tokens, over all media of a sample."""
     return [count for layout in layouts for count in layout.tokens]
 
 
-Runs = Sequence[tuple[int, int]]  # start and length of each run of placeholders
-EncodedMedium = tuple[MediaLayout, Runs, Mapping[str, Tensor]]  # layout, runs of placeholders, tensors of the elements
+Runs = Sequence[tuple[int, int]]  # start and length of each run of consecutive placeholder tokens
+EncodedMedium = tuple[MediaLayout, Runs, Mapping[str, Tensor]]  # layout, runs of placeholders, encoder inputs
 
 
 def encode_stream(media: Sequence[EncodedMedium], dim: int = 0) -> EncodedStream:
-    """Return the input of an encoder for the media of a sample. `dim`: see `Stream`."""
+    """Return the input of an encoder for the media of a sample. `dim`: dimension of elements, see `Stream`."""
     slots, selected, indices, elements, features = [], [], [], 0, 0
     for layout, runs, _ in media:
         positions = torch.cat([torch.arange(start, start + count) for start, count in runs])
@@ -157,7 +158,7 @@ def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def _shift_features(index: Tensor, features: int) -> Tensor:
-    """Add the number of earlier features to the indices, except to -1 (the learned embedding)."""
+    """Add `features`, the number of earlier features in the batch, to all indices except -1 (the learned embedding)."""
     return torch.where(index < 0, index, index + features)
 
 

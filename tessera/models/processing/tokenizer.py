@@ -1,4 +1,4 @@
-"""Tokenizers from `tokenizer.json`: loading, encoding conversations, training a small one, writing a folder."""
+"""Tokenizers from `tokenizer.json`: load them, encode conversations, train a small one, write tokenizer files."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from tessera.errors import TesseraError, first_line
 from tessera.models.processing.chat import ChatSpan
 from tessera.runtime.files import read_json_mapping, read_text
 
-# How Qwen's tokenizers split text before BPE merges. Tokenizers that Tessera writes use it too.
+# Regular expression by which Qwen's tokenizers split text before BPE merges. Tokenizers that Tessera trains use it too.
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 _MAX_BYTES = 256 << 20  # largest size of tokenizer.json
 _MOST_IDS = 1 << 24  # published vocabularies are below 2**20; the library aborts the process for huge ids
-_SHORT, _MANY = 64, 4096  # cache of tokenized texts: largest number of characters, largest number of texts
+_SHORT, _MANY = 64, 4096  # cache of tokenized texts: limit of characters per text, limit of texts
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -57,7 +57,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 def _from_merges(folder: Path) -> Tokenizer:
-    """Return the tokenizer of a folder with vocab.json and merges.txt only, such as the first InternVL folders."""
+    """Return the tokenizer of a model folder with only vocab.json and merges.txt (first InternVL folders)."""
     config = read_json_mapping(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
     kind = config.get("tokenizer_class")
     if kind not in ("Qwen2Tokenizer", "Qwen2TokenizerFast"):
@@ -107,8 +107,8 @@ _MOST_STEPS = 10  # largest number of steps in a normalizer or pre-tokenizer, be
 _TRIED = tuple(
     many * 60 + end for many in ("a", "A", "1", " ", "\n", ".", "a1", "a ", "\u00e9", "\u4e2d") for end in "!z\n"
 )
-_MOST_LENGTH = 1 << 16  # largest number of tokens of a test text, and of decoded characters
-_MOST_COUNT = 1 << 20  # largest number that a step may contain
+_MOST_LENGTH = 1 << 16  # limit of the tokens that a test text becomes, and of the characters that these decode to
+_MOST_COUNT = 1 << 20  # limit of any integer in the settings of a normalizer or pre-tokenizer step
 _TRY_SECONDS = 30.0
 _PUBLISHED = "use the published tokenizer of the model"
 
@@ -128,7 +128,7 @@ def _may_take_long(data: Any) -> bool:
         if isinstance(pattern, str) and _may_backtrack(pattern):
             return True
         written = [data.get("content") if data.get("type") == "Replace" else None, data.get("prepend")]
-        # several insertions multiply the length of a text
+        # Text that a step inserts may multiply the length of the input.
         if any(isinstance(text, str) and len(text) > 1 for text in written):
             return True
         if any(isinstance(value, int) and value > _MOST_COUNT for value in data.values()):
@@ -173,7 +173,7 @@ class UnknownConversationError(TesseraError):
 
 
 class ChatEncoder:
-    """Turn text spans into token ids, each with a flag whether it is trained.
+    """Turn text spans into token ids, each with a flag whether the loss includes it.
 
     Text between two special tokens is encoded as a unit, because BPE merges may cross the border between header and
     content. A token with any trained character is trained. Text never becomes a special token of the tokenizer or of
@@ -188,7 +188,7 @@ class ChatEncoder:
         self._text.no_truncation()
         self._text.no_padding()
         self.added_words = tuple(token.content for token in self._text.get_added_tokens_decoder().values())
-        self.unmarked: tuple[str, ...] = ()  # control tokens that the tokenizer does not mark as special
+        self.unmarked: tuple[str, ...] = ()  # special tokens of the template that are not special in the tokenizer
         self._control(control)
 
     def with_control(self, words: Iterable[str]) -> ChatEncoder:
@@ -203,7 +203,7 @@ class ChatEncoder:
         self._encoded: dict[str, tuple[list[int], list[tuple[int, int]]]] = {}
         marked = {token.content for token in self._text.get_added_tokens_decoder().values() if token.special}
         more = [word for word in self.control if word not in marked]
-        if more:  # mark them as special, or the text of users could become such a token
+        if more:  # add the words as special tokens, or the text of users could become such a token
             self._text = Tokenizer.from_str(self._text.to_str())  # a private copy
             self._text.encode_special_tokens = True
             self._text.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in more])
@@ -236,13 +236,13 @@ class ChatEncoder:
 
     @property
     def size(self) -> int:
-        """Return the highest token id plus one."""
+        """Return the size of the vocabulary: the highest token id plus one."""
         return max(self._text.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(
         self, spans: Sequence[ChatSpan], repeats: Sequence[int] = ()
     ) -> tuple[list[int], list[bool], list[tuple[int, int]]]:
-        """Return token ids, trained flags, and (first, count) of each media part's tokens. `repeats`: these counts."""
+        """Return token ids, trained flags, and (start, length) of each placeholder run. `repeats`: these lengths."""
         tokens: list[int] = []
         trained: list[bool] = []
         run: list[ChatSpan] = []
@@ -280,7 +280,7 @@ class ChatEncoder:
         at = 0
         for span in run:
             end = at + len(span.text)
-            if span.trained:  # offsets are sorted: find tokens that overlap the span
+            if span.trained:  # find the tokens that overlap the span by bisection, as offsets are sorted
                 low = bisect_right(offsets, at, key=itemgetter(1))
                 high = bisect_left(offsets, end, key=itemgetter(0))
                 marks[low:high] = [True] * (high - low)
@@ -327,7 +327,7 @@ class ChatEncoder:
             return str(self._text.decode(list(tokens), skip_special_tokens=True))
 
     def spell(self, tokens: Sequence[int]) -> str:
-        """Return the text with special tokens, for display."""
+        """Decode token ids to text and keep special tokens, for display."""
         with _library_errors("the tokenizer cannot decode these tokens"):
             return str(self._text.decode(list(tokens), skip_special_tokens=False))
 
@@ -372,7 +372,7 @@ def _byte_level(model: BPE) -> Tokenizer:
 
 
 def read_chat_template(folder: Path) -> str | None:
-    """Return the Jinja chat template of a folder; None if it has none."""
+    """Return the Jinja chat template of a model folder; None if the folder has no template."""
     if (folder / "chat_template.jinja").is_file():
         return read_text(folder / "chat_template.jinja")
     for name in ("chat_template.json", "tokenizer_config.json"):
@@ -418,7 +418,7 @@ def write_tokenizer(
     named: Mapping[str, str] | None = None,
     begin: str | None = None,
 ) -> None:
-    """Write a tokenizer folder for `transformers.AutoTokenizer`.
+    """Write tokenizer files that `transformers.AutoTokenizer` loads.
 
     `end`: token that stops generation. `begin`: token at the beginning of every text. `named`: special tokens that a
     family's processor looks up by attribute name.

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: the text decoders of Qwen2-VL, Qwen2.5-VL and InternVL, alone."""
+"""Qwen2 and Qwen2.5: text-only models, with the text decoder that Qwen2-VL, Qwen2.5-VL and InternVL contain."""
 
 from __future__ import annotations
 

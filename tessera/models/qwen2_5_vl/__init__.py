@@ -10,7 +10,7 @@ from tessera.models.qwen2_5_vl.model import Qwen25VL
 from tessera.models.qwen2_vl import QUICKSTART_TOKENS
 
 _LONG: dict[str, Any] = {"max_position_embeddings": 128000}
-_WIDE_MLP = {"vision": {"intermediate_size": 3456}}  # the only difference of the larger vision encoder
+_WIDE_MLP = {"vision": {"intermediate_size": 3456}}  # the only difference of the vision encoder in larger models
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "quickstart": {
         **quickstart_preset(

@@ -37,7 +37,7 @@ class Qwen25VLVisionConfig(GridVisionConfig):
 
     @property
     def full(self) -> tuple[int, ...]:
-        """Return the existing blocks with full attention."""
+        """Return the indices of the vision blocks with full attention, without indices beyond the last block."""
         return tuple(number for number in self.fullatt_block_indexes if number < self.depth)
 
     @model_validator(mode="after")

@@ -1,6 +1,7 @@
 """The processor of Qwen2.5-VL: conversations with images and videos to batches, and tokens back to text.
 
-Patches are ordered window by window, as the vision encoder reads them; `slots` hold each token's index in the text.
+Patches are ordered window by window, as the vision encoder reads them. The tensor `slots` maps each visual token to
+its index in the text.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ class Qwen25VLProcessor(GridProcessor):
     version: ClassVar[str] = "qwen2_5_vl 1"
     files: ClassVar[GridFiles] = GridFiles(processor="Qwen2_5_VLProcessor")
 
-    window: int = 4  # tokens along each side of an attention window
-    tokens_per_second: int = 2  # time positions per second of a video
+    window: int = 4  # number of tokens (merged patches) along each side of an attention window
+    tokens_per_second: int = 2  # rope time positions per second of a video
 
     @classmethod
     def of_model(cls, config: Qwen25VLConfig) -> dict[str, Any]:
@@ -47,9 +48,9 @@ class Qwen25VLProcessor(GridProcessor):
         )
 
     def _interval(self, size: MediaSize) -> float:
-        """Return the time positions between two temporal patches, rounded to fp32 as in transformers.
+        """Return the difference of time positions between two temporal patches, rounded to fp32 as in transformers.
 
-        Frames of unknown rate count as sampled at `sampling.fps`.
+        If the frame rate of a video is unknown, its frames count as sampled at `sampling.fps`.
         """
         seconds = np.float32(self.video.temporal / (size.fps or self.sampling.fps))
         return float(seconds * np.float32(self.tokens_per_second))

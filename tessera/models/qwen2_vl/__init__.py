@@ -8,7 +8,7 @@ from typing import Any
 from tessera.models.family import preset, quickstart_preset
 from tessera.models.qwen2_vl.model import Qwen2VL
 
-# Token 504 ends a text and pads, 505 begins and 506 ends a message: the order of the published models.
+# Token 504 is end-of-text and padding. 505 begins and 506 ends a message. Published models have the same order.
 QUICKSTART_TOKENS = {
     "vision_start_token_id": 507,
     "vision_end_token_id": 508,

@@ -1,7 +1,7 @@
 """Qwen2-VL: its vision encoder and projector from the blocks in `nn`, and its parameter names in folders.
 
-The names are the hub's (`visual.*`, `model.layers.*`, `lm_head.weight`), which transformers writes and reads. The
-renames accept the names of its modules in memory, and of a base model saved without its head.
+The names are those of published files (`visual.*`, `model.layers.*`, `lm_head.weight`), which transformers writes and
+reads. The names of transformers' modules, and of a base model that was saved without its head, are also read.
 """
 
 from __future__ import annotations

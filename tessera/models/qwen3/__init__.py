@@ -1,4 +1,4 @@
-"""Qwen3, dense and with experts: normalised queries and keys, heads of a size of their own."""
+"""Qwen3, dense and with experts: normalised queries and keys, and a head size that is set independently."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class Qwen3VLConfig(QwenVLConfig):
         "qwen3_vl": (DENSE, "Qwen3VLForConditionalGeneration"),
         "qwen3_vl_moe": (SPARSE, "Qwen3VLMoeForConditionalGeneration"),
     }
-    tie_in_text: ClassVar[bool] = False  # text_config contains only the default of its class
+    tie_in_text: ClassVar[bool] = False  # tie_word_embeddings in text_config is only a default, and is not read
 
     text: Qwen3VLTextConfig
     vision: Qwen3VLVisionConfig = Field(default_factory=lambda: Qwen3VLVisionConfig.model_validate({}))

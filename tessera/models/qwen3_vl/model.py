@@ -1,6 +1,6 @@
 """Qwen3-VL: DeepStack features of the vision encoder, and its parameter names in folders.
 
-The names are those of transformers' modules in memory. The renames accept a base model saved without its head.
+Folders have the parameter names of transformers' modules. A base model that was saved without its head is also read.
 """
 
 from __future__ import annotations
@@ -81,4 +81,4 @@ def _neighbours(positions: np.ndarray, size: int, side: int) -> tuple[np.ndarray
     first = np.floor(at)
     near = at - first
     neighbours = np.stack([first, first + 1], axis=1).astype(np.int64).clip(0, side - 1)
-    return neighbours, np.stack([1 - near, 1 - (1 - near)], axis=1)  # weights by distance
+    return neighbours, np.stack([1 - near, 1 - (1 - near)], axis=1)  # the nearer entry has the larger weight

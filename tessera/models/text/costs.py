@@ -1,6 +1,6 @@
 """FLOPs of one forward and backward pass, and example batches for estimates and dry runs.
 
-Counted are the matrix products of the model itself: half the square of causal attention inside each segment, no
+Only matrix products of the model itself are counted: half the square of causal attention inside each segment, no
 recomputation, no padding of shorter segments, no blank input of an idle encoder, and no gradient that is not needed
 (`core.spec.Passes`).
 """
@@ -19,14 +19,14 @@ from tessera.core.spec import FULL, Training
 from tessera.models.processing.streams import MediaStreams
 from tessera.models.text.decoder import TextConfig, layer_weights
 
-Measures = Mapping[str, np.ndarray]  # for each name of `Processor.measure`, the counts of all samples
+Measures = Mapping[str, np.ndarray]  # {name from `Processor.measure`, such as "tokens": its value for each sample}
 
 
 def text_work(text: TextConfig, measures: Measures, training: Training) -> np.ndarray:
     """Return the FLOPs of the text decoder and head for each sample.
 
-    The head runs only at trained positions if `measures` has their number. A sample is one segment, unless `measures`
-    has `token_pairs`, the sum of squared segment lengths.
+    `measures` has "tokens". If it has "trained", the number of tokens with a label, the head is counted only for those.
+    If it has "token_pairs", the sum of squared segment lengths, attention is counted by it, else by tokens squared.
     """
     tokens = measures["tokens"].astype(np.float64)
     routers = 0
@@ -46,7 +46,7 @@ def text_work(text: TextConfig, measures: Measures, training: Training) -> np.nd
 
 
 def language_work(config: Any, measures: Measures, training: Training = MappingProxyType({})) -> dict[str, np.ndarray]:
-    """Return the FLOPs of samples of a text-only family, by stream."""
+    """Return {"text": FLOPs of each sample} for a text-only family."""
     return {"text": text_work(config.text, measures, training)}
 
 
@@ -57,12 +57,12 @@ def batch_flops(
     batch: Batch,
     training: Training = MappingProxyType({}),
 ) -> float:
-    """Return the FLOPs of a batch. `work`: the family's function for samples. The batch must be in host memory."""
+    """Return the FLOPs of a batch in host memory. `work`: the family's function that returns the FLOPs of samples."""
     return float(sum(part.sum() for part in work(config, measures_of(batch, streams), training).values()))
 
 
 def measures_of(batch: Batch, streams: MediaStreams) -> dict[str, np.ndarray]:
-    """Return the counts of a batch, under the names of the sample index. `streams`: of the processor."""
+    """Return the number of tokens, patches and pairs of a batch, as `Measures`. `streams`: of the processor."""
     measures = {
         "tokens": batch["tokens"].shape[0],
         "trained": batch["trained" if "trained" in batch else "tokens"].shape[0],
@@ -77,7 +77,7 @@ def measures_of(batch: Batch, streams: MediaStreams) -> dict[str, np.ndarray]:
 
 
 def example_batch(tokens: int, axes: int = 1) -> Batch:
-    """Return a batch of one conversation with `tokens` zero tokens. `axes`: position axes, 1 or 3."""
+    """Return a batch of one conversation with `tokens` tokens, all of id 0. `axes`: number of position axes, 1 or 3."""
     positions = torch.arange(tokens)
     tensors = {
         "tokens": torch.zeros(tokens, dtype=torch.int64),

@@ -184,7 +184,7 @@ def text_shape(text: TextConfig, attention: str) -> DecoderShape:
 
 def _scaling(config: RopeScaling | None) -> Scaling | None:
     if config is None or config.rope_type == "dynamic":
-        return None  # longer samples, which dynamic scaling would change, are refused
+        return None  # dynamic scaling changes only samples that are refused for their length
     if config.rope_type == "linear":
         return LinearScaling(config.factor)
     original = config.original_max_position_embeddings
@@ -212,7 +212,7 @@ def _experts(text: TextConfig, layer: int) -> MoE | None:
 
 ATTENTION = "text.layers.{*}.attn.core"
 BLOCKS = "text.layers.{*}"
-# Weights of the matrix products in the layers: nearly all parameters of a model.
+# Names of the weight matrices in the layers, which are nearly all parameters of a model.
 PROJECTIONS = (
     "text.layers.{*}.attn.{q,k,v,o}.weight",
     "text.layers.{*}.mlp.{gate,up,down}.weight",
@@ -259,7 +259,7 @@ def text_heads(text: TextConfig) -> dict[str, int]:
 
 
 def layer_weights(text: TextConfig) -> float:
-    """Return the average number of weights that a token is multiplied by in a layer: the unit of pipeline costs."""
+    """Return how many weights a token is multiplied by in an average layer. It is the unit of pipeline costs."""
     attention = 2 * text.hidden_size * text.head_size * (text.num_attention_heads + text.num_key_value_heads)
     mlps = 0
     for layer in range(text.num_hidden_layers):
@@ -272,7 +272,7 @@ def layer_weights(text: TextConfig) -> float:
 
 
 def text_units(text: TextConfig, whole: int = 0) -> tuple[PipelineUnit, ...]:
-    """Return the pipeline units of the text decoder. `whole`: how many first layers must be in one stage."""
+    """Return the pipeline units of the text decoder. `whole`: number of first layers that must be in the same stage."""
     carry = StageActivation(1, text.hidden_size)
     first = tuple(
         PipelineUnit(f"text.layers.{{{n}}}", 1.0, "text", carry if n == whole - 1 else None) for n in range(whole)
@@ -310,7 +310,7 @@ _BUFFERS = ("rotary_emb.inv_freq", "layers.{i}.self_attn.rotary_emb.inv_freq")
 def text_rules(text: TextConfig, prefix: str = "model.", *, stacked: bool = False) -> list[Rule]:
     """Return the weight rules of the text decoder.
 
-    `prefix`: first part of the names in the folder. `stacked`: the folder has one tensor for all experts of a layer.
+    `prefix`: first part of names in weight files. `stacked`: files have one tensor for all experts of a layer.
     """
     rules = [Rule(native, prefix + foreign) for native, foreign in _PAIRS]
     if text.experts is not None and stacked:

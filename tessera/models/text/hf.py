@@ -1,4 +1,4 @@
-"""The text decoder in the config.json of Hugging Face folders: its fields to ours, and back."""
+"""Convert the text fields of a Hugging Face config.json to a `TextConfig`, and back."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class HFTextFormat:
     """
 
     model_type: str
-    fixed: Mapping[str, Any] = field(default_factory=dict)  # fields of `TextConfig` that every folder of this type has
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # fields of `TextConfig` with one value for all such models
     defaults: Mapping[str, Any] = field(default_factory=dict)  # values of fields that are missing in config.json
-    expert_defaults: Mapping[str, Any] | None = None  # the same for experts, if the type has experts
+    expert_defaults: Mapping[str, Any] | None = None  # defaults of missing fields about experts; None: no experts
     omitted_fields: tuple[str, ...] = ()  # fields that this type lacks and that are not written
     extra_fields: Mapping[str, Any] = field(default_factory=dict)  # further fields that are written
 
@@ -62,14 +62,14 @@ class HFTextFormat:
         _check_text_fields(data, where, dynamic)
         rope = _rope(data)
         present = [name for name in _SAME if name in data and name not in self.omitted_fields]
-        # null means no token for ids of tokens, and the default for numbers
+        # A null token id means that there is no such token. Null in other fields means the default.
         fields = {name: data[name] for name in present if data[name] is not None or name.endswith("_token_id")}
         fields = {**self.defaults, **fields}
         if fields["num_key_value_heads"] is None or ("num_key_value_heads" in data and not data["num_key_value_heads"]):
             fields["num_key_value_heads"] = fields["num_attention_heads"]
         if "head_dim" not in self.defaults and fields.get("head_dim") == _derived_head(fields):
-            fields.pop("head_dim", None)  # the same as hidden_size / num_attention_heads
-        # not `or`: 0 is a value
+            fields.pop("head_dim", None)  # redundant: it equals hidden_size / num_attention_heads
+        # Not written with `or`, because 0 is a valid value.
         theta = data.get("rope_theta") if rope.get("rope_theta") is None else rope["rope_theta"]
         if theta is not None:
             fields["rope_theta"] = theta
@@ -135,7 +135,7 @@ class HFTextFormat:
         }
 
 
-# Fixed fields of most types; each format lists its differences.
+# Fixed fields of `TextConfig` for most values of `model_type`. Each format lists its differences.
 PLAIN_TEXT: Mapping[str, Any] = {
     "qk_norm": False,
     "sandwich_norm": False,
@@ -213,7 +213,7 @@ def _derived_head(fields: Mapping[str, Any]) -> int | None:
 
 
 def _rope(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the rope fields under their old or new key. transformers prefers the old key if both exist."""
+    """Return the fields of `rope_scaling` (old key), else of `rope_parameters` (new key), as transformers does."""
     rope = data.get("rope_scaling") or data.get("rope_parameters") or {}
     return rope if isinstance(rope, Mapping) else {}
 

@@ -65,7 +65,7 @@ def _planned(plan: Callable[[Any], ModelPlan]) -> Callable[[Any], ModelPlan]:
 
 
 def _mapped(weights: Callable[[Any], WeightMap]) -> Callable[[Any], WeightMap]:
-    """Return the weight map with the reward head as `score.weight`. The vocabulary head of a folder is not read."""
+    """Return the weight map with the reward head as `score.weight`. The vocabulary head in weight files is not read."""
 
     def make(config: Any) -> WeightMap:
         base = weights(config)
@@ -85,7 +85,7 @@ def _without_vocabulary(costs: Callable[..., Any] | None) -> Callable[..., Any] 
 def _count_without_head(
     costs: Callable[..., Any], config: Any, counted: Batch | Mapping[str, Any], training: Training | None = None
 ) -> Any:
-    """Call `costs` with a free head. This is a module-level function, so that loaders can pickle it for workers."""
+    """Call `costs` so that the head counts no FLOPs. It is a module-level function, so that workers can unpickle it."""
     return costs(config, counted, training={**(training or {}), "head": Passes(0.0, 0.0, 0.0)})
 
 

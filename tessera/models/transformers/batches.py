@@ -1,4 +1,4 @@
-"""Batches for a class of transformers: outputs of the library's processor, and labels.
+"""Batches for a class of transformers: outputs of transformers' processor, and labels.
 
 If the class reads images, every micro-batch contains an image: a rank without images would not gather the weights of
 the vision encoder, and the other ranks would wait for it. A batch of text gets an additional blank sample, which is not
@@ -25,7 +25,7 @@ from tessera.models.transformers.marks import MarkedTokenizer, without_marks
 from tessera.models.transformers.turns import Turns
 
 IDS, MASK, TYPES = "input_ids", "attention_mask", "token_type_ids"
-_NOT_INPUTS = (IDS, MASK, "labels")  # outputs of the library's processor that are replaced
+_NOT_INPUTS = (IDS, MASK, "labels")  # outputs of transformers' processor that Tessera replaces by its own
 _BLANK_SIDE = 64  # width and height of a blank image
 _MULTIPLE = 8  # padded rows have a multiple of this number of tokens
 
@@ -36,7 +36,7 @@ class EncodedChat(Encoded):
 
     text: str = ""
     images: tuple[Image.Image, ...] = ()
-    types: dict[str, Tensor] = field(default_factory=dict)  # further inputs of the class with one value per token
+    types: dict[str, Tensor] = field(default_factory=dict)  # further inputs with a value per token: `token_type_ids`
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +74,7 @@ class Library:
 
     @cached_property
     def _nested(self) -> bool:
-        """Return whether the processor takes a list of images per text, or one flat list."""
+        """Return True if the processor takes a list of images per text, False if it takes one flat list."""
         text = self.turns.write([Message("user", (Part("image", None), Part("text", "a")))], ())
         try:
             self._call(self._sized, [text], [[_blank_image()]], nested=True)
@@ -96,7 +96,7 @@ class Library:
     # ------------------------------------------------------------------------------------------ one sample
 
     def encode(self, id: str, text: str, images: Sequence[Image.Image]) -> EncodedChat:
-        """Return the tokens of a marked text, and which of them are trained. Only the sizes of images matter."""
+        """Return the tokens of a text, with labels between marks (see `marks`). Only the sizes of images matter."""
         tokenizer = MarkedTokenizer(self.tokenizer)
         with library_errors("the folder's processor raised an error for this sample"):
             if self.sees:

@@ -1,4 +1,4 @@
-"""Properties of single classes of transformers, by the `model_type` of their config.json.
+"""Lists of transformers classes that can be packed or need `token_type_ids`, by `model_type` in config.json.
 
 Classes that are not listed are trained with one padded sample per row.
 """

@@ -1,4 +1,4 @@
-"""The configuration: the content of a config.json, the class to use, and attention."""
+"""The configuration of the family `transformers`: a config.json, the class to use, and the attention implementation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tessera.runtime.files import read_json_mapping
 from tessera.weights.layouts import CONFIG_FILE
 
 MAX_CONFIG_BYTES = 4 << 20
-# Removed from exports: a dtype that differs from the stored weights would make readers cast.
+# Fields removed from exports: a reader would cast the weights to a dtype that differs from theirs.
 TYPE_KEYS = ("dtype", "torch_dtype")
 
 

@@ -48,7 +48,7 @@ def find_class(name: str) -> type[PreTrainedModel]:
 def published_class(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """Return the library's own class: the class itself, or the one that a user's class extends."""
     classes = (c for c in kind.__mro__ if c.__module__.startswith(f"{LIBRARY}."))
-    return next(classes)  # at the latest PreTrainedModel
+    return next(classes)  # PreTrainedModel is the last candidate
 
 
 def choose_class(hf: Mapping[str, Any], name: str | None) -> type[PreTrainedModel]:
@@ -73,7 +73,7 @@ def choose_class(hf: Mapping[str, Any], name: str | None) -> type[PreTrainedMode
             )
         return find_class(named[0])
     raise TesseraError(
-        f"config.json (model_type {model_type!r}) does not name a model class",
+        f"config.json (model_type {model_type!r}) has no model class under architectures",
         where=WHERE,
         fix="set model.config.class, for example to AutoModelForCausalLM",
         code="model.class-not-named",

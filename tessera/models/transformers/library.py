@@ -1,4 +1,4 @@
-"""The processor that transformers itself makes from a folder: tokenizer, image preprocessor, chat template."""
+"""The processor that transformers loads from a model folder: tokenizer, image preprocessor, chat template."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ ImageBackend = Literal["pil", "torchvision"]  # names of image preprocessor back
 CONFIG = "config.json"
 _CODE_FILES = (CONFIG, "processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
 _INSTALL_TORCHVISION = "pip install torchvision, in the release that belongs to the installed torch"
-_KEPT_SIZES = 4096  # cached image sizes: many samples have images of the same size
+_KEPT_SIZES = 4096  # limit of image sizes whose preprocessor output is cached: many images have the same size
 _SMALL = 4096  # tensors with at most this many elements keep their values in the cache
 
 
 def load_processor(folder: Path, config: Mapping[str, Any] | None = None, image_backend: ImageBackend = "pil") -> Any:
-    """Return the processor of a folder, or the tokenizer for text-only classes.
+    """Return transformers' processor of a model folder, or the tokenizer for text-only classes.
 
     `config`: content of config.json, for a folder without this file. Python code in the folder is never run.
 
@@ -91,7 +91,7 @@ def _without_video(folder: Path, image_backend: ImageBackend) -> Any:
 
 
 def checked_processor(folder: Path | None, config: Mapping[str, Any], image_backend: ImageBackend = "pil") -> Any:
-    """Return the processor of a folder, or raise an error with a fix."""
+    """Return transformers' processor of a model folder. Failures are raised as `TesseraError` with a fix."""
     if image_backend == "torchvision" and importlib.util.find_spec("torchvision") is None:
         raise TesseraError(
             "torchvision is not installed",  # transformers would silently use Pillow
@@ -149,7 +149,7 @@ def _code_in(folder: Path) -> str | None:
 
 
 def chat_template(processor: Any, tokenizer: Any) -> str | None:
-    """Return the chat template of a processor; of several templates, the one named default."""
+    """Return the chat template of a processor. If it has several, return the one named "default"."""
     template = getattr(processor, "chat_template", None) or getattr(tokenizer, "chat_template", None)
     if isinstance(template, Mapping):
         template = template.get("default")
@@ -176,7 +176,7 @@ def with_parts(processor: Any, **parts: Any) -> Any:
 
 
 class SizedImages:
-    """Replace an image preprocessor where only image sizes matter, with a cache by image sizes."""
+    """Stand in for an image preprocessor where only image sizes matter. Its outputs are cached by image size."""
 
     def __init__(self, real: Any) -> None:
         self._real = real
@@ -199,7 +199,7 @@ class SizedImages:
 
 
 def _shape_of(value: Any) -> Any:
-    """Return large tensors of pixels as expanded zeros of the same shape, which take no memory."""
+    """Replace a large tensor of pixels by expanded zeros of the same shape, which take no memory; keep other values."""
     if isinstance(value, list):
         return [_shape_of(one) for one in value]
     large = isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel() > _SMALL

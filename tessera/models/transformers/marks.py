@@ -1,4 +1,4 @@
-"""Marks around the trained parts of a text: two characters that a template or processor copies along with the text.
+"""Marks: two characters around each trained part of a text, which a template or processor copies with the text.
 
 They are private characters of Unicode, which no tokenizer and no template uses. They are removed before the text is
 tokenized.
@@ -36,7 +36,7 @@ class Encoding:
     def trained(self) -> list[bool]:
         """Return for each token whether it overlaps a marked range."""
         flags = [False] * len(self.ids)
-        # tokens without characters are added special tokens
+        # Tokens without characters are special tokens that the tokenizer added; they are left out.
         places = [at for at, (first, last) in enumerate(self.offsets) if last > first]
         offsets = [self.offsets[at] for at in places]
         for begin, end in self.spans:
@@ -48,14 +48,14 @@ class Encoding:
 
 
 def marked(text: str) -> str:
-    """Return a text with marks around it. White space at its ends stays outside, because templates may remove it."""
+    """Return a text between two mark characters. White space at its ends stays outside, as templates may remove it."""
     words = text.strip()
     start = text.index(words) if words else len(text)
     return f"{text[:start]}{BEGIN}{words}{END}{text[start + len(words) :]}"
 
 
 def with_marks(text: str, spans: Sequence[Span]) -> str:
-    """Return a text with marks around these ranges, which are sorted."""
+    """Return a text with mark characters around trained character ranges. `spans` must be sorted."""
     out, at = [], 0
     for begin, end in spans:
         out += [text[at:begin], BEGIN, text[begin:end], END]
@@ -64,7 +64,7 @@ def with_marks(text: str, spans: Sequence[Span]) -> str:
 
 
 def without_marks(text: str) -> tuple[str, tuple[Span, ...]]:
-    """Return a text without its marks, and the ranges between them. Raise a ValueError for unpaired marks."""
+    """Remove the mark characters of a text. Return it and the trained ranges. Raise a ValueError for unpaired marks."""
     parts, begins, spans, length = [], [], [], 0
     at = 0
     for mark in _EITHER.finditer(text):
@@ -87,7 +87,7 @@ def has_marks(text: str) -> bool:
 
 
 def generation_marks(jinja: str) -> str | None:
-    """Return the template with marks in place of its generation blocks; None if it has no such block."""
+    """Replace {% generation %} and {% endgeneration %} in a template by mark characters; None if it has neither."""
     if not _OPEN.search(jinja):
         return None
     # The mark is between two `if` blocks, so that white space is removed as around the generation block itself.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MASK, POSITIONS = "attention_mask", "position_ids"
-# tensor of the task `transformers` with the labels; the class does not get it and computes no loss
+# name of the labels tensor in batches of the task `transformers`; the class does not get it and computes no loss
 LABELS = "loss.labels"
 
 
@@ -38,7 +38,7 @@ class TransformersBuilder:
 
     @staticmethod
     def from_folder(folder: str | Path, **options: Any) -> TransformersBuilder:
-        """Return the builder for a folder. `options`: fields of `TransformersConfig`, such as attention="eager"."""
+        """Return the builder for a model folder. `options`: fields of `TransformersConfig` (attention="eager")."""
         return TransformersBuilder(TransformersConfig.model_validate({"folder": folder, **options}))
 
     @property
@@ -110,7 +110,7 @@ def _arguments_of(module: nn.Module, depends_on_length: bool) -> Callable[[Batch
     def inputs_of(batch: Batch) -> dict[str, Tensor]:
         inputs = arguments(batch)
         if makes_decoder_inputs and "decoder_input_ids" not in inputs and LABELS in batch:
-            inputs["labels"] = batch[LABELS]  # the class makes the decoder's input from them
+            inputs["labels"] = batch[LABELS]  # an encoder-decoder class makes the decoder's input from the labels
         if depends_on_length and POSITIONS not in inputs and MASK in inputs:
             inputs[POSITIONS] = masked_positions(inputs[MASK])
         return inputs

@@ -1,4 +1,4 @@
-"""Rotary frequencies that depend on a length, in classes of transformers: computed for each sample by itself."""
+"""Rotary frequencies that depend on the sequence length, in classes of transformers: computed per sample."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LENGTH_ROPES = ("dynamic", "longrope")
 
 
 def keep_lengths_apart(module: nn.Module) -> bool:
-    """Compute rotary frequencies for each sample separately. Return whether any of them depend on lengths."""
+    """Make rotary embeddings that depend on lengths compute each sample separately. Return whether there are any."""
     ropes = [part for part in module.modules() if _depends_on_length(part)]
     for rope in ropes:
         rope.register_forward_hook(_PerSample(rope), with_kwargs=True)

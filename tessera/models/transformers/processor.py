@@ -59,7 +59,7 @@ class ClassProcessor:
     """Turn conversations into keyword arguments of a class, and tokens into text.
 
     The library's processor is loaded on first use. A run with its own data kind does not need it; this object then only
-    copies side files.
+    copies the tokenizer and preprocessor files.
     """
 
     config: TransformersConfig
@@ -148,9 +148,9 @@ class ClassProcessor:
             if any(word in name for word in _FILES)
         }
         options = self.options.model_dump(mode="json", exclude={"train_on"})
-        # options of earlier releases, so that the fingerprints of their runs do not change
+        # Add options of earlier releases as None, so that the fingerprints of their runs do not change.
         options |= dict.fromkeys(self.options.renamed)
-        if options["image_backend"] == "pil":  # earlier releases had no such option
+        if options["image_backend"] == "pil":  # left out, because earlier releases had no such option
             del options["image_backend"]
         roles = [self.train_on, self.last_only]
         facts = [VERSION, transformers.__version__, files, options, asdict(self.sampling), roles]
@@ -201,7 +201,7 @@ class ClassProcessor:
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
-        """Return the tokens that end an answer; none if the folder has no usable chat template."""
+        """Return the ids of tokens that end an answer; empty if the folder has no usable chat template."""
         try:
             self.library.check()
         except TemplateLimit:

@@ -17,10 +17,10 @@ from typing import Any
 from tessera.errors import TesseraError
 from tessera.models.transformers import render_process
 
-# Largest output beyond a multiple of the messages' length. Published templates write far less.
+# Limit of characters that a template may write in addition to 16 times the messages' length. Published ones write less.
 _MOST_CHARACTERS = 1 << 20
-_MOST_TIMES = 16  # largest ratio of output to messages
-_SECONDS = 5.0  # CPU seconds, so other processes do not shorten it
+_MOST_TIMES = 16  # the limit of the output grows by 16 characters per character of the messages
+_SECONDS = 5.0  # time limit in CPU seconds, so that other processes do not shorten it
 _ATTEMPTS = 2  # retry once, because something else may have ended the process
 
 

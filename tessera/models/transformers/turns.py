@@ -1,4 +1,4 @@
-"""Conversations written by a folder's own chat template, with marks around the trained parts.
+"""Conversations written by a model folder's chat template, with mark characters around the trained parts.
 
 Generation blocks in the template define the trained parts. In a template without blocks, the text of each trained turn
 is marked before rendering; without marks the rendered text must stay the same.
@@ -20,8 +20,8 @@ from tessera.models.transformers.marks import Span, generation_marks, has_marks,
 from tessera.models.transformers.rendering import TemplateLimit, render
 
 Chat = list[dict[str, Any]]
-# How a template gets the content of a message: as a list of parts; as a string if it is only text, else as a list;
-# always as a string, with placeholders for images.
+# How a template gets the content of a message. "parts": a list of parts. "strings": a string if it is only text, else a
+# list. "words": always a string, with placeholders for images.
 Form = Literal["parts", "strings", "words"]
 _FORMS: tuple[Form, ...] = ("parts", "strings", "words")
 _AS_PYTHON = ("{'type'", '{"type"')  # signs of a Python list, written by a template that expects strings
@@ -78,7 +78,7 @@ class Turns:
         return self._render(self._chat(messages, self._form(messages, answer=True)), answer=True)
 
     def write(self, messages: Sequence[Message], train_on: Collection[str], *, last_only: bool = False) -> str:
-        """Return a conversation with marks around its trained parts."""
+        """Return a rendered conversation with mark characters (see `marks`) around its trained parts."""
         self._check_words(messages)
         if any(message.role == PLAIN for message in messages):
             return self._plain(messages)
@@ -154,8 +154,8 @@ class Turns:
         return render(jinja or self.jinja, chat, self.tokenizer.special_tokens_map, answer=answer, where=where)
 
     def _form(self, messages: Sequence[Message], answer: bool = False) -> Form:
-        """Return the first form in which the template writes all texts and images."""
-        refusals: list[tuple[int, TesseraError]] = []  # with a priority; the highest is raised
+        """Return the first `Form` of message contents with which the template writes all texts and images."""
+        refusals: list[tuple[int, TesseraError]] = []  # (priority, error); the error of the highest priority is raised
         for form in _FORMS if self.sees else ("strings", "parts"):
             try:
                 text = self._render(self._chat(messages, form), answer=answer)
@@ -202,7 +202,7 @@ class Turns:
     def _spans(
         self, messages: Sequence[Message], form: Form, plain: str, turns: Sequence[int], *, only_assistant: bool
     ) -> list[Span]:
-        """Return the trained character ranges of `plain`, one for each turn."""
+        """Return the trained character ranges of `plain` (the conversation rendered without marks), one per turn."""
         if only_assistant and self._with_generation_marks is not None:
             text = self._render(self._chat(messages, form), jinja=self._with_generation_marks)
             marked_spans = self._clean(text, plain)
@@ -223,7 +223,7 @@ class Turns:
         return self._joined(messages, form, plain, turns, marked_spans)
 
     def _clean(self, text: str, plain: str) -> list[Span] | None:
-        """Return the marked ranges; None if the text without marks differs from `plain`."""
+        """Return the marked character ranges of `text`; None if `text` without marks differs from `plain`."""
         try:
             cleaned, spans = without_marks(text)
         except ValueError:
@@ -250,7 +250,7 @@ class Turns:
     def _end_length(self, messages: Sequence[Message], form: Form, plain: str, turn: int, end: int) -> int:
         """Return the number of characters after a turn's text that belong to it, up to the last special token.
 
-        Only characters count that the template writes both with and without a following message.
+        Only characters are counted that the template writes both with and without a following message.
         """
         after = plain[end:]
         if turn + 1 < len(messages):

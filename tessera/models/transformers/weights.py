@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PublishedNames(WeightMap):
-    """Map names in the class to names in files and back. Files may use either."""
+    """Map parameter names of the class to names in weight files and back. Files may also have the class's names."""
 
     names: Mapping[str, str] = field(default_factory=dict)  # name in the class -> name in files
     renamings: tuple[Any, ...] = ()  # renaming rules of transformers, from files to the class, in order
@@ -32,7 +32,7 @@ class PublishedNames(WeightMap):
         return self.names.get(_renamed(foreign, self.renamings), foreign)
 
     def in_memory(self, foreign: str) -> str:
-        """Return the name in the class, which adapters use."""
+        """Return the parameter's name in the class, which adapter (LoRA) files use."""
         return next((ours for ours, name in self.names.items() if name == foreign), foreign)
 
     def skips(self, foreign: str) -> bool:

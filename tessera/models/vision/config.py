@@ -33,7 +33,7 @@ class GridVisionConfig(Section):
 
     @property
     def width(self) -> int:
-        """Return the width of the features."""
+        """Return the hidden size of the vision encoder."""
         return int(getattr(self, self.width_field))
 
     @model_validator(mode="after")
@@ -47,7 +47,7 @@ class GridVisionConfig(Section):
 
     @classmethod
     def read(cls, vision: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields of a folder's `vision_config`."""
+        """Return the fields of this class from the `vision_config` of a config.json."""
         fields = {name: vision[name] for name in cls.model_fields if name in vision and name != "rope_theta"}
         if "in_channels" not in vision and "in_chans" in vision:  # old name of the field
             fields["in_channels"] = vision["in_chans"]
@@ -91,7 +91,7 @@ class VisionLanguageConfig(Section):
 
     @classmethod
     def checks(cls, text: Mapping[str, Any], vision: Mapping[str, Any]) -> list[Check]:
-        """Return the family's fields of config.json that support only some values."""
+        """Return checks of those fields of config.json of which the family supports only some values."""
         return []
 
     def written_fields(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from tessera.models.vision.patches import block_positions
 from tessera.models.vision.processor import PATCHES
 from tessera.nn.vit import VisionShape
 
-EXAMPLE_IMAGES = 16  # divisible by the usual numbers of ranks that share a batch
+EXAMPLE_IMAGES = 16  # number of images in an example batch, divisible by the usual numbers of ranks that share it
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class VisionCosts:
 
     shape: VisionShape
     projector_weights: int  # number of weights that a visual token is multiplied by in the projector
-    patches: int  # patches of a merged block, tile or image, class token included
-    tokens: int = 1  # visual tokens that these patches become
+    patches: int  # number of patches in a merged block, tile or image, class token included
+    tokens: int = 1  # number of visual tokens that these patches become
 
     def work(self, measures: Measures, training: Training) -> np.ndarray:
         """Return the FLOPs of encoder and projector for each sample."""
@@ -55,7 +55,7 @@ def vision_language_work(
     measures: Measures,
     training: Training = MappingProxyType({}),
 ) -> dict[str, np.ndarray]:
-    """Return the FLOPs of samples of a vision-language family, by stream."""
+    """Return the FLOPs of each sample of a vision-language family, under the keys "text" and "vision"."""
     return {
         "text": text_work(config.text, measures, training),
         "vision": costs(config).work(measures, training),
@@ -87,7 +87,7 @@ def example_with_images(
     pixels = torch.zeros(images * patches**2, patch_values)
 
     def for_all_images(values: np.ndarray) -> Tensor:
-        # On the default device, because memory estimates use the meta device.
+        # On the device of `pixels`, because memory estimates use the meta device.
         return torch.as_tensor(values, device=pixels.device).repeat(images, 1)
 
     media = {

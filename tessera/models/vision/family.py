@@ -1,4 +1,4 @@
-"""Declare vision-language families: a family states what differs, and its model, plan, costs and weight map follow."""
+"""Declare vision-language families: a family states its differences; model, plan, FLOPs and weight map follow."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class VisionFamily(ABC):
     Family().spec()`."""
 
     name: ClassVar[str]
-    config: ClassVar[type[Section]]  # with fields `text`, `vision`, `tie_word_embeddings` and `attention`
+    config: ClassVar[type[Section]]  # it has the fields `text`, `vision`, `tie_word_embeddings` and `attention`
     # Name of the processor class in the family's `processor.py`. It is imported late, because a model alone needs no
     # tokenizer and no image library.
     processor: ClassVar[str]
@@ -150,7 +150,7 @@ class VisionFamily(ABC):
             units=_units(text, costs, used, output, self.usual_patches(config)),
             streams={VISION: vision_stream(shape, most or 1), "text": TEXT_STREAM},
             experts=text_experts(text),
-            # used outside of their blocks: the loss reads the head, and a tied head reads the embedding
+            # Modules used outside of their blocks: the loss reads the head, and a tied head reads the embedding.
             fsdp_root=("text.embed", "head"),
             attention=(f"{used}.attn.core", ATTENTION),
             heads={f"{VISION_BLOCKS}.attn.qkv": shape.heads, **text_heads(text)},
@@ -164,7 +164,7 @@ class GridFamily(VisionFamily):
     pairs: ClassVar[tuple[tuple[str, str], ...]]  # Tessera's names -> names in folders, without the prefix `tower`
     tower: ClassVar[str]  # prefix of the vision encoder's names in folders
     text_prefix: ClassVar[str] = "model."
-    renames: ClassVar[tuple[tuple[str, str], ...]]  # alternative prefixes of names in folders
+    renames: ClassVar[tuple[tuple[str, str], ...]]  # (other prefix of names in folders, the prefix that replaces it)
     ignored: ClassVar[tuple[str, ...]] = ("rotary_pos_emb.inv_freq",)  # buffers of the vision encoder that are not read
     stacked: ClassVar[bool] = False  # folders have one tensor for all experts of a layer
 
@@ -199,7 +199,7 @@ class GridFamily(VisionFamily):
 
     @abstractmethod
     def encoder(self, config: Any) -> dict[str, Any]:
-        """Return the family's fields of `VisionShape`, at least `intermediate`."""
+        """Return the fields of `VisionShape` that the family sets. `intermediate` is required."""
         ...
 
     def position_table(
@@ -282,7 +282,10 @@ def _kinds(bias: bool) -> str:
 def _units(
     text: TextConfig, costs: VisionCosts, used: str, output: StageActivation | None, patches: int
 ) -> tuple[PipelineUnit, ...]:
-    """Return the pipeline units. Costs are weights per visual token, divided by those of a text layer."""
+    """Return the pipeline units: the modules that can be put on different stages, in order.
+
+    The cost of a unit is the number of multiplications per visual token, divided by that of a text layer.
+    """
     shape, layer = costs.shape, layer_weights(text)
     first = {"norm_patches": shape.norm_patches, "table": shape.positions > 0, "norm_before": shape.norm_before}
     last = [f"blocks.{number}" for number in range(shape.blocks_used, shape.layers)]

@@ -107,7 +107,7 @@ class GridProcessor(VisionProcessor):
         frames = [to_rgb(media)] if isinstance(media, Image.Image) else np.asarray(media)
         positions = np.tile(block_positions(h, w, self.image.merge), (t, 1))
         order = None
-        # from the order of tokens to the order of patches: a token is a block of patches
+        # Each token is a block of merge x merge consecutive patches, so the order of tokens gives that of the patches.
         if layout.token_order is not None:
             block = self.image.merge**2
             order = (layout.token_order[:, None] * block + np.arange(block)).reshape(-1)
@@ -115,7 +115,7 @@ class GridProcessor(VisionProcessor):
         return {"pixels": self.patches(kind).cut(frames, layout.grid, order), "patch_positions": positions}
 
     def positions(self, length: int, spans: Sequence[tuple[int, int]], layouts: Sequence[MediaLayout]) -> np.ndarray:
-        # If each step along time has its own run of tokens, its positions start at that run.
+        # If each temporal patch has its own run of placeholder tokens, its positions start at that run.
         grids = [
             (1, *layout.grid[1:]) if len(layout.tokens) > 1 else layout.grid
             for layout in layouts
@@ -142,8 +142,8 @@ def grid_positions(
     this rule (in their authors' code and in vLLM). transformers 5.3 to 5.23 continues after the longer side of a video
     instead, so positions after a long video differ there.
 
-    `intervals`: positions between two steps along time for each image or video, by default 1. Products are rounded down
-    from fp32, as in transformers.
+    `intervals`: time positions between two temporal patches of each image or video, by default 1. Products are rounded
+    down from fp32, as in transformers.
     """
     positions = np.empty((3, length), dtype=np.int64)
     at = position = 0
@@ -164,17 +164,17 @@ DEFAULT_RATE = 24.0  # frames per second of videos of unknown frame rate, as in 
 
 @dataclass(frozen=True, eq=False)
 class TimestampedVideoProcessor(GridProcessor):
-    """Write the time of each step of a video as text, as GLM-4.1V and Qwen3-VL do.
+    """Write the time of each temporal patch ("step") of a video as text, as GLM-4.1V and Qwen3-VL do.
 
     Each step is a run of visual tokens beside its timestamp. The vision encoders of these families have learned
     position embeddings, which are interpolated to the size of an image.
     """
 
-    table_side: int = 1  # rows and columns of the learned position embedding
+    table_side: int = 1  # number of rows and of columns of the learned position embedding
 
     @abstractmethod
     def timestamp(self, first: float, last: float) -> str:
-        """Return the text of a step, from the seconds of its first and last frame."""
+        """Return the timestamp text of a temporal patch. `first`, `last`: seconds of its first and last frame."""
         ...
 
     @abstractmethod
@@ -203,7 +203,7 @@ class TimestampedVideoProcessor(GridProcessor):
         }
 
     def _seconds(self, size: MediaSize, steps: int, temporal: int) -> list[tuple[float, float]]:
-        """Return the seconds of the first and the last frame of each step."""
+        """Return the seconds of the first and of the last frame of each temporal patch."""
         chosen = self.sampling.choose(size.total, size.rate) if size.total else []
         if len(chosen) != size.frames:  # the frames were sampled by the caller
             chosen = self.sampling.spread(size.frames, size.total or size.frames)

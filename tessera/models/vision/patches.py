@@ -28,7 +28,7 @@ class Patches:
     min_pixels: int
     max_pixels: int
     patch: int = 14
-    merge: int = 2  # patches along each side of a block, which becomes one token
+    merge: int = 2  # number of patches along each side of a block, which becomes one token
     temporal: int = 2  # number of frames in a patch
     mean: tuple[float, ...] = CLIP_MEAN
     std: tuple[float, ...] = CLIP_STD
@@ -37,13 +37,13 @@ class Patches:
 
     @property
     def width(self) -> int:
-        """Return the number of values in a patch."""
+        """Return the number of values in a flattened patch."""
         return len(self.mean) * self.temporal * self.patch**2
 
     def fit(self, height: int, width: int, frames: int = 1) -> tuple[int, int]:
         """Return the height and width to which an image is resized: whole blocks, within the pixel bounds.
 
-        `frames`: number of frames of the video, which counts if `whole_clips` is true.
+        `frames`: number of frames of the video. It is used only if `whole_clips` is true.
         """
         side, counted = self.patch * self.merge, 1
         frames = max(frames, self.temporal) if self.whole_clips else 1

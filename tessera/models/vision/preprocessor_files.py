@@ -21,7 +21,7 @@ from tessera.models.vision.patches import CLIP_MEAN, CLIP_STD, Patches
 from tessera.runtime import files
 
 Bounds = tuple[int | None, int | None]
-BICUBIC = 3  # number of this filter in Pillow
+BICUBIC = 3  # value of `Image.Resampling.BICUBIC` in Pillow
 
 
 class Geometry(Protocol):
@@ -53,7 +53,7 @@ class GridFiles:
     def read(
         self, folder: Path, vision: Geometry, *, image_bounds: Bounds, video_bounds: Bounds
     ) -> tuple[Patches, Patches]:
-        """Return the patches of images and of videos. Bounds of the recipe override those of the folder."""
+        """Return the patch settings of images and of videos. The recipe's pixel bounds override those of the folder."""
         image_file, video_file = read_files(folder)
         defaults = {"image_mean": self.mean, "image_std": self.std}
         if not video_file:  # as in transformers: normalisation of images, default pixel bounds of videos

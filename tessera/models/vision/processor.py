@@ -36,14 +36,14 @@ VISION_STREAMS: MediaStreams = {
 
 @dataclass(frozen=True, eq=False)
 class VisionProcessor(ConversationProcessor):
-    """Turn conversations with images and videos into batches. `elements` returns `pixels` as bytes."""
+    """Turn conversations with images and videos into batches. `elements` returns the patches `pixels` as uint8."""
 
     streams: ClassVar[MediaStreams] = VISION_STREAMS
 
     @property
     @abstractmethod
     def pixel_norm(self) -> Patches:
-        """Return the patches whose normalisation the device applies to the bytes in `pixels`."""
+        """Return the patch settings with the mean and std that the device applies to the uint8 `pixels`."""
         ...
 
     def constants(self, stream: str) -> Mapping[str, np.ndarray]:

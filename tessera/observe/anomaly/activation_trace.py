@@ -1,7 +1,7 @@
 """Run a step again and record the outputs and gradients of every module, and the loss of every micro-batch.
 
-Hooks store one number for each tensor, its largest absolute value, which is nan or infinite if an element is. The
-numbers are copied to the host together at the end of the step. Each rank records the tensors that it computes.
+Hooks store the largest absolute value of each tensor, which is nan or infinite if the tensor has such a value. The
+values are copied to the host together at the end of the step. Each rank records the tensors that it computes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tessera.core.engine import Engine
 from tessera.core.task import Counts, Losses, Reference, Task
 from tessera.runtime.modules import clean_name, local_shard
 
-Moment = Literal["output", "gradient"]  # of a module: its outputs in forward, or a gradient of an output in backward
+Moment = Literal["output", "gradient"]  # recorded tensor: a module's output, or its gradient in backward
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class TensorRecord:
     module: str
     microbatch: int
     largest: float = 0.0  # largest absolute value
-    before: float = 0.0  # largest absolute value of the inputs; only for "output"
+    before: float = 0.0  # largest absolute value of the module's inputs; only for "output"
 
     @property
     def finite(self) -> bool:
@@ -43,20 +43,20 @@ class ActivationTrace:
     """Hold the tensors and losses that this rank computed in one traced step."""
 
     records: list[TensorRecord]
-    losses: dict[int, tuple[float, float]]  # summed loss and count by micro-batch, on ranks that compute the loss
+    losses: dict[int, tuple[float, float]]  # by micro-batch: summed loss, and the number of tokens or samples in it
 
     def finite(self, microbatch: int) -> bool:
         loss = self.losses.get(microbatch, (0.0, 0.0))[0]
         return math.isfinite(loss) and all(e.finite for e in self.records if e.microbatch == microbatch)
 
     def grad_sq(self, microbatch: int) -> float:
-        """Return the sum of squared largest gradients of module outputs: a measure of the gradient of a micro-batch."""
+        """Return the sum over module outputs of the squared largest gradient: an estimate for a micro-batch."""
         values = (e.largest for e in self.records if e.moment == "gradient" and e.microbatch == microbatch)
         return math.fsum(min(value, 1e150) ** 2 for value in values if math.isfinite(value))
 
 
 def trace_step(module: nn.Module, engine: Engine, task: Task, microbatches: Sequence[Batch]) -> ActivationTrace:
-    """Run forward and backward of a step without an update. Compiled modules run uncompiled: hooks work there."""
+    """Run forward and backward of a step without an update. Compiled modules run uncompiled, so that hooks run."""
     recorder = _Recorder()
     microbatches = engine.encode(task, microbatches)
     traced = _TracedTask(task, microbatches, recorder)
@@ -67,13 +67,13 @@ def trace_step(module: nn.Module, engine: Engine, task: Task, microbatches: Sequ
 
 
 class _Recorder:
-    """Record outputs and gradients of modules with hooks. The numbers stay on the device until `records` reads them."""
+    """Record outputs and gradients of modules with hooks. The values stay on the device until `records` reads them."""
 
     def __init__(self) -> None:
         self.microbatch = 0
         self._pending: list[
             tuple[TensorRecord, Tensor, Tensor | None]
-        ] = []  # each record with the tensors for its `largest` and `before`
+        ] = []  # each record with the device tensors of its `largest` and `before`
 
     def hook(self, name: str) -> Callable[[nn.Module, Any, Any, Any], None]:
         def after(module: nn.Module, inputs: Any, keywords: Any, output: Any) -> None:
@@ -107,10 +107,10 @@ class _Recorder:
 
 
 class _TracedTask(Task):
-    """Wrap a task: record the number of the current micro-batch, and its loss.
+    """Wrap a task: record the index of the current micro-batch, and its loss.
 
-    All counts are replaced by 1. Then gradients are those of the *summed* loss, and can be compared between probes with
-    different numbers of tokens.
+    The number of tokens that the loss is averaged over is replaced by 1. Then gradients are those of the *summed* loss,
+    and can be compared between probes with different numbers of tokens.
     """
 
     def __init__(self, task: Task, microbatches: Sequence[Batch], recorder: _Recorder) -> None:
@@ -118,7 +118,7 @@ class _TracedTask(Task):
         self._numbers = {id(batch): number for number, batch in reversed(list(enumerate(microbatches)))}
         self._recorder = recorder
         self._counts: dict[int, Counts | None] = {}
-        self.sums: dict[int, tuple[Tensor, Tensor]] = {}  # by micro-batch: summed loss, and count
+        self.sums: dict[int, tuple[Tensor, Tensor]] = {}  # by micro-batch: summed loss, number of tokens or samples
 
     @property
     def reads(self) -> tuple[str, ...]:  # type: ignore[override]

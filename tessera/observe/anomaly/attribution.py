@@ -28,7 +28,7 @@ from tessera.observe.anomaly.state import Damage, find_damage
 from tessera.runtime.modules import clean_name
 
 RECORD = "guard.jsonl"
-MOST = 0.8  # share of the excess loss or gradient that the named samples must make up
+MOST = 0.8  # share of the excess loss or gradient that the reported samples must cause
 
 
 class GuardStop(TesseraError):
@@ -45,9 +45,9 @@ class BadStep:
     kind: str
     loss: float
     grad_norm: float
-    cause: Attribution | None = None  # None: no search for the cause was made
+    cause: Attribution | None = None  # None: the cause was not searched for
     damage: tuple[Damage, ...] = ()
-    note: str = ""  # advice that is added to the line
+    note: str = ""  # advice that is added to the log line
 
     @property
     def line(self) -> str:
@@ -82,7 +82,7 @@ class BadStep:
 
 
 def _number(value: float) -> float | str:
-    """Return a value for JSON, which has no nan: numbers that are not finite become text."""
+    """Return a number for JSON: nan and infinity become text, because JSON lacks them."""
     return value if math.isfinite(value) else str(value)
 
 
@@ -102,12 +102,12 @@ class _Probe:
 
     rows: tuple[int, ...]
     ids: tuple[str, ...]
-    others: tuple[str, ...]  # samples of these rows that are left out
+    others: tuple[str, ...]  # ids of samples of these rows that are not run
 
 
 @dataclass(frozen=True)
 class _Observation:
-    """Hold loss and gradients of a micro-batch or a probe, of one rank or summed over the ranks that share it."""
+    """Hold loss and gradients of a micro-batch or probe: of one rank, or summed over ranks that read the same data."""
 
     rows: tuple[tuple[int, int], ...] = ()
     ids: tuple[str, ...] = ()
@@ -132,7 +132,7 @@ class _Observation:
         )
 
 
-_Key = tuple[int, int]  # data rank, and number of a micro-batch or a probe on that rank
+_Key = tuple[int, int]  # data rank, and index of a micro-batch or a probe on that rank
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class Attributor:
             suspects = {key: observed[key] for key in _bad(observed, kind, usual_loss)}
             samples, ambiguous = self._probe_samples(suspects, kind, usual_loss)
         names = {name for observation in observed.values() for name in observation.ids}
-        # True where each of two or more samples is bad when it is run alone.
+        # True if there are two or more samples and each is bad when it is run alone.
         every_sample = kind == "not finite" and len(names) > 1 and not ambiguous and names == set(samples)
         return Attribution(module, () if every_sample else samples, ambiguous, every_sample)
 
@@ -170,7 +170,7 @@ class Attributor:
         return trace_step(self.module, self.engine, self.task, microbatches)
 
     def _bad_module(self, trace: ActivationTrace) -> str:
-        """Return the first module of any rank with bad outputs; without one, a parameter with a bad gradient."""
+        """Return the first module of any rank with bad outputs; if none has, a parameter with a bad gradient."""
         modules = [one for one in Ranks.current().on_all(lambda: first_bad(trace.records)) if one is not None]
         if modules:
             return min(modules, key=lambda one: one[0])[1]
@@ -179,7 +179,7 @@ class Attributor:
         return f"gradient of {damage[0].name}" if damage else "the loss"
 
     def _probes(self, observed: _Observation) -> list[_Probe]:
-        """Return the parts of a micro-batch to run alone: samples, or rows if the source cannot leave samples out."""
+        """Return the parts of a micro-batch to run alone: samples, or rows if the data source cannot omit samples."""
         rows = tuple(row for row, _ in observed.rows)
         if self.source.can_leave_out:
             ids = tuple(dict.fromkeys(observed.ids))
@@ -202,7 +202,7 @@ class Attributor:
         for (data_rank, _), observation in suspects.items():
             probes = self._probes(observation)
             if len(probes) < 2 or len(probes) + len(plan.get(data_rank, ())) > self.most_probes:
-                samples += observation.ids  # a single sample, or too many for `guard.probes`
+                samples += observation.ids  # not run alone: a single sample, or more samples than `guard.probes`
                 ambiguous |= len(observation.ids) > 1
             else:
                 plan.setdefault(data_rank, []).extend(probes)
@@ -245,7 +245,7 @@ def _bad(observed: Mapping[_Key, _Observation], kind: AnomalyKind, usual_loss: f
 
 @contextmanager
 def _buffers_kept(module: nn.Module) -> Iterator[None]:
-    """Restore the buffers of a module after the block: forward changes some, such as the loads of experts."""
+    """Restore the buffers of a module when the context ends: forward changes some, such as the loads of experts."""
     copies = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     try:
         yield
@@ -258,8 +258,8 @@ def _buffers_kept(module: nn.Module) -> Iterator[None]:
 def first_bad(records: Sequence[TensorRecord]) -> tuple[int, str] | None:
     """Return the first module with an output, or a gradient of its output, that is not finite.
 
-    The number ranks the results of several ranks, the best first. 0: the inputs of the module were finite, so that the
-    fault began there. 1: they were not. 2: only a gradient is bad.
+    The returned integer orders the results of several ranks: the lowest is the likeliest cause. 0: the inputs of the
+    module were finite, so the fault began there. 1: its inputs were not finite. 2: only a gradient is bad.
     """
     bad = [record for record in records if not record.finite]
     for record in bad:
@@ -271,9 +271,9 @@ def first_bad(records: Sequence[TensorRecord]) -> tuple[int, str] | None:
 
 
 def dominant(excess: Sequence[float]) -> list[int]:
-    """Return the indices of the largest values that together make up the share `MOST` of the sum.
+    """Return the indices of the largest values whose sum is at least the share `MOST` of the total.
 
-    Return nothing if that takes more than half of the values: then no single sample is the cause.
+    Return no indices if this takes more than half of the values: then no single sample is the cause.
     """
     total = math.fsum(value for value in excess if value > 0)
     if not total > 0:

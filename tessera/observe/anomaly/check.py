@@ -1,7 +1,7 @@
 """Check the loss and gradient norm of a step, and apply its update fully, clipped further, or not at all.
 
 `RunningLimit` computes the highest usual value of a loss or a gradient norm: a single value above it is a spike.
-`DivergenceDetector` detects a loss that stays above the first loss.
+`DivergenceDetector` detects a loss that stays above the first loss of the run.
 
 The check runs on the device, with the same result on every rank, and the host reads the result once a step. Fused
 optimizers skip the update by a flag on the device (`found_inf`, as for loss scalers). For them the update is queued
@@ -27,14 +27,14 @@ from tessera.optim.optimizer import multiply_update
 from tessera.runtime import device as devices
 
 AnomalyKind = Literal["not finite", "loss spike", "gradient spike"]
-RECENT = 11  # the level is the median of so many values; a single value does not move it
-LEAST_SPREAD = 0.05  # share of the level that a usual rise is at least
-REPEATED = 3  # a rise that occurred so often within the window is usual, up to twice its height
-IN_A_ROW = 3  # so many values in a row above the limit are a new level
-LASTING = 50  # a loss above the first loss for so many steps is a divergence
-FIRST = 3  # the first loss is the median of so many steps
-SOON = 5  # a loss above the first loss for so many steps is a likely divergence
-LEARNT = 0.1  # a run has learnt something when the loss fell by this share of the first loss
+RECENT = 11  # the level of a loss or gradient norm is the median of its last 11 values
+LEAST_SPREAD = 0.05  # smallest usual rise, as a share of the level
+REPEATED = 3  # rises up to twice the third-largest rise of the window are no spikes
+IN_A_ROW = 3  # this many values in a row above the limit are a new level
+LASTING = 50  # a loss above the run's first loss for this many steps is a divergence
+FIRST = 3  # "first loss": the median of the run's first 3 losses
+SOON = 5  # a loss above the run's first loss for this many steps is a likely divergence
+LEARNT = 0.1  # a run has learnt something when its loss fell by this share of the first loss
 FAR = 3.0  # a loss this many times the loss of step 1 is a divergence also in a run that never learnt
 
 
@@ -46,12 +46,12 @@ class StepLimits:
     grad_norm: float = math.inf
     clip_norm: float = math.inf  # gradient norm that every step is clipped to
     clip_to: float = math.inf  # gradient norm that a spike is clipped to
-    drop_spikes: bool = False  # off: the update of a spike is clipped
+    drop_spikes: bool = False  # whether the update of a spike is dropped instead of clipped
 
 
 @dataclass(frozen=True)
 class StepCheck:
-    """Hold the result of checking a step. It is equal on every rank, except for values that are not finite."""
+    """Hold the result of checking a step. All ranks get an equal result, except for nan and infinite values."""
 
     kind: AnomalyKind | None  # None: the step is good
     applied: bool
@@ -91,7 +91,7 @@ def _result(numbers: list[float], limits: StepLimits) -> StepCheck:
 
 @torch.no_grad()
 def check_step(loss: Tensor, grad_norm: Tensor, limits: StepLimits) -> Tensor:
-    """Return four numbers on the device: 1 if loss or norm is not finite, 1 if one is a spike, the loss and the norm.
+    """Return four values on the device: 1 if loss or norm is not finite, 1 if one is a spike, the loss, and the norm.
 
     Each is the largest over all ranks, so that all ranks decide equally.
     """
@@ -109,14 +109,14 @@ def _clip_further(optimizer: Optimizer, spike: Tensor, grad_norm: Tensor, limits
     """Multiply the gradients of a spike by a factor, so that their norm is at most `clip_to`."""
     if not math.isfinite(limits.clip_to):
         return
-    # The optimizer already multiplies by a factor that clips to `clip_norm`; this one is applied on top.
+    # The optimizer also multiplies gradients by the factor that clips to `clip_norm`.
     further = (limits.clip_to / (grad_norm.clamp(max=limits.clip_norm) + 1e-6)).clamp(max=1.0)
     further = torch.where(spike > 0, further, torch.ones_like(further))
     multiply_update(optimizer, further)
 
 
 def acts_on_flag(optimizer: Optimizer, device: torch.device) -> bool:
-    """Return whether the optimizer's kernels read `found_inf` on the device when they run, so that `step_unless` works.
+    """Return whether the optimizer's kernels read the tensor `found_inf` on the device, as `step_unless` requires.
 
     Only fused kernels on an accelerator do. On a CPU the update would read the flag before the host has set it.
     """
@@ -138,7 +138,7 @@ def step_unless(optimizer: Optimizer, flag: Tensor) -> None:
 class RunningLimit:
     """Compute the limit above which a loss or a gradient norm is a spike.
 
-    The limit follows from the level of recent values and their usual rises above it. Spikes count, too: otherwise a
+    The limit is computed from the level of recent values and their usual rises above it, spikes included: otherwise a
     lasting new level would be a spike in every step. A single value moves neither the level nor the limit.
 
     `ordinary`: values up to this are never spikes; for gradient norms, `optim.clip_norm`.
@@ -146,7 +146,7 @@ class RunningLimit:
 
     def __init__(self, factor: float | None, window: int, warmup: int, ordinary: float = 0.0) -> None:
         self.factor = factor
-        self.warmup = min(warmup, window)  # no more values than the window has are stored
+        self.warmup = min(warmup, window)  # at most `window` values are stored
         self.ordinary = ordinary
         self._recent: deque[float] = deque(maxlen=RECENT)
         self._rises: deque[float] = deque(maxlen=window)
@@ -161,7 +161,7 @@ class RunningLimit:
             self._highest = max(self._highest, abs(self.level))
 
     def accept_new_level(self) -> None:
-        """Make the last `IN_A_ROW` values the new level, and remove them from the rises."""
+        """Compute the level from the last `IN_A_ROW` values only, and do not count them as rises."""
         newest = list(self._recent)[-IN_A_ROW:]
         self._recent.clear()
         self._recent.extend(newest)
@@ -180,7 +180,7 @@ class RunningLimit:
         ordered = sorted(self._rises)
         usual = ordered[math.ceil(0.9 * len(ordered)) - 1]
         level = abs(self.level)
-        # The noise of a loss shrinks slower than the loss: a loss that fell far has a wider limit than its level gives.
+        # The noise of a loss shrinks slower than the loss. So the limit also depends on the highest level of the run.
         scale = max(math.sqrt(level * max(level, self._highest)), self.ordinary)
         above = max(self.factor * max(usual, LEAST_SPREAD * scale), 2 * ordered[-REPEATED:][0], 1e-12)
         return max(self.level, self.ordinary) + above
@@ -197,11 +197,11 @@ class RunningLimit:
 
 
 class DivergenceDetector:
-    """Detect a divergence: the loss stays above the first loss after it had been lower."""
+    """Detect a divergence: the loss stays above the first loss of the run after it had been lower."""
 
     def __init__(self) -> None:
         self.best = float("inf")
-        self.lost = 0  # number of steps in a row with a loss above the first loss
+        self.lost = 0  # number of steps in a row with a loss above the first loss of the run
         self._reported = False
         self._first: list[float] = []
         self._count = 0
@@ -212,7 +212,7 @@ class DivergenceDetector:
 
     @property
     def diverging(self) -> bool:
-        """Return whether a divergence is likely: the loss has been above the first loss for `SOON` steps."""
+        """Return whether a divergence is likely: the loss has been above the run's first loss for `SOON` steps."""
         return self.lost >= SOON
 
     def add(self, loss: float, level: float) -> bool:
@@ -223,7 +223,7 @@ class DivergenceDetector:
         if self._count < RECENT:
             return False
         learnt = self.start - self.best >= LEARNT * abs(self.start)
-        # Loss and level must both be far above: the first batch may have been easy by chance.
+        # Both loss and level must be far above the loss of step 1, whose batch may have been easy by chance.
         very_first = self._first[0]
         far = min(loss, level) >= very_first + (FAR - 1) * abs(very_first) and very_first != 0
         self.lost = self.lost + 1 if far or (learnt and level >= self.start) else 0
@@ -232,7 +232,7 @@ class DivergenceDetector:
         return self.lost >= LASTING and not self._reported
 
     def mark_reported(self) -> None:
-        """Report no further divergence until the loss has fallen below the first loss."""
+        """Report no further divergence until the loss has fallen below the loss of the run's first steps."""
         self._reported = True
 
     def state(self) -> dict[str, Any]:

@@ -36,9 +36,9 @@ from tessera.runtime.gradients import LossScale
 from tessera.runtime.modules import clean_name
 
 log = logging.getLogger("tessera")
-DROPS = 3  # most dropped updates within `guard.window` steps; the updates of further spikes are clipped
-BACK_TO_ONE_STATE = 3  # most rollbacks to one step for damaged weights; then the run ends
-INVESTIGATIONS = 10  # most searches for a cause within `guard.window` steps: a search takes up to `guard.probes` steps
+DROPS = 3  # maximum dropped updates within `guard.window` steps; updates of further spikes are clipped
+BACK_TO_ONE_STATE = 3  # maximum rollbacks to the same step for damaged weights; then the run ends
+INVESTIGATIONS = 10  # maximum searches for a cause in `guard.window` steps; each takes up to `guard.probes` steps
 
 
 class Guard(OptimizerStep):
@@ -57,22 +57,22 @@ class Guard(OptimizerStep):
         self._loss_scale = loss_scale
         self.settings = settings
         self._data_rank, self._microbatches = data_rank, microbatches
-        self.left_out: dict[str, str] = {}  # samples that are left out of the data: reason by id
+        self.left_out: dict[str, str] = {}  # samples that are no longer trained on: reason by sample id
         self._clip_norm = math.inf if clip_norm is None else clip_norm
         self._warmup = warmup
         self._loss = RunningLimit(settings.loss_spike, settings.window, settings.warmup)
         self._norm = RunningLimit(settings.grad_spike, settings.window, settings.warmup, ordinary=clip_norm or 0.0)
         self._divergence = DivergenceDetector()
         self._spikes = 0  # number of spikes in a row
-        self._not_finite = 0  # number of steps in a row that were not finite
+        self._not_finite = 0  # number of steps in a row with a nan or infinite loss or gradient
         self._updates = 0  # number of applied updates since the run began
-        self._dropped: list[int] = []  # numbers of recent steps whose updates were dropped as spikes
-        self._investigated: list[int] = []  # numbers of recent steps whose cause was searched for
-        self._rewound: set[int] = set()  # numbers of steps after which the run went back
-        self._returns: dict[int, int] = {}  # number of rollbacks for damaged weights, by the step that they led to
-        self._passed: set[int] = set()  # steps at which `policy: stop` ended this run before it was resumed
+        self._dropped: list[int] = []  # recent steps whose updates were dropped as spikes
+        self._investigated: list[int] = []  # recent bad steps whose cause was searched for
+        self._rewound: set[int] = set()  # bad steps after which the run went back to a checkpoint
+        self._returns: dict[int, int] = {}  # number of rollbacks for damaged weights, by step of the checkpoint
+        self._passed: set[int] = set()  # steps at which `guard.policy: stop` ended the run; a resume passes them
         self._normal: dict[str, float] = {}  # largest absolute value of each parameter when it was last checked
-        self._moved = 0.0  # sum of the learning rates since `_normal` was measured
+        self._moved = 0.0  # sum of learning rates since `_normal` was measured: limits how far weights moved
         self._never_finite: dict[str, Damage] = {}  # tensors that were not finite when the run began
         self._first_buffers: dict[str, Tensor] = {}  # buffers at the start of the run, by name
         self._counts: dict[
@@ -99,7 +99,7 @@ class Guard(OptimizerStep):
         self._updates += result.applied
 
     def check_trained(self, trainer: TrainerHandle) -> None:
-        """Raise if the run has applied no update. Steps dropped for overflows of float16 are no reason."""
+        """Raise if all steps of the run were dropped as not finite. Overflows of float16 do not count."""
         if self._updates or not self._not_finite or trainer.stop_reason is not None:  # a stopped run can be resumed
             return
         raise GuardStop(
@@ -132,7 +132,7 @@ class Guard(OptimizerStep):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the statistics. Samples stay left out, also after a rollback to a step before they were."""
+        """Restore the statistics. Samples that were left out stay left out, even after a rollback."""
         self.left_out = {**state.get("left_out", {}), **self.left_out}
         self._loss.restore(state.get("loss", {}))
         self._norm.restore(state.get("norm", {}))
@@ -140,8 +140,8 @@ class Guard(OptimizerStep):
         self._spikes = int(state.get("spikes", 0))
         self._updates = int(
             state.get("updates", bool(state))
-        )  # checkpoints of earlier versions lack the key; they count as trained
-        self._not_finite = 0  # the limit counts from the resume on
+        )  # checkpoints of earlier versions lack the key; assume that updates were applied
+        self._not_finite = 0  # `guard.limit` counts bad steps since the resume
         self._dropped = list(state.get("dropped", []))
         if state.get("lr_share", 1.0) < 1.0:  # earlier versions halved the learning rate after a divergence
             log.warning(
@@ -246,7 +246,7 @@ class Guard(OptimizerStep):
         return "applied"
 
     def _check_weights(self, trainer: RewindHandle, check: StepCheck) -> StepOutcome:
-        """Search the weights for damage. Sound weights become the reference of the next search."""
+        """Search the weights for damage. The next search compares with the largest values of undamaged weights."""
         damage = self._damage(trainer)
         if damage:
             bad_step = BadStep(trainer.step + 1, "damaged", check.loss, check.grad_norm, damage=tuple(damage))
@@ -272,7 +272,7 @@ class Guard(OptimizerStep):
     def _should_investigate(self, check: StepCheck, step: int) -> bool:
         """Return whether to search for the cause of a bad step, by `guard.blame` and the number of recent searches.
 
-        A diverging run is not investigated: the sample with the largest numbers overflows first, and is not the cause.
+        A diverging run is not investigated: the sample with the largest values overflows first, but is not the cause.
         """
         if self._divergence.diverging and self.settings.blame != "always":
             return False
@@ -281,7 +281,7 @@ class Guard(OptimizerStep):
             self.settings.blame == "auto"
             and (check.kind == "not finite" or self.settings.policy in ("rollback", "stop"))
         )
-        ends = self._not_finite > self.settings.limit  # the error that ends the run names the cause
+        ends = self._not_finite > self.settings.limit  # the run ends, and its error names the cause
         if not wanted or (len(self._investigated) >= INVESTIGATIONS and not ends):
             return False
         self._investigated.append(step)
@@ -328,7 +328,7 @@ class Guard(OptimizerStep):
         raise GuardStop(
             bad_step.line,
             where="guard.policy=stop",
-            fix=f"`tessera resume {trainer.config.folder}` goes on behind this step; guard.policy=clip does not stop",
+            fix=f"`tessera resume {trainer.config.folder}` continues after this step; guard.policy=clip does not stop",
             code="run.bad-step",
         )
 
@@ -357,7 +357,7 @@ class Guard(OptimizerStep):
         return "rewound"
 
     def _go_back(self, trainer: RewindHandle) -> None:
-        """Load the newest checkpoint without damaged weights; without one, restart from the initial weights."""
+        """Load the newest checkpoint without damaged weights; if none exists, restart from the initial weights."""
         with trainer.paused("going back to a good state"):
             trainer.optimizer.zero_grad(set_to_none=True)
             before: int | None = None
@@ -368,7 +368,7 @@ class Guard(OptimizerStep):
             restart(trainer, self._first_buffers)
 
     def _stop_if_asked_for_damage(self, trainer: TrainerHandle, bad_step: BadStep) -> None:
-        """End the run where a rollback does not repair damage: the damage is older than the run, or returns."""
+        """End the run under `policy: stop`, or if a rollback cannot repair the damage: it is initial, or returned."""
         fix = code = ""
         if any(name in self._never_finite for one in bad_step.damage for name in (one.name, f"{MODEL}{one.name}")):
             code = "weights.not-finite"
@@ -385,7 +385,7 @@ class Guard(OptimizerStep):
             raise GuardStop(bad_step.line, where=f"guard.policy={self.settings.policy}", fix=fix, code=code)
 
     def _go_back_without_samples(self, trainer: RewindHandle, bad_step: BadStep) -> bool:
-        """Go back under `policy: rollback`, once for each step, if the data can leave the bad samples out."""
+        """Under `policy: rollback`, go back and leave out the bad samples: once per step, if the data allows it."""
         if (
             self.settings.policy != "rollback"
             or bad_step.step in self._rewound

@@ -1,6 +1,6 @@
 """Find damaged weights, and set a run back to its beginning.
 
-A bit that flips in memory makes one number of a weight huge, or not finite.
+A bit that flips in memory makes one value of a weight huge, infinite or nan.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from tessera.core.callback import RewindHandle
 from tessera.runtime.modules import local_shard
 
 GROWTH = 100.0  # weights that grow by this factor between two checks are damaged
-FLOOR = 0.01  # smallest value that growth is measured from: some tensors begin at zero
+FLOOR = 0.01  # growth is measured from at least this value: some tensors begin at zero
 STEPS = 10.0  # an update moves a weight by at most this many learning rates; Adam moves it by about one
 
 
 @dataclass(frozen=True)
 class Damage:
-    """Describe a damaged tensor: it has numbers that no update can have produced."""
+    """Describe a damaged tensor: it has values that no update can have produced."""
 
     name: str
-    value: float  # the number with the largest absolute value, or nan
-    count: int  # how many numbers are not finite or too large
+    value: float  # the value with the largest absolute value, or nan
+    count: int  # how many values are not finite or too large
 
     def __str__(self) -> str:
         return f"{self.name} ({self.count} bad number{'s' if self.count > 1 else ''}, worst {self.value:.3g})"
@@ -36,7 +36,7 @@ class Damage:
 
 @torch.no_grad()
 def largest(tensors: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the largest absolute value of this rank's shard of each tensor; nan if the shard has one."""
+    """Return the largest absolute value of this rank's shard of each tensor; nan if the shard contains nan."""
     parts = {name: local_shard(tensor) for name, tensor in tensors.items()}
     parts = {name: part for name, part in parts.items() if part.is_floating_point() and part.numel()}
     maxima = {name: part.detach().abs().amax().float() for name, part in parts.items()}
@@ -47,10 +47,11 @@ def largest(tensors: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def find_damage(tensors: Mapping[str, Tensor], normal: Mapping[str, float], moved: float = 0.0) -> list[Damage]:
-    """Return the damaged tensors of all ranks: numbers are not finite, or far larger than an update can have made them.
+    """Return the damaged tensors of all ranks: values are not finite, or far larger than an update can have made them.
 
-    `normal`: the result of `largest` at the last check. Tensors that are not in it are damaged only by numbers that are
-    not finite. `moved`: the sum of the learning rates since that check, which limits how far weights can have moved.
+    `normal`: the result of `largest` at the last check. Tensors that are not in it count as damaged only if they have
+    values that are not finite. `moved`: the sum of the learning rates since that check, which limits how far weights
+    can have moved.
     """
     mine: list[Damage] = []
     for name, value in largest(tensors).items():

@@ -13,11 +13,11 @@ from tessera.runtime import html
 from tessera.runtime.files import leads_out, read_bytes, read_jsonl, step_of
 
 MOST_ANSWERS = 60
-MOST_IMAGES = 6  # images that are shown for one answer
+MOST_IMAGES = 6  # maximum number of images that are shown for one answer
 SHORT = 28  # answers of up to this many characters are written in large letters
 FOLDED = 360  # characters of a long text that are visible before a click opens the rest
 MOST_TEXT = 20_000
-MOST_PREVIEWS = 8  # steps of the run that previews are shown of
+MOST_PREVIEWS = 8  # maximum number of steps whose previews are shown
 MOST_PREVIEW_BYTES = 4 << 20
 
 STYLE = """
@@ -38,7 +38,7 @@ details.long[open] summary span{display:none}details.long summary i{color:var(--
 
 
 def answers_section(run: RecordedRun) -> str:
-    """Return a section with answers to held-out samples: wrong answers first, then correct ones from all of the set."""
+    """Return a section with answers to held-out samples: wrong answers first, then a selection of correct answers."""
     if not run.answers:
         return ""
     wrong = [row for row in run.answers if not row["correct"]][: MOST_ANSWERS // 2]
@@ -94,7 +94,7 @@ def _text(text: str, kind: str) -> str:
 
 
 def _folded(text: str) -> str:
-    """Return text as HTML. Of a long text the beginning is visible, and a click opens the rest."""
+    """Return text as HTML. A long text shows its beginning, and a click opens the rest."""
     if len(text) <= FOLDED:
         return html.escape(text)
     cut = "" if len(text) <= MOST_TEXT else f"\n[{len(text) - MOST_TEXT:,} more characters]"
@@ -113,8 +113,8 @@ def _images(row: Mapping[str, Any], run: RecordedRun) -> str:
 
 
 def _image(path: str, run: RecordedRun) -> str:
-    """Return HTML with an image of the run folder embedded; nothing if it cannot be read."""
-    # Imported here because they import torch, which a page without images does not need.
+    """Return HTML that embeds an image file of the run folder; empty if the file cannot be read."""
+    # Imported here because these modules import torch, which a page without images does not need.
     from tessera.data.media.answer_images import TINY, small_copy
     from tessera.data.media.files import Limits
     from tessera.data.media.images import read_image
@@ -136,7 +136,7 @@ def _image(path: str, run: RecordedRun) -> str:
 
 
 def _media(folder: Path, name: str) -> str | None:
-    """Return a PNG or GIF as a data URI; None for a large file, another type, or a file outside of the run folder."""
+    """Return a PNG or GIF as a data URI; None if it is too large, of another type, or outside of the run folder."""
     path = _inside(folder, name)
     kind = None if path is None else {".png": "png", ".gif": "gif"}.get(path.suffix)
     if path is None or kind is None:
@@ -149,7 +149,7 @@ def _media(folder: Path, name: str) -> str | None:
 
 
 def _inside(folder: Path, name: str) -> Path | None:
-    """Return the path of a file; None if it is outside of the run folder, which may come from somebody else."""
+    """Return the path of a file; None if it is outside of the run folder: records of other users are not trusted."""
     path = folder / name
     try:
         return path if path.is_file() and not leads_out(path, folder) else None

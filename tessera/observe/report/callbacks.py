@@ -16,7 +16,7 @@ from tessera.observe.report.page import write_report
 from tessera.runtime import device as devices
 from tessera.runtime.process import usable_cpus
 
-ALIVE_S = 60.0  # seconds between two rows of the history
+ALIVE_S = 60.0  # seconds between two rows of `history.jsonl` during training
 
 log = logging.getLogger("tessera")
 
@@ -28,7 +28,7 @@ class SessionHistory(Callback):
     """
 
     def __init__(self) -> None:
-        self._history: History | None = None  # set on the main rank, from start to end
+        self._history: History | None = None  # set only on the main rank, while the session runs
         self._folder = Path()
         self._due = 0.0
 

@@ -12,7 +12,7 @@ _FEW_POINTS = 40  # a curve of up to this many points is drawn as dots
 
 
 def charts_of(run: RecordedRun) -> list[str]:
-    """Return the charts of a run, for the numbers that it recorded."""
+    """Return the charts of the metrics that a run recorded."""
     charts = [
         _chart("Loss", [*_with_average(run, "loss"), _held(run.held_out("loss"))], log_scale=True),
         _chart("Gradient norm", _with_average(run, "grad_norm"), log_scale=True),
@@ -37,7 +37,7 @@ def charts_of(run: RecordedRun) -> list[str]:
 
 
 def _metric_charts(run: RecordedRun) -> list[str]:
-    """Return charts of the metrics of the objective, and of metrics that only evaluations have."""
+    """Return charts of the objective's metrics, and of metrics that only evaluations record."""
     names = run.metric_names()
     charts = [_chart(_title(name), [*_with_average(run, name), _held(run.held_out(name))]) for name in names]
     for name in run.held_out_names():
@@ -50,7 +50,7 @@ _HELD_OUT = {"exact_match": "Exact answers to held-out samples"}
 
 
 def _chart(title: str, series: Sequence[html.Series], log_scale: bool = False, from_zero: bool = False) -> str:
-    """Return a chart over steps; empty without points. `log_scale` has an effect if all values are positive."""
+    """Return a chart over steps; empty if there are no points. `log_scale` applies only if all values are positive."""
     values = [y for line in series for _, y in line.points if math.isfinite(y)]
     if not any(line.points for line in series):
         return ""

@@ -1,6 +1,7 @@
 """Record the sessions of a run in `history.jsonl`: a row for each start, each end, and about every minute.
 
-A killed run writes no end. Whether such a run still runs follows from its process and the time of its last row.
+A killed run writes no row for its end. Whether a run without that row still runs is concluded from its process and the
+time of its last row.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from tessera.runtime.process import Process
 
 HISTORY = "history.jsonl"
 START, ALIVE, END = "start", "alive", "end"
-SILENT = timedelta(minutes=5)  # a run on another machine is "silent" so long after its last row
+SILENT = timedelta(minutes=5)  # a run on another machine is "silent" this long after its last row
 _PACKAGES = ("torch", "transformers", "diffusers", "torch-npu")
 
 log = logging.getLogger("tessera")
 
 
 class History:
-    """Append rows to the history of a run. Errors of writing are logged."""
+    """Append rows to `history.jsonl` of a run. If a write fails, the error is logged."""
 
     def __init__(self, folder: Path) -> None:
         self._record = JsonLines(folder / HISTORY)
@@ -66,7 +67,7 @@ class RunSession:
     """Describe one session of a run: from a start to its end, or to the last row before a kill."""
 
     began: datetime
-    last: datetime  # time of the last row
+    last: datetime  # time of the session's last row
     first_step: int
     last_step: int
     device: str = ""

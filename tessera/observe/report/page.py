@@ -68,7 +68,7 @@ def write_report(folder: str | Path) -> Path:
 
 
 def write_page(path: Path, page: str) -> None:
-    """Write a page to a new file and rename it, so that no reader sees half of it. Links are not followed."""
+    """Write a page to a new file and rename it, so that no reader sees an incomplete page. Links are not followed."""
     if path.exists():
         check_regular(path)
     fresh = path.with_name(f"{path.name}.{os.getpid()}.new")
@@ -143,7 +143,7 @@ def facts_of(run: RecordedRun) -> list[tuple[str, str]]:
         facts.append(("held-out loss", f"{held_out[-1][1]:.4f}"))
     for name in run.metric_names():
         if name in ("accuracy", "margin"):  # metrics of preference objectives
-            # Smoothing leaves out values that are not finite; without finite values, show the last value.
+            # Smoothing drops values that are not finite. If no value is finite, show the last recorded value.
             last = (smooth(run.points(name)) or run.points(name))[-1][1]
             facts.append((f"{name} of pairs", f"{last:.4g}"))
     for group, right, total in accuracy_by_group(run.answers):

@@ -17,8 +17,8 @@ from tessera.runtime import html
 from tessera.runtime.files import read_jsonl, step_of
 
 METRICS = "metrics.jsonl"
-MOST_ROWS = 10_000  # most rows of steps in memory; longer records are thinned
-# Names of numbers that rows of steps have with any objective.
+MOST_ROWS = 10_000  # beyond twice this number of step rows in memory, every second row is dropped
+# Keys of step rows in metrics.jsonl that every objective writes.
 _COMMON = {"kind", "step", "epoch", "loss", "grad_norm", "lr", "skipped", "loss_scale", "step_seconds", "data_wait"}
 _COMMON |= {"memory_gib", "peak_memory_gib", "balance", "tflops", "mfu"}
 
@@ -32,7 +32,7 @@ class RecordedRun:
     rows: Sequence[Mapping[str, Any]]
     answers: Sequence[Mapping[str, Any]]
     sessions: Sequence[RunSession]
-    every: int = 1  # distance of two rows in steps, above 1 in a thinned record
+    every: int = 1  # steps between two rows: above 1 if rows of a long run were dropped
 
     @property
     def name(self) -> str:
@@ -43,11 +43,11 @@ class RecordedRun:
         return [row for row in self.rows if row["kind"] == "train"]
 
     def points(self, key: str) -> list[html.Point]:
-        """Return the values of a number of the training steps, such as `loss`, as (step, value)."""
+        """Return the values of a training metric, such as `loss`, as (step, value)."""
         return [(row["step"], row[key]) for row in self.train_rows if _is_number(row.get(key))]
 
     def held_out(self, key: str) -> list[html.Point]:
-        """Return the values of a number of the evaluations as (step, value). `loss` stands for `eval_loss`."""
+        """Return the values of a held-out metric as (step, value). `key`: its name without `eval_`, such as `loss`."""
         name = f"eval_{key}"
         return [(row["step"], row[name]) for row in self.rows if _is_number(row.get(name))]
 
@@ -66,11 +66,11 @@ class RecordedRun:
 
 
 def read_run(folder: str | Path) -> RecordedRun:
-    """Read the records of a run, which may still be running. Raise if the folder is no run."""
+    """Read the records of a run, which may still be running. Raise if the folder has no `metrics.jsonl`."""
     folder = Path(folder)
     if not (folder / METRICS).is_file():
         begun = "; a run that has just begun has the file after its first steps"
-        raise no_run(folder, METRICS, f"name the folder that `tessera train` made{begun if folder.is_dir() else ''}")
+        raise no_run(folder, METRICS, f"pass a run folder of `tessera train`{begun if folder.is_dir() else ''}")
     rows, every = _read_metrics(folder / METRICS)
     return RecordedRun(
         folder,
@@ -83,7 +83,7 @@ def read_run(folder: str | Path) -> RecordedRun:
 
 
 def smooth(points: Sequence[html.Point]) -> list[html.Point]:
-    """Return the exponential moving average over a thirtieth of the points, and over ten points at most."""
+    """Return the exponential moving average over a thirtieth of the points, but at most ten points."""
     weight = 1 - 1 / min(10.0, max(2.0, len(points) / 30))
     out: list[html.Point] = []
     total = norm = 0.0  # division by the norm removes the bias of the first points towards zero
@@ -110,13 +110,13 @@ def _answers(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _file(copy: object) -> str | None:
-    """Return the file name of the copy of an image in the run folder; None without a copy."""
+    """Return the file name of an image's copy in the run folder; None if the run stored no copy."""
     file = copy.get("file") if isinstance(copy, dict) else None
     return file if isinstance(file, str) else None
 
 
 def _read_metrics(path: Path) -> tuple[list[Mapping[str, Any]], int]:
-    """Return the rows of metrics.jsonl, and the distance of two rows in steps: long records are thinned."""
+    """Return the rows of metrics.jsonl, and the steps between two rows: of a long run, only every n-th row stays."""
     steps: list[Mapping[str, Any]] = []
     others: list[Mapping[str, Any]] = []
     every, count, last = 1, 0, None

@@ -1,9 +1,9 @@
-"""Find out what each rank is doing, and which rank stops the others.
+"""Find out what each rank is doing, and which rank blocks the others.
 
-`collective_of`, `is_compiling` and `CpuUsage` describe the own process from another thread, without stopping it.
+`collective_of`, `is_compiling` and `CpuUsage` describe this process from another thread, without stopping it.
 `diagnose` reads the heartbeats of all ranks and returns a `Verdict`; it uses no clock, process or network. The watchdog
 must not end a run that would have gone on: a rank that reads data, compiles, computes or waits for its device is
-waited for, and only a rank that does none of this is called stalled.
+waited for. Only a rank that does none of this counts as stalled.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from tessera.runtime.rendezvous import name_ranks
 # Activities during which a rank makes progress by itself: the other ranks wait for it.
 READING: Final = "reading data"
 COMPILING: Final = "compiling"
-OUTSIDE: Final = "outside of a step"  # starting, evaluating, saving, callbacks: without a time limit
+OUTSIDE: Final = "outside of a step"  # starting, evaluating, saving, callbacks: no time limit applies
 COMPUTING: Final = "computing"
 AT_WORK = frozenset({READING, COMPILING, OUTSIDE, COMPUTING})
 # The device has unfinished work. It may be a collective, in which the rank waits for another rank.
 ON_DEVICE: Final = "waiting for its device"
 UNEXPLAINED: Final = ""
 
-_BUSY_SHARE = 0.05  # a process that uses more than this share of a core is busy; one that waits uses far less
+_BUSY_SHARE = 0.05  # a process that uses more than this share of a CPU core is busy
 
 # Functions that are on the stack only during compilation: (part of the file name, part of the function name).
 _COMPILERS = (
@@ -63,8 +63,8 @@ _COMPUTES = (
     "torch/distributed/pipelining/stage.py",
     "torch/distributed/pipelining/microbatch.py",
 )
-DISAGREE_S = 20.0  # ranks that wait in different collectives for so long are out of step
-# The phases of a step in order. "reporting" still belongs to the step before.
+DISAGREE_S = 20.0  # ranks that wait in different collectives for this many seconds are out of step
+# The phases of a step in order. The phase "reporting" belongs to the previous step.
 STEP_PHASES = (
     "reporting",
     "loading data",
@@ -128,7 +128,7 @@ class Heartbeat:
     """Describe what a rank is doing. Each rank sends its heartbeat twice a second."""
 
     rank: int
-    count: int  # number of this heartbeat
+    count: int  # sequence number of this heartbeat
     step: int  # number of finished steps
     phase: str  # phase of the trainer, such as "loading data"
     module: str  # current block, such as "forward of layers.3"; empty outside of the model
@@ -192,9 +192,9 @@ class Timeouts:
 
 
 def lost(heartbeat: Heartbeat, how: str, witness: Heartbeat) -> Verdict:
-    """Return the verdict about a rank that died or gives no sign of life.
+    """Return the verdict about a rank that died or sends no heartbeats.
 
-    The text also names the position of the witness: the last heartbeat of the lost rank may be older than its end.
+    The text also names the position of the rank that noticed this: the last heartbeat of the lost rank may be old.
     """
     text = f"rank {heartbeat.rank} on {heartbeat.host} {how}; its last heartbeat came from {heartbeat.where()}"
     return Verdict("lost", (heartbeat.rank,), f"{text}; rank {witness.rank} is now in {witness.where()}")
@@ -214,7 +214,7 @@ def diagnose(
 ) -> Verdict | None:
     """Return a verdict about the ranks, or None if they make progress.
 
-    `silent_s`: seconds since the last new heartbeat of each rank, by the clock of the witness. `busy_silent`: silent
+    `silent_s`: seconds since the last new heartbeat of each rank, by the clock of this process. `busy_silent`: silent
     ranks whose process uses the CPU: a long call into C keeps their heartbeat thread from running.
     """
     for heartbeat in (heartbeats[rank] for rank in sorted(heartbeats)):
@@ -251,7 +251,7 @@ def diagnose(
 def _disagreement(present: Sequence[Heartbeat]) -> Verdict:
     """Return the verdict about ranks that wait in different collectives."""
     positions = [heartbeat.position for heartbeat in present]
-    # The position of most ranks counts as right; with equal numbers, the position of the lowest rank.
+    # The position of most ranks counts as right. In a tie, the position of the lowest rank counts.
     right = max(dict.fromkeys(positions), key=positions.count)
     wrong = [heartbeat for heartbeat in present if heartbeat.position != right]
     others = [heartbeat for heartbeat in present if heartbeat.position == right]
@@ -262,7 +262,7 @@ def _disagreement(present: Sequence[Heartbeat]) -> Verdict:
 def _holds_up(present: Sequence[Heartbeat], still: float) -> Verdict:
     """Return the verdict about ranks that hold up the others."""
     # Ranks outside of collectives hold up the others, above all ranks without a known activity. If no rank is in a
-    # collective on the host (queues of accelerators wait), the ranks furthest behind do.
+    # collective on the host, because the wait is on the device, the ranks furthest behind hold up the others.
     idle = [heartbeat for heartbeat in present if not heartbeat.collective]
     idle = [heartbeat for heartbeat in idle if heartbeat.activity == UNEXPLAINED] or idle
     if len(idle) == len(present):

@@ -58,9 +58,9 @@ from tessera.runtime.torch_internals import default_store
 EXIT_CODE = RankFailure.exit_code
 FAILURE_FILE = Path("logs") / "failure.json"
 _HEARTBEAT_S = 0.5
-_GRACE_S = 5.0  # seconds in which this rank may raise the same error as the rank that failed, and report it itself
+_GRACE_S = 5.0  # seconds that this rank gets to raise and report the error of the failed rank itself
 _USER_PHASES = ("reporting",)  # phases that run callbacks of users, which may take long
-_PUBLISH_S = 2.0  # seconds after which publishing is given up: the store may be lost
+_PUBLISH_S = 2.0  # timeout for publishing a verdict: the store may be lost
 
 
 class Watchdog(Callback):
@@ -93,12 +93,12 @@ class Watchdog(Callback):
         self._moved_at = time.monotonic()
         self._process = Process.this()
         self._own_usage = CpuUsage(self.timeouts.stall_s / 2)
-        self._usage_of_silent: dict[int, CpuUsage] = {}  # CPU usage of ranks of this machine that send no heartbeats
+        self._usage_of_silent: dict[int, CpuUsage] = {}  # CPU usage of silent ranks of this machine
         self._busy_silent: tuple[int, ...] = ()
         self._heartbeat_lock = threading.Lock()  # several threads make heartbeats
         self._count = 0
         self._channel = HeartbeatChannel(trainer.world, self.interval, self._heartbeat)
-        # By names without wrappers. A stage of a pipeline has only some of the blocks.
+        # Modules by name, without wrapper prefixes. A pipeline stage has only some of the blocks.
         parts = {clean_name(name): part for name, part in trainer.module.named_modules()}
         for path in self.blocks:
             if path in parts:
@@ -121,7 +121,7 @@ class Watchdog(Callback):
         if isinstance(error, OutOfStep):
             self._end(Verdict("disagree", tuple(error.ranks), error.what))
         if is_peer_error(error):
-            # The error does not name the lost rank: wait for the verdict of the watching thread.
+            # The error of the collective does not name the lost rank: wait for the verdict of the watching thread.
             logs.to_file(logging.WARNING, f"a collective broke: {first_line(error)}")
             self._settled.wait(self.timeouts.silence_s + 2 * self.interval + 1)
             self._end(self._verdict or failed(self._heartbeat(), error))
@@ -146,7 +146,7 @@ class Watchdog(Callback):
     def _follow(self, path: str, module: nn.Module) -> None:
         """Add hooks that set `self.module` when a block runs forward or backward.
 
-        They assign fixed strings: they never wait for a device, and cause no guard of the compiler.
+        The hooks assign constant strings: they never wait for a device, and add no guards to compiled code.
         """
         forward, backward = f"forward of {path}", f"backward of {path}"
 
@@ -161,7 +161,7 @@ class Watchdog(Callback):
             if not torch.compiler.is_compiling() and isinstance(first, torch.Tensor) and first.requires_grad:
                 first.register_hook(enter_backward)  # type: ignore[no-untyped-call]
 
-        # Prepended to FSDP's hook, which gathers weights: a rank waits in it for a lost rank.
+        # `prepend`: run before FSDP's hook, which gathers weights and blocks if a rank is lost.
         before = module.register_forward_pre_hook(enter, prepend=True)
         self._hooks += [before, module.register_forward_hook(leave)]
 
@@ -198,12 +198,12 @@ class Watchdog(Callback):
             return COMPILING
         if trainer.phase == "loading data":
             return READING
-        first = trainer.step == self._first_step  # the first step fills caches and connects ranks
+        first = trainer.step == self._first_step  # the first step may take long: it fills caches and connects ranks
         return OUTSIDE if first or trainer.phase not in STEP_PHASES or trainer.phase in _USER_PHASES else UNEXPLAINED
 
     def _activity_of_process(self, still_s: float) -> str:
         device = self._trainer.world.device
-        # The query may disturb a graph capture on the device, so it is made only after half of `stall_s`.
+        # Ask the device only after half of `stall_s`: the query may disturb a CUDA graph capture.
         if device.type != "cpu" and still_s > self.timeouts.stall_s / 2 and devices.has_unfinished_work(device):
             return ON_DEVICE  # the host may use the CPU while it waits
         return COMPUTING if self._own_usage.busy else UNEXPLAINED
@@ -217,7 +217,7 @@ class Watchdog(Callback):
             now = time.monotonic()
             if (
                 now - before > 3 * self.interval + 1
-            ):  # this process was stopped: heartbeats of others may have been missed
+            ):  # this process was suspended: it may have missed heartbeats of others
                 channel.reset_silence()
             before = now
             verdict = channel.verdict or self._decide(channel)
@@ -324,7 +324,7 @@ class HeartbeatChannel:
 
     def _talk(self) -> None:
         while not self._stop.wait(self.interval):
-            with contextlib.suppress(RuntimeError):  # the type of all errors of a store; they count as silence
+            with contextlib.suppress(RuntimeError):  # a failed call of the store counts as silence
                 self._exchange()
 
     def _exchange(self) -> None:
@@ -392,7 +392,7 @@ class HeartbeatChannel:
 def _own_connection() -> Store:
     """Return a second connection to the store of the default group, with a new prefix for its keys."""
     generator = torch.Generator()
-    generator.seed()  # a seed of its own: the random numbers of training do not change
+    generator.seed()  # separate random generator: the random numbers of training do not change
     nonce = torch.randint(2**62, (1,), dtype=torch.int64, generator=generator)
     dist.broadcast(nonce, src=0)
     connection: Store = default_store().clone()  # type: ignore[attr-defined]
