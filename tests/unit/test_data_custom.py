@@ -121,8 +121,8 @@ def test_bad_conversations_leave_a_hole_or_end_the_run() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({}, "either `dataset` or `loader`"),
-        ({"dataset": f"{TOYS}:Digits", "loader": f"{TOYS}:digit_loader"}, "either `dataset` or `loader`"),
+        ({}, "data.dataset-or-loader"),
+        ({"dataset": f"{TOYS}:Digits", "loader": f"{TOYS}:digit_loader"}, "data.dataset-or-loader"),
         ({"datasett": "x"}, "unknown key: datasett (did you mean dataset?)"),
         ({"dataset": "tests.toys"}, "not an import path"),
         ({"dataset": "no.such:thing"}, "cannot import no.such"),

@@ -184,7 +184,7 @@ def test_what_a_reward_model_cannot_do_is_refused_with_the_reason(data: Path, tm
     whole = {"model.lora": None, "checkpoint.export": True}
     for changes, said in (
         (whole, "Qwen2VLForConditionalGeneration"),
-        ({"parallel.tp": 2}, "parallel.tp=2 cannot share"),
+        ({"parallel.tp": 2}, "task.reward-tp"),
         ({"model.head": "language"}, "reads the output 'rewards'"),
         ({"train.task": "simpo", "train.task_options": {}, "model.head": "reward"}, "reads the output 'logits'"),
         ({"train.task_options": {"centre": 1}}, "centre"),
