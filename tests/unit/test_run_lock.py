@@ -27,9 +27,8 @@ from pathlib import Path
 from tessera.training.lock import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
 lock.acquire()
-if sys.argv[2] == "fork" and os.fork() == 0:
-    time.sleep(60)
-print("locked", flush=True)
+if sys.argv[2] != "fork" or os.fork() == 0:  # a child has closed its copy of the lock file when it reports
+    print("locked", flush=True)
 time.sleep(600)
 """
 
