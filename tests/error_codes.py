@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from tests.error_cures import CURES
@@ -54,18 +55,22 @@ class Raised:
     cure: str
 
 
-def error_classes(trees: Iterable[ast.Module]) -> set[str]:
+def error_classes(classes: Iterable[ast.ClassDef]) -> set[str]:
     """Return the names of `TesseraError` and of all its subclasses."""
-    classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    bases = [(node.name, {last_name(base) for base in node.bases}) for node in classes]
     names = {"TesseraError"}
-    while more := {c.name for c in classes if {ast.unparse(b).split(".")[-1] for b in c.bases} & names} - names:
+    while more := {name for name, parents in bases if parents & names} - names:
         names |= more
     return names
 
 
-def own_codes(trees: Iterable[ast.Module], names: set[str]) -> set[str]:
+def last_name(node: ast.expr) -> str:
+    """Return `c` for `c` and for `a.b.c`, and nothing for other expressions."""
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
+def own_codes(classes: Iterable[ast.ClassDef], names: set[str]) -> set[str]:
     """Return the subclasses whose `__init__` sets the code, so that their calls need none."""
-    classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     return {c.name for c in classes if c.name in names - {"TesseraError"} and "code=" in ast.unparse(c)}
 
 
@@ -100,25 +105,25 @@ def _is_none(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and node.value is None
 
 
-def raised(tree: ast.Module, where: str, names: set[str], with_own_code: set[str]) -> Iterator[Raised]:
-    """Yield the errors that a file constructs."""
-    scopes = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+def raised(nodes: list[ast.AST], where: str, names: set[str], with_own_code: set[str]) -> Iterator[Raised]:
+    """Yield the errors that a file constructs, from all nodes of its tree, the root first."""
+    scopes = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     subclasses = names - {"TesseraError"}
-    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name in subclasses]
+    classes = [node for node in nodes if isinstance(node, ast.ClassDef) and node.name in subclasses]
     initializers = {
         id(node): kind.name
         for kind in classes
         for node in ast.walk(kind)
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "super().__init__"
     }
-    for node in ast.walk(tree):
+    for node in nodes:
         if not isinstance(node, ast.Call):
             continue
-        name = initializers.get(id(node), ast.unparse(node.func).split(".")[-1])
+        name = initializers.get(id(node), last_name(node.func))
         if name not in names:
             continue
         around = [scope for scope in scopes if scope.lineno <= node.lineno <= (scope.end_lineno or 0)]
-        scope: ast.AST = max(around, key=lambda scope: scope.lineno) if around else tree
+        scope: ast.AST = max(around, key=lambda scope: scope.lineno) if around else nodes[0]
         keywords = {key.arg: key.value for key in node.keywords}
         value = keywords.get("code")
         code = None if value is None else value.value if isinstance(value, ast.Constant) else ""
@@ -131,17 +136,19 @@ def raised(tree: ast.Module, where: str, names: set[str], with_own_code: set[str
         yield Raised(f"{where}:{node.lineno}", code, cause, cure)
 
 
-def all_raised() -> list[Raised]:
-    """Return every error that the library and the second package construct."""
+@cache
+def all_raised() -> tuple[Raised, ...]:
+    """Return every error that the library and the second package construct, parsed once per process."""
     paths = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
-    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in paths}
-    names = error_classes(trees.values())
-    with_own_code = own_codes(trees.values(), names)
-    return [
+    files = {path: list(ast.walk(ast.parse(path.read_text(encoding="utf-8")))) for path in paths}
+    classes = [node for nodes in files.values() for node in nodes if isinstance(node, ast.ClassDef)]
+    names = error_classes(classes)
+    with_own_code = own_codes(classes, names)
+    return tuple(
         error
-        for path, tree in trees.items()
-        for error in raised(tree, str(path.relative_to(ROOT)), names, with_own_code)
-    ]
+        for path, nodes in files.items()
+        for error in raised(nodes, str(path.relative_to(ROOT)), names, with_own_code)
+    )
 
 
 def page() -> str:
@@ -155,8 +162,8 @@ def page() -> str:
         lines = [
             f"| `{code}` | {_cell(rows[code], 'cause')} | {_cell(rows[code], 'cure') or CURES.get(code, '')} |"
             for code in sorted(rows)
+            if code.startswith(f"{subject}.")
         ]
-        lines = [line for line in lines if line.startswith(f"| `{subject}.")]
         if lines:
             sections.append("\n".join([f"\n## {title}\n", "| code | cause | cure |", "|---|---|---|", *lines, ""]))
     return "".join(sections)

@@ -32,7 +32,7 @@ def test_every_code_has_a_cure() -> None:
 
 def test_a_planted_error_without_a_code_is_found() -> None:
     tree = ast.parse("def f(x):\n    raise TesseraError(f'no {x}', fix='name it')\n")
-    (error,) = raised(tree, "f.py", {"TesseraError"}, set())
+    (error,) = raised(list(ast.walk(tree)), "f.py", {"TesseraError"}, set())
     assert (error.where, error.code, error.cause, error.cure) == ("f.py:2", None, "no <x>", "name it")
 
 

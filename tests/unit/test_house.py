@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import gc
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,9 +63,19 @@ def nodes(source: str) -> tuple[ast.AST, ...]:
 
 @pytest.fixture(scope="module", autouse=True)
 def trees() -> Iterator[None]:
-    """A million nodes that nobody needs any more would slow down every other file of this worker."""
+    """Forget the nodes at the end: a million of them slow down every other file of this worker. Until then the garbage
+    collector is off: it would look at all of them again and again."""
+    gc.disable()
     yield
     nodes.cache_clear()
+    gc.enable()
+
+
+def statements(source: str) -> list[ast.stmt]:
+    """Return the statements of a source outside of functions and classes."""
+    module = nodes(source)[0]
+    assert isinstance(module, ast.Module)
+    return module.body
 
 
 def imported_packages(source: str) -> set[str]:
@@ -103,9 +114,10 @@ def package_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-@pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(ROOT)))
-def test_imports_go_down(path: Path) -> None:
-    assert not import_violations(package_of(path), path.read_text(encoding="utf-8"))
+def test_imports_go_down() -> None:
+    sources = {path: path.read_text(encoding="utf-8") for path in files()}
+    violations = {str(path): import_violations(package_of(path), source) for path, source in sources.items()}
+    assert {path: packages for path, packages in violations.items() if packages} == {}
 
 
 def test_the_order_of_packages_has_no_circle() -> None:
@@ -173,7 +185,7 @@ def test_folders_import_in_one_direction() -> None:
 def top_level_names(source: str) -> dict[str, ast.stmt]:
     """Return the public functions, classes and constants that a module defines."""
     names: dict[str, ast.stmt] = {}
-    for node in ast.parse(source).body:
+    for node in statements(source):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names[node.name] = node
         elif isinstance(node, ast.Assign | ast.AnnAssign):
@@ -367,6 +379,7 @@ def private_symbols(source: str, ours: set[str]) -> list[str]:
         return name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
 
     symbols: list[str] = []
+    not_private = ours | PYTHON_OWN
     modules = {
         (alias.asname or alias.name).split(".")[0]
         for node in nodes(source)
@@ -382,7 +395,7 @@ def private_symbols(source: str, ours: set[str]) -> list[str]:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.Attribute) and private(node.attr) and node.attr not in ours | PYTHON_OWN:
+        elif isinstance(node, ast.Attribute) and private(node.attr) and node.attr not in not_private:
             symbols.append(ast.unparse(node))
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "setattr"):
             attribute = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
@@ -531,7 +544,7 @@ def test_classes_that_a_page_names_exist(page: Path) -> None:
 def test_no_two_public_classes_share_a_name() -> None:
     names: dict[str, list[str]] = {}
     for path in both_packages():
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        for node in statements(path.read_text(encoding="utf-8")):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 names.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     assert {name: paths for name, paths in names.items() if len(paths) > 1} == {}
@@ -622,7 +635,7 @@ def test_tests_that_the_makefile_names_exist() -> None:
 def defined_names(source: str) -> set[str]:
     """Return the names that a module has: what it defines, assigns or imports outside of functions and classes."""
     names: set[str] = set()
-    waiting: list[ast.AST] = list(ast.parse(source).body)
+    waiting: list[ast.AST] = list(statements(source))
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -659,8 +672,8 @@ def broken_imports(source: str) -> list[str]:
     """Return the imports of our packages and of `tests` that name a module or a symbol that does not exist."""
     broken: list[str] = []
     # Only these statements are parsed: walking whole trees takes many seconds.
-    statements = [re.sub(r"(?:#[^\n]*)?\s+", " ", found).strip() for found in OWN_IMPORT.findall(source)]
-    for node in ast.parse("\n".join(statements)).body:
+    imports = [re.sub(r"(?:#[^\n]*)?\s+", " ", found).strip() for found in OWN_IMPORT.findall(source)]
+    for node in ast.parse("\n".join(imports)).body:
         if isinstance(node, ast.Import):
             wanted = [(alias.name, "") for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
