@@ -66,7 +66,8 @@ class _LauncherWatch(threading.Thread):
         while self.launcher.alive():
             if self.ended.wait(_INTERVAL_S):
                 return
-        self.end_rank()
+        if not self.ended.is_set():  # `outlive_launcher` may come just before the launcher ends
+            self.end_rank()
 
     def end_rank(self) -> NoReturn:
         text = (

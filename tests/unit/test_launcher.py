@@ -11,18 +11,18 @@ import time
 
 import pytest
 
-from tessera.runtime.launcher import EXIT_CODE
+from tessera.runtime.launcher import EXIT_CODE, _LauncherWatch
 from tessera.runtime.process import Process
 
 RANK = (
     "import os, time; from tessera.runtime.launcher import *; watch_launcher(); {act}print(os.getpid(), flush=True); "
 )
-RANK += "time.sleep(30)"
+RANK += "time.sleep(600)"
 ELASTIC = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": "29500"}
 # A process that starts a rank and waits, as an agent of torch does; `env` is what it sets for the rank.
 AGENT = "import os, subprocess, sys, time; "
-AGENT += "subprocess.run(sys.argv[2:], env={**os.environ, **eval(sys.argv[1])}); time.sleep(30)"
-ENDS_S = 15.0
+AGENT += "subprocess.run(sys.argv[2:], env={**os.environ, **eval(sys.argv[1])}); time.sleep(600)"
+ENDS_S = 120.0  # half a second where nothing else runs
 
 
 def start_agent(*rank: str, env: dict[str, str]) -> tuple[subprocess.Popen[str], int]:
@@ -82,13 +82,23 @@ def test_a_rank_outlives_whoever_started_it(act: str) -> None:
     assert lives(pid, 1.2)
 
 
+def test_a_rank_that_was_asked_to_stop_outlives_a_launcher_that_ends_at_the_same_moment() -> None:
+    class Launcher(Process):
+        def alive(self) -> bool:
+            watch.ended.set()  # as `outlive_launcher` does, while the watch looks whether the launcher has ended
+            return False
+
+    watch = _LauncherWatch(Launcher(**Process.this().dump()))
+    watch.run()  # would end this process
+
+
 def test_a_rank_that_begins_after_the_death_of_our_launcher_ends_at_once() -> None:
     note = (
         "from tessera.runtime.launcher import *; import os; announce_launcher(); print(os.environ['TESSERA_LAUNCHER'])"
     )
     dead = subprocess.run([sys.executable, "-c", note], capture_output=True, text=True, check=True).stdout
     env = {**os.environ, "TESSERA_LAUNCHER": dead}
-    assert subprocess.run(rank(), env=env, capture_output=True, timeout=10, check=False).returncode == EXIT_CODE
+    assert subprocess.run(rank(), env=env, capture_output=True, timeout=ENDS_S, check=False).returncode == EXIT_CODE
 
 
 def test_what_a_rank_starts_does_not_know_the_launcher() -> None:

@@ -81,22 +81,34 @@ def test_the_second_is_refused_with_host_and_pid_and_a_killed_owner_is_replaced_
 
 
 def test_many_that_start_at_once_are_one_owner_and_refused_ones(tmp_path: Path) -> None:
-    begin = "import sys, time; from pathlib import Path; from tessera.training.lock import FolderLock\n"
-    begin += "time.sleep(max(0, float(sys.argv[2]) - time.time()))\n"
-    begin += "FolderLock(Path(sys.argv[1])).acquire(); print('locked', flush=True); time.sleep(5)"
-    words = [sys.executable, "-c", begin, str(tmp_path), str(time.time() + 1)]
-    starts = [subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) for _ in range(3)]
-    assert sorted(start.communicate()[0] for start in starts) == ["", "", "locked\n"]
+    begin = "import sys; from pathlib import Path; from tessera.training.lock import FolderInUse, FolderLock\n"
+    begin += "print('ready', flush=True); sys.stdin.readline()\n"
+    begin += "try: FolderLock(Path(sys.argv[1])).acquire(); print('locked', flush=True)\n"
+    begin += "except FolderInUse: print('refused', flush=True)\n"
+    begin += "sys.stdin.read()"  # the owner stays until all have tried
+    words = [sys.executable, "-c", begin, str(tmp_path)]
+    starts = [subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    pipes = [(start.stdin, start.stdout) for start in starts]
+    assert [said.readline() for _, said in pipes if said is not None] == ["ready\n"] * 3
+    for go, _ in pipes:
+        assert go is not None
+        go.write("\n")
+        go.flush()
+    assert sorted(said.readline() for _, said in pipes if said is not None) == ["locked\n", "refused\n", "refused\n"]
+    for start in starts:
+        start.communicate()
 
 
 def test_a_run_that_is_about_to_end_is_waited_for(tmp_path: Path) -> None:
     with holder(tmp_path) as process:
         wait_for_owner(tmp_path, seconds=0.3)  # no longer than that
         assert process.poll() is None
-        threading.Timer(0.3, process.kill).start()
+        killed = threading.Event()
+        threading.Timer(0.3, lambda: (killed.set(), process.kill())).start()
         began = time.monotonic()
-        wait_for_owner(tmp_path, seconds=60)
-        assert 0.2 < time.monotonic() - began < 30
+        wait_for_owner(tmp_path, seconds=600)
+        assert killed.is_set()  # not before its end
+        assert time.monotonic() - began < 300
         process.wait()
         take(tmp_path)
         wait_for_owner(tmp_path, seconds=60)
