@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 
 from tessera.errors import TesseraError, nearest
 
@@ -19,21 +22,9 @@ class BuiltIns:
     attribute: str  # the name that each module defines, such as TASK
     key: str  # recipe key whose value is one of the names
 
-    def modules(self) -> dict[str, str]:
+    def modules(self) -> Mapping[str, str]:
         """Return name -> import path of every built-in."""
-        defined = re.compile(rf"^{self.attribute}\b", re.MULTILINE)
-        modules = {}
-        for name in self.packages:
-            package = importlib.util.find_spec(name)
-            assert package is not None
-            assert package.submodule_search_locations is not None
-            folder = Path(package.submodule_search_locations[0])
-            files = {path.stem: path for path in folder.glob("*.py")}
-            files |= {path.parent.name: path for path in folder.glob("*/__init__.py")}
-            for stem, path in files.items():
-                if stem[0] != "_" and defined.search(path.read_text("utf-8")):
-                    modules[stem] = f"{name}.{stem}"
-        return modules
+        return _modules(self.packages, self.attribute)
 
     def names(self) -> list[str]:
         return sorted(self.modules())
@@ -55,6 +46,23 @@ class BuiltIns:
             fix=f"write {name}:{self.attribute} if {name} is a module of your own" if module else None,
             code="recipe.unknown-name",
         )
+
+
+@cache  # the name of a family in a folder is searched in all families, and each search would read all files
+def _modules(packages: tuple[str, ...], attribute: str) -> Mapping[str, str]:
+    defined = re.compile(rf"^{attribute}\b", re.MULTILINE)
+    modules = {}
+    for name in packages:
+        package = importlib.util.find_spec(name)
+        assert package is not None
+        assert package.submodule_search_locations is not None
+        folder = Path(package.submodule_search_locations[0])
+        files = {path.stem: path for path in folder.glob("*.py")}
+        files |= {path.parent.name: path for path in folder.glob("*/__init__.py")}
+        for stem, path in files.items():
+            if stem[0] != "_" and defined.search(path.read_text("utf-8")):
+                modules[stem] = f"{name}.{stem}"
+    return MappingProxyType(modules)
 
 
 TASK_NAMES = BuiltIns("task", ("tessera.tasks", "tessera.diffusion.objectives"), "TASK", "train.task")
