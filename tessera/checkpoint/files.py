@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.metadata
 import json
 import os
 import shutil
@@ -26,6 +25,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+import tessera
 from tessera.errors import TesseraError
 from tessera.runtime.files import check_regular, refuse_pickle
 
@@ -226,8 +226,8 @@ class Manifest:
             "version": VERSION,
             "step": self.step,
             "serial": self.serial,
-            "tessera": package_version("tessera-mm"),
-            "torch": torch.__version__,
+            "tessera": tessera.__version__,
+            "torch": torch.version.__version__,
             "files": {f.name: {"size": f.size, "sha256": f.sha256} for f in self.files},
         }
         return json.dumps({**content, "checksum": _checksum(content)}, indent=1).encode()
@@ -280,13 +280,6 @@ def problems_in(folder: Path, files: Iterable[FileRecord]) -> list[str]:
 
 def _checksum(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def package_version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
 
 
 CODES: Mapping[torch.dtype, str] = {

@@ -18,13 +18,13 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
 
+import tessera
 from tessera.errors import TesseraError, first_line
 
 JOIN_TIMEOUT_S = 30.0
@@ -72,17 +72,10 @@ def rank_info(rank: int, size: int, local_rank: int, config: str = "") -> RankIn
         host=socket.gethostname(),
         pid=os.getpid(),
         python=".".join(platform.python_version_tuple()[:2]),  # patch releases are compatible
-        torch=torch.__version__,
-        tessera=_own_version(),
+        torch=torch.version.__version__,
+        tessera=tessera.__version__,
         config=config,
     )
-
-
-def _own_version() -> str:
-    try:
-        return metadata.version("tessera-mm")
-    except metadata.PackageNotFoundError:  # run from the source tree
-        return "source"
 
 
 def open_store(rank: int, size: int, timeout_s: float, env: Mapping[str, str] = os.environ) -> Store:

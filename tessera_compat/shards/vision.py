@@ -9,7 +9,6 @@ from tessera.models.qwen2_5_vl.config import Qwen25VLConfig
 from tessera.models.qwen2_vl.config import Qwen2VLConfig
 from tessera.models.qwen3_vl.config import Qwen3VLConfig
 from tessera.models.text.decoder import TextConfig
-from tessera.models.vision.config import GridVisionConfig
 from tessera.weights.map import Rule, WeightMap
 from tessera.weights.operations import GroupByHead, GroupedRows, Reshape, Stack, TensorChunk
 from tessera_compat.shards.form import (
@@ -90,23 +89,28 @@ def _text_rules(text: TextConfig, tied: bool) -> list[Rule]:
     return rules
 
 
+_MERGER = (
+    ("projector.norm.{kind}", "layernorm.{kind}"),
+    ("projector.up.{kind}", "encoder.linear_fc1.{kind}"),
+    ("projector.down.{kind}", "encoder.linear_fc2.{kind}"),
+)
+
+
 def _grid_form(
-    text: TextConfig,
-    tied: bool,
-    vision: GridVisionConfig,
+    config: Qwen2VLConfig | Qwen25VLConfig | Qwen3VLConfig,
     width: int,
-    depth: int,
     *,
-    gated: bool,
-    projector: Iterable[tuple[str, str]],
+    gated: bool = False,
+    projector: Iterable[tuple[str, str]] = _MERGER,
     more: Iterable[tuple[str, str]] = (),
     extra_splits: Iterable[tuple[str, TensorSplit]] = (),
 ) -> MegatronForm:
-    """Describe the rank files of a family with a grid vision encoder of `width` and `depth`.
+    """Describe the rank files of a family with a grid vision encoder. `width`: size of its hidden states.
 
     `gated`: its MLPs have a gate. `projector`: pairs (name in Tessera, Megatron name) of the projector's tensors.
     `more`: further such pairs.
     """
+    text, tied, vision = config.text, config.tie_word_embeddings, config.vision
     patch = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
     as_convolution = Reshape((width, vision.patch_values), (width, *patch))
     rules = [Rule("vision.patch_embed.weight", "image_encoder.encoder.patch_embed.proj.weight", as_convolution)]
@@ -128,7 +132,7 @@ def _grid_form(
         (r"image_encoder\.projector\.encoder\.linear_fc2\.weight", COLUMNS),
     )
     begin = ("image_encoder.encoder.patch_embed.", "image_encoder.encoder.pos_embed.")
-    part = PipelinePart("vit", "image_encoder.encoder.blocks.layers.", begin, (_PROJECTOR,), depth)
+    part = PipelinePart("vit", "image_encoder.encoder.blocks.layers.", begin, (_PROJECTOR,), vision.depth)
     return MegatronForm(
         WeightMap((*rules, *_text_rules(text, tied))),
         (*splits, *extra_splits, *_TEXT_SPLITS),
@@ -139,39 +143,14 @@ def _grid_form(
     )
 
 
-_MERGER = (
-    ("projector.norm.{kind}", "layernorm.{kind}"),
-    ("projector.up.{kind}", "encoder.linear_fc1.{kind}"),
-    ("projector.down.{kind}", "encoder.linear_fc2.{kind}"),
-)
-
-
 def qwen2_vl(config: Qwen2VLConfig) -> MegatronForm:
     """Describe the rank files of Qwen2-VL."""
-    vision = config.vision
-    return _grid_form(
-        config.text,
-        config.tie_word_embeddings,
-        vision,
-        vision.embed_dim,
-        vision.depth,
-        gated=False,
-        projector=_MERGER,
-    )
+    return _grid_form(config, config.vision.embed_dim)
 
 
 def qwen2_5_vl(config: Qwen25VLConfig) -> MegatronForm:
     """Describe the rank files of Qwen2.5-VL."""
-    vision = config.vision
-    return _grid_form(
-        config.text,
-        config.tie_word_embeddings,
-        vision,
-        vision.hidden_size,
-        vision.depth,
-        gated=True,
-        projector=_MERGER,
-    )
+    return _grid_form(config, config.vision.hidden_size, gated=True)
 
 
 def qwen3_vl(config: Qwen3VLConfig) -> MegatronForm:
@@ -183,12 +162,8 @@ def qwen3_vl(config: Qwen3VLConfig) -> MegatronForm:
         for native, theirs in (("norm", "layernorm"), ("up", "encoder.linear_fc1"), ("down", "encoder.linear_fc2"))
     ]
     return _grid_form(
-        config.text,
-        config.tie_word_embeddings,
-        vision,
+        config,
         vision.hidden_size,
-        vision.depth,
-        gated=False,
         projector=[(native.replace("projector.", "projector.last."), theirs) for native, theirs in _MERGER],
         more=more,
         extra_splits=(
