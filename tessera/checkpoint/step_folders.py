@@ -30,7 +30,6 @@ from tessera.checkpoint.files import (
     sync_folder,
     write_file,
 )
-from tessera.checkpoint.stored import CONFIG
 from tessera.errors import TesseraError
 
 LATEST = "latest"
@@ -68,18 +67,18 @@ class StepFolders:
                     checkpoints.append((path, None))
         return sorted(checkpoints, key=lambda entry: (entry[1] is None, entry[1] or 0, entry[0].name), reverse=True)
 
-    def newest_config(self) -> Path | None:
-        """Return the path of `config.yaml` in the newest checkpoint where it is undamaged; None if there is none.
+    def newest_with(self, name: str) -> Path | None:
+        """Return the newest checkpoint whose file `name` is undamaged; None if there is none.
 
-        Tensors are not read or checked.
+        Other files are not read.
         """
         for path, _ in self.newest_first():
             try:
-                records = [record for record in read_manifest(path).files if record.name == CONFIG]
+                records = [record for record in read_manifest(path).files if record.name == name]
             except TesseraError:
                 continue
             if records and not problems_in(path, records):
-                return path / CONFIG
+                return path
         return None
 
     # ------------------------------------------------------------------------------------------ writing

@@ -16,7 +16,7 @@ from tessera.checkpoint.frozen import FrozenSource
 from tessera.checkpoint.hf import load_folder
 from tessera.checkpoint.manager import CheckpointManager
 from tessera.checkpoint.state import MODEL, model_tensors
-from tessera.checkpoint.storage import read_table
+from tessera.checkpoint.storage import TABLE, read_table
 from tessera.config.pattern import matches
 from tessera.config.run_config import load_config
 from tessera.config.saved_recipe import read_saved
@@ -53,9 +53,10 @@ def saved_config(folder: Path) -> dict[str, Any] | None:
     It is the recipe of the run folder, with the `model` section of the newest checkpoint, which matches its weights.
     """
     recipe = find_file(folder, CONFIG)
-    trained = CheckpointManager(find_file(folder, "checkpoints"), keep=1).folders.newest_config()
-    if trained is None:
+    checkpoint = CheckpointManager(find_file(folder, "checkpoints"), keep=1).folders.newest_with(CONFIG)
+    if checkpoint is None:
         return read_saved(recipe) if recipe.is_file() else None
+    trained = checkpoint / CONFIG
     newest = read_saved(trained)
     if not recipe.is_file():
         return newest
@@ -75,7 +76,7 @@ def saved_config(folder: Path) -> dict[str, Any] | None:
     if isinstance(newest.get("model"), dict) and isinstance(config.get("model"), dict):
         shape = {key: newest["model"].get(key) for key in ("family", "preset", "config")}
         if any(config["model"].get(key) != value for key, value in shape.items()):
-            _log.warning("%s describes another model than %s holds: the latter is taken", recipe, trained.parent)
+            _log.warning("%s describes another model than %s holds: the latter is taken", recipe, checkpoint)
         config = {**config, "model": {**config["model"], **shape}}
     return config
 
@@ -139,14 +140,13 @@ def fill_from(
 
 
 def newest_names(path: Path) -> list[str]:
-    """Return the names of the model's tensors in a checkpoint, or in the newest checkpoint of a run."""
-    newest: Path | None = path
-    if not (path / MANIFEST).is_file():
-        manager = CheckpointManager(path / "checkpoints", keep=1)
-        newest = None if manager.load_newest({}) is None else manager.newest
-    if newest is None:
-        raise TesseraError("this run has no checkpoint", where=str(path), code="checkpoint.none-yet")
-    stored = read_table(newest).state_dict_metadata
+    """Return the names of the model's tensors in a checkpoint, or in the newest checkpoint of a run.
+
+    The tensors are not read. The list is empty if no checkpoint has an undamaged `tensors.json`.
+    """
+    is_checkpoint = (path / MANIFEST).is_file()
+    newest = path if is_checkpoint else CheckpointManager(path / "checkpoints", keep=1).folders.newest_with(TABLE)
+    stored = {} if newest is None else read_table(newest).state_dict_metadata
     return [name.removeprefix(MODEL) for name in stored if name.startswith(MODEL)]
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tessera.checkpoint.manager import CheckpointManager
 from tessera.errors import TesseraError
+from tessera.inference.weight_source import newest_names
 from tests.dist.spawn import fork_context
 from tests.errors import raises
 
@@ -330,6 +331,17 @@ def test_a_resume_reads_every_byte_once(tmp_path: Path, monkeypatch: pytest.Monk
     assert CheckpointManager(tmp_path, 1).resume(into) == (1, {})
     assert size <= bytes_read() - before < size + 20_000  # manifests and headers are read more than once
     assert same_bits(into, large)
+
+
+def test_names_are_listed_without_reading_the_tensors(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path / "checkpoints", 2)
+    manager.save(1, {"model.a": torch.zeros(100_000), "optim.step": torch.ones(())}, {}, "")
+    newest = manager.save(2, {"model.b": torch.zeros(100_000)}, {}, "")
+    before = bytes_read()
+    assert newest_names(tmp_path) == newest_names(newest) == ["b"]
+    assert bytes_read() - before < 100_000
+    flip(newest / "tensors.json")
+    assert newest_names(tmp_path) == ["a"]
 
 
 def test_only_damaged_ones_is_an_error(tmp_path: Path) -> None:
