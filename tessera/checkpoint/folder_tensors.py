@@ -25,10 +25,14 @@ _STATE_BYTES = 1 << 16
 
 
 class FolderTensors:
-    """Read the tensors of one component of a folder. It is a context manager, which keeps the files open."""
+    """Read the tensors of a folder. It is a context manager, which keeps the files open.
 
-    def __init__(self, folder: Path, component: str = ROOT) -> None:
+    Of a diffusers folder, these are the tensors of its transformer.
+    """
+
+    def __init__(self, folder: Path) -> None:
         layout = folder_layout(folder)
+        home = layout.component_folder(ROOT)
         self.where = str(folder)
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.kinds: dict[str, str] = {}  # tensor name -> dtype, as safetensors spells it
@@ -39,7 +43,7 @@ class FolderTensors:
         self._quantized: dict[str, QuantizedWeight] = {}
         self._last: tuple[str, Tensor] | None = None
         with ExitStack() as opening:
-            for path in layout.weight_files(component):
+            for path in layout.weight_files():
                 file = opening.enter_context(open_safetensors(path))
                 positions = data_positions(path)
                 for name in file.keys():  # noqa: SIM118 - not a dict
@@ -51,14 +55,14 @@ class FolderTensors:
                     self.shapes[name], self.kinds[name] = stored_shape(file, name), file.get_slice(name).get_dtype()
                     self.files[name] = path.name
                     self._places[name] = path, positions[name], self.kinds[name], self.shapes[name]
-            if lost := [name for name in layout.indexed_tensors(component) if name not in self._files]:
+            if lost := [name for name in layout.indexed_tensors() if name not in self._files]:
                 raise TesseraError(
                     f"the index lists tensors that no file contains: {few_names(lost)}",
-                    where=str(layout.component_folder(component) / layout.index_file(component)),
+                    where=str(home / layout.index_file(ROOT)),
                     fix="download or copy the folder again; if the tensors were removed on purpose, delete the index",
                     code="weights.index-mismatch",
                 )
-            config = layout.config(component) if (layout.component_folder(component) / CONFIG_FILE).is_file() else {}
+            config = layout.config() if (home / CONFIG_FILE).is_file() else {}
             self._find_quantized(config)
             self._stack = opening.pop_all()
 

@@ -8,7 +8,7 @@ writes them in another format, with a few tensors in memory at a time.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tessera.checkpoint.collective import Ranks
 from tessera.checkpoint.files import CODES, DTYPES
 from tessera.checkpoint.folder_tensors import FolderTensors
-from tessera.checkpoint.weights import TensorSource, check_copies, check_stored_kind, fill, plan_reading, shapes_fit
+from tessera.checkpoint.weights import TensorSource, check_copies, fill, plan_reading, shapes_fit
 from tessera.errors import TesseraError
+from tessera.runtime.modules import local_shard
+from tessera.runtime.progress import WorkProgress
 from tessera.weights.file_plan import PlannedTensor
-from tessera.weights.layouts import ROOT
 from tessera.weights.map import WeightMap
 from tessera.weights.operations import native_rows
 from tessera.weights.rows import TensorRows
@@ -75,9 +77,9 @@ class StoredForm(ABC):
 class SafetensorsForm(StoredForm):
     """Read the safetensors of a folder of transformers or diffusers; quantized weights are dequantized."""
 
-    def __init__(self, folder: Path, component: str = ROOT) -> None:
+    def __init__(self, folder: Path) -> None:
         self.where = str(folder)
-        self._folder = FolderTensors(folder, component)
+        self._folder = FolderTensors(folder)
         odd = [name for name, kind in self._folder.kinds.items() if kind not in DTYPES]
         if odd:
             raise TesseraError(
@@ -115,16 +117,19 @@ class NativeTensors:
         shapes: Mapping[str, tuple[int, ...]],
         tied: Mapping[str, str],
         types: Mapping[str, torch.dtype] | None = None,
+        expected: Iterable[str] = (),
     ) -> None:
         """Check that names and shapes fit the model.
 
-        `weight_map`: used if the format has no weight map. `shapes`: shapes of all native tensors. `tied`: second name
-        of a shared tensor -> its first name. `types`: native tensor -> dtype to convert it to; default: as stored.
+        `weight_map`: used if the format has no weight map. `shapes`: shapes of the native tensors to read. `tied`:
+        second name of a shared tensor -> its first name. `types`: native tensor -> dtype to convert it to; default: as
+        stored. `expected`: all names of the model, if `shapes` has some of them.
         """
         self._stored, self.where, self._types = stored, stored.where, types or {}
         self.in_order = stored.in_order
-        available, used = stored.tensors(), stored.weight_map or weight_map
-        sources = plan_reading(shapes.keys(), available, used, tied=tied, expected=(), where=stored.where)
+        self._available, used = stored.tensors(), stored.weight_map or weight_map
+        available = self._available
+        sources = plan_reading(shapes.keys(), available, used, tied=tied, expected=expected, where=stored.where)
         self._sources: dict[str, TensorSource] = {source.native: source for source in sources}
         self._shapes = {name: plan.shape for name, plan in available.items()}
         self.plans: dict[str, PlannedTensor] = {}
@@ -168,9 +173,18 @@ class NativeTensors:
 
     def check_kinds(self, tensors: Mapping[str, Tensor]) -> None:
         """Raise if a float tensor of the model is stored as integers, or the reverse. `tensors`: those of the model."""
-        for name, plan in self.plans.items():
-            stored = self._sources[name].foreign[0]
-            check_stored_kind(stored, CODES.get(plan.dtype, str(plan.dtype)), tensors[name].dtype, self.where)
+        for name, source in self._sources.items():
+            wanted = tensors[name].dtype
+            for stored in source.foreign:
+                dtype = self._available[stored].dtype
+                if dtype.is_floating_point != wanted.is_floating_point:
+                    kind = CODES.get(dtype, str(dtype))
+                    raise TesseraError(
+                        f"{stored} is stored as {kind}, and the model needs {str(wanted).removeprefix('torch.')}",
+                        where=self.where,
+                        fix="use bf16, fp16 or fp32 weights: the file is damaged, or has an unsupported quantization",
+                        code="weights.dtype-mismatch",
+                    )
 
     def groups(self, weight_map: WeightMap) -> list[TensorGroup]:
         """Return groups of native tensors for writing: members of a group share a source tensor or a target tensor."""
@@ -207,6 +221,44 @@ def _join(joined: dict[str, list[str]], group: list[str], other: list[str]) -> l
     return group
 
 
-def native_shapes(tensors: Mapping[str, Tensor], left_out: Collection[str] = ()) -> dict[str, tuple[int, ...]]:
+def native_shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a model's tensors by name."""
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items() if name not in left_out}
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def check_folder_fit(
+    folder: Path, tensors: Mapping[str, Tensor], weight_map: WeightMap, *, tied: Mapping[str, str]
+) -> None:
+    """Raise unless names, shapes and dtypes in a folder's headers fit a model on the meta device."""
+    with NativeTensors(SafetensorsForm(folder), weight_map, native_shapes(tensors), tied) as native:
+        native.check_kinds(tensors)
+
+
+def fill_tensors(
+    open_stored: Callable[[], StoredForm],
+    tensors: Mapping[str, Tensor],
+    weight_map: WeightMap,
+    tied: Mapping[str, str],
+    expected: Iterable[str],
+    ranks: Ranks | None = None,
+) -> None:
+    """Fill a model's tensors (plain or sharded, of any float type) in place. If any rank fails, all ranks raise.
+
+    Each rank opens the weights and reads its own shards. `tied`: second names of shared tensors -> their names in
+    `tensors`. `expected`: all names of the model, if `tensors` is a part of it. `ranks`: the ranks that call this;
+    default: all.
+    """
+
+    def work() -> None:
+        with open_stored() as stored:
+            native = NativeTensors(stored, weight_map, native_shapes(tensors), tied, expected=expected)
+            native.check_kinds(tensors)
+            if Ranks.current().rank == 0:
+                stored.check_copies(weight_map)
+            sizes = {name: local_shard(target).nbytes for name, target in tensors.items()}
+            with WorkProgress("loading weights", sum(sizes.values())) as progress:
+                for name, target in tensors.items():
+                    native.fill(name, target)
+                    progress.count(sizes[name])
+
+    (ranks or Ranks.current()).on_all(work)

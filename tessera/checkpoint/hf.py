@@ -18,19 +18,12 @@ from torch import Tensor
 from tessera.checkpoint.collective import Ranks
 from tessera.checkpoint.files import DTYPES, Entry, box_slices
 from tessera.checkpoint.folder_tensors import FolderTensors
-from tessera.checkpoint.forms import NativeTensors, StoredForm
+from tessera.checkpoint.forms import NativeTensors, SafetensorsForm, StoredForm, fill_tensors
 from tessera.checkpoint.publish import pretty_json
-from tessera.checkpoint.weights import (
-    check_copies,
-    check_stored_kind,
-    fill,
-    plan_reading,
-)
 from tessera.checkpoint.writer import plan_safetensors
-from tessera.runtime.modules import local_shard, whole_tensor
-from tessera.runtime.progress import WorkProgress
+from tessera.runtime.modules import whole_tensor
 from tessera.weights.file_plan import FilePlan, FolderPlan, PlannedTensor
-from tessera.weights.layouts import CONFIG_FILE, ROOT, new_weight_files
+from tessera.weights.layouts import CONFIG_FILE, new_weight_files
 from tessera.weights.map import WeightMap
 
 SHARD_BYTES = 5_000_000_000
@@ -46,38 +39,16 @@ def load_folder(
     *,
     tied: Mapping[str, str] | None = None,
     expected: Iterable[str] = (),
-    component: str = ROOT,
     ranks: Ranks | None = None,
 ) -> None:
-    """Fill `tensors` (plain or sharded, of any float type) in place from the safetensors of a folder's component.
-
-    `tied`: second names of shared tensors -> their names in `tensors`. `expected`: all names of the model, if `tensors`
-    is a part of it. Each rank reads its own shards. If any rank fails, all ranks raise. `ranks`: the ranks that call
-    this; default: all.
-    """
-
-    def work() -> None:
-        with FolderTensors(folder, component) as stored:
-            shapes, where = stored.shapes, str(folder)
-            sources = plan_reading(tensors.keys(), shapes, weight_map, tied=tied or {}, expected=expected, where=where)
-            if Ranks.current().rank == 0:
-                check_copies(weight_map.for_names(shapes), shapes, stored.read, where)
-            sizes = [local_shard(tensors[source.native]).nbytes for source in sources]
-            with WorkProgress("loading weights", sum(sizes)) as progress:
-                for source, size in zip(sources, sizes, strict=True):
-                    target = tensors[source.native]
-                    for name in source.foreign:
-                        check_stored_kind(name, stored.kinds[name], target.dtype, where)
-                    fill(target, source, shapes, stored.read, where)
-                    progress.count(size)
-
-    (ranks or Ranks.current()).on_all(work)
+    """Fill `tensors` in place from the safetensors of a folder; see `fill_tensors`."""
+    fill_tensors(lambda: SafetensorsForm(folder), tensors, weight_map, tied or {}, expected, ranks)
 
 
-def stored_dtype(folder: Path, component: str = ROOT) -> torch.dtype:
-    """Return the floating point dtype of most weights of a component."""
+def stored_dtype(folder: Path) -> torch.dtype:
+    """Return the floating point dtype of most weights of a folder."""
     counts: dict[torch.dtype, int] = {}
-    with FolderTensors(folder, component) as stored:
+    with FolderTensors(folder) as stored:
         for name, kind in stored.kinds.items():
             dtype = DTYPES.get(kind)
             if dtype is not None and dtype.is_floating_point:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessera.checkpoint.files import DTYPES, box_slices
+from tessera.checkpoint.files import box_slices
 from tessera.checkpoint.folder_tensors import FolderTensors
 from tessera.errors import TesseraError, nearest
 from tessera.runtime.torch_internals import local_chunks, tensor_of_chunk
@@ -153,18 +153,6 @@ def add_product(target: Tensor, b: Tensor, a: Tensor, scale: float) -> Tensor:
 _COMPARED = 16 << 20  # number of values that are compared at a time
 
 
-def check_stored_kind(name: str, stored: str, wanted: torch.dtype, where: str) -> None:
-    """Raise if a floating point tensor of the model is stored as integers, or the reverse."""
-    dtype = DTYPES.get(stored)
-    if dtype is None or dtype.is_floating_point != wanted.is_floating_point:
-        raise TesseraError(
-            f"{name} is stored as {stored}, and the model needs {str(wanted).removeprefix('torch.')}",
-            where=where,
-            fix="use weights in bf16, fp16 or fp32: the file is damaged, or has an unsupported quantization",
-            code="weights.dtype-mismatch",
-        )
-
-
 def check_copies(weight_map: WeightMap, shapes: Mapping[str, Shape], read: ReadBox, where: str) -> None:
     """Raise if config.json ties the head to the embeddings, and the folder stores both with different values."""
     stored_names = {weight_map.canonical(name): name for name in shapes}
@@ -222,7 +210,8 @@ def check_config_numbers(data: Mapping[str, Any], folder: Path) -> None:
         if name.rpartition(".")[2] not in _LAYERS or number <= _LAYERS_ANYWAY:
             continue
         if most is None:
-            most = sum(1 for _ in _headers(folder))
+            with FolderTensors(folder) as stored:
+                most = len(stored.shapes)
         if number > most:
             raise TesseraError(
                 f"{name} = {number}, but the folder has only {most} tensors",
@@ -230,25 +219,6 @@ def check_config_numbers(data: Mapping[str, Any], folder: Path) -> None:
                 fix="check that config.json belongs to these weights",
                 code="weights.fewer-than-layers",
             )
-
-
-def check_folder_fit(
-    folder: Path, tensors: Mapping[str, Tensor], weight_map: WeightMap, *, tied: Mapping[str, str]
-) -> None:
-    """Raise unless names, shapes and dtypes in a folder's headers fit a model on the meta device."""
-    headers = dict(_headers(folder))
-    shapes = {name: shape for name, (shape, _) in headers.items()}
-    sources = plan_reading(tensors.keys(), shapes, weight_map, tied=tied, expected=(), where=str(folder))
-    for source in sources:
-        shapes_fit(source, tuple(tensors[source.native].shape), shapes, str(folder))
-        for name in source.foreign:
-            check_stored_kind(name, headers[name][1], tensors[source.native].dtype, str(folder))
-
-
-def _headers(folder: Path) -> Iterator[tuple[str, tuple[tuple[int, ...], str]]]:
-    with FolderTensors(folder) as stored:
-        for name, shape in stored.shapes.items():
-            yield name, (shape, stored.kinds[name])
 
 
 def _numbers(data: Any, name: str) -> Iterator[tuple[str, int | float]]:

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tessera.checkpoint.forms import native_shapes
+from tessera.checkpoint.forms import check_folder_fit, native_shapes
 from tessera.checkpoint.hf import stored_dtype
 from tessera.checkpoint.legacy.forms import fill_from_form
 from tessera.checkpoint.state import model_tensors, tied_names
-from tessera.checkpoint.weights import check_config_numbers, check_folder_fit
+from tessera.checkpoint.weights import check_config_numbers
 from tessera.config.reader import build
 from tessera.config.run_config import ModelSection, ParallelSection, PrecisionSection, RunConfig, load_config
 from tessera.config.saved_recipe import read_saved

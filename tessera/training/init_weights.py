@@ -12,11 +12,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from tessera.checkpoint.forms import NativeTensors, native_shapes
+from tessera.checkpoint.forms import NativeTensors, check_folder_fit, native_shapes
 from tessera.checkpoint.frozen import FrozenSource
 from tessera.checkpoint.legacy.forms import fill_from_form, open_form
 from tessera.checkpoint.state import model_tensors, tied_names
-from tessera.checkpoint.weights import check_folder_fit
 from tessera.config.run_config import RunConfig
 from tessera.core.spec import InitializesByName
 from tessera.inference.weight_source import fill_from, origin_of

@@ -137,12 +137,12 @@ class FolderLayout:
             code="weights.no-safetensors",
         )
 
-    def indexed_tensors(self, component: str = ROOT) -> list[str]:
-        """Return the tensor names in the index of a component; an empty list if it has no index file."""
-        index = self.component_folder(component) / self.index_file(component)
+    def indexed_tensors(self) -> list[str]:
+        """Return the tensor names in the index of the component `ROOT`; an empty list if it has no index file."""
+        index = self.component_folder(ROOT) / self.index_file(ROOT)
         return list(_weight_map(index)) if index.is_file() else []
 
-    def index_file(self, component: str = ROOT) -> str:
+    def index_file(self, component: str) -> str:
         """Return the file name of a component's index."""
         return f"{self.weights_stem(component)}{_INDEX}"
 

@@ -65,9 +65,9 @@ def test_a_pipeline_is_written_and_read_component_by_component(tmp_path: Path) -
     assert json.loads((tmp_path / "p" / "model_index.json").read_text()) == INDEX
     for name, tensors in parts.items():
         filled = {key: torch.zeros_like(tensor) for key, tensor in tensors.items()}
-        load_folder(tmp_path / "p", filled, TABLE, component=name)
+        load_folder(tmp_path / "p" / name, filled, TABLE)
         assert all(torch.equal(filled[key], tensor) for key, tensor in tensors.items())
-        assert stored_dtype(tmp_path / "p", name) == torch.float32
+        assert stored_dtype(tmp_path / "p" / name) == torch.float32
 
 
 def test_large_components_have_an_index(tmp_path: Path) -> None:

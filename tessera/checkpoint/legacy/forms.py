@@ -16,15 +16,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tessera.checkpoint.collective import Ranks
 from tessera.checkpoint.files import box_slices
-from tessera.checkpoint.forms import NativeTensors, StoredForm
+from tessera.checkpoint.forms import StoredForm, fill_tensors
 from tessera.checkpoint.legacy.dcp import METADATA, read_dcp
 from tessera.checkpoint.weight_forms import described_forms, detect_form, weight_form, weights_folder
 from tessera.config.reader import Section
 from tessera.errors import TesseraError
-from tessera.runtime.modules import local_shard
-from tessera.runtime.progress import WorkProgress
 from tessera.weights.file_plan import PlannedTensor
 from tessera.weights.layouts import no_such_folder
 from tessera.weights.map import WeightMap
@@ -221,16 +218,4 @@ def fill_from_form(
 
     `shapes`: shapes of all tensors of the model; `tensors` may be some of them. If any rank fails, all ranks raise.
     """
-
-    def work() -> None:
-        with open_form(folder, family, config, weight_map, shapes) as stored:
-            native = NativeTensors(stored, weight_map, shapes, tied)
-            if Ranks.current().rank == 0:
-                stored.check_copies(weight_map)
-            sizes = {name: local_shard(target).nbytes for name, target in tensors.items()}
-            with WorkProgress("loading weights", sum(sizes.values())) as progress:
-                for name, target in tensors.items():
-                    native.fill(name, target)
-                    progress.count(sizes[name])
-
-    Ranks.current().on_all(work)
+    fill_tensors(lambda: open_form(folder, family, config, weight_map, shapes), tensors, weight_map, tied, shapes)
