@@ -47,6 +47,19 @@ def moved(config: RunConfig, was: Path, now: Path) -> RunConfig:
     return _with_paths(config, follow, lambda tree: tree)
 
 
+def paths_inside(config: RunConfig, folder: Path) -> list[Path]:
+    """Return the paths of a recipe that are in `folder`, relative to it."""
+    target, paths = folder.resolve(), list[Path]()
+
+    def collect(path: Path) -> Path:
+        if not is_hub_id(path) and path.resolve().is_relative_to(target):
+            paths.append(path.resolve().relative_to(target))
+        return path
+
+    _with_paths(config, collect, lambda tree: tree)
+    return paths
+
+
 def kept_text(config: RunConfig) -> str:
     """Return the recipe as YAML for the run folder. If `name` is not valid in a recipe, it is replaced by `run`."""
     named = re.fullmatch(NAME_PATTERN, config.name) and len(config.name) <= NAME_LENGTH

@@ -151,6 +151,10 @@ class GivenRows:
             settings[f"data.{split}"] = [{**section, **outside}]
         return settings
 
+    def files(self, folder: Path) -> list[Path]:
+        """Return the files of the run folder in which the rows are stored."""
+        return [_file(folder, split) for split in self.splits]
+
     def write(self, folder: Path) -> None:
         """Store the rows in the run folder, and images that were passed as PIL objects in its media folder."""
         for split, rows in self.splits.items():

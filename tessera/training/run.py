@@ -36,7 +36,7 @@ from tessera.training.callbacks import named_callbacks
 from tessera.training.early_checks import check_evaluated
 from tessera.training.given_rows import KINDS, GivenRows, as_records
 from tessera.training.init_weights import check_first_weights
-from tessera.training.run_folder import PublishRun, RunFolder, check_fresh, given_objects, writable
+from tessera.training.run_folder import PublishRun, RunFolder, check_fresh, given_objects, read_from_old_run, writable
 from tessera.training.setup import ModelSetup, Objects, build_meta_model, check_rows, with_model_resolved
 from tessera.training.trackers import check_trackers
 
@@ -266,8 +266,13 @@ def open_run(
     Yield the recipe as it is saved in the folder, and callbacks that the trainer needs for the folder. `rows`: rows in
     memory of a new run, which are written into the folder."""
     folder = RunFolder(config.folder)  # only the main rank calls the methods of `folder`
+    written = [] if rows is None else rows.files(config.folder)
     try:
-        Ranks.current().on_rank0(lambda: folder.open(overwrite=overwrite, resume=resume))
+        Ranks.current().on_rank0(
+            lambda: folder.open(
+                overwrite=overwrite, resume=resume, inputs=read_from_old_run(config, written) if overwrite else ()
+            )
+        )
         config = located(with_model_resolved(config, setup), Path.cwd())
         with writable(config.folder):
             log.setup(world.rank, config.folder / "logs")

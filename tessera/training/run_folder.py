@@ -7,6 +7,8 @@ Until the first step is applied or a checkpoint is written, nothing of an earlie
   complete. If the new run fails before its first step, the files are moved back. After a kill the next start moves them
   back. If `.replacing` exists, other files in RUN belong to the old run. If `.replaced` exists, other files in RUN
   belong to the new run and are removed.
+- A recipe in RUN may read `RUN/processor` and `RUN/data`, as the recipe of a resumed run does. `--overwrite` copies
+  these folders back into RUN after the move.
 - Only a folder with a `run.json` of Tessera is ever emptied, and never the working folder. Only files and folders with
   names of a run are moved; others stay.
 """
@@ -19,18 +21,19 @@ import logging
 import os
 import re
 import secrets
+import shutil
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tessera.checkpoint.files import remove_folder
 from tessera.config.run_config import CheckpointSection, RunConfig
-from tessera.config.run_paths import kept_text
+from tessera.config.run_paths import kept_text, paths_inside
 from tessera.config.trust import named_code, write_run_id
 from tessera.core.callback import Callback, StepResult, TrainerHandle
-from tessera.errors import TesseraError
+from tessera.errors import TesseraError, first_line
 from tessera.inference.weight_source import ASIDE, CONFIG, REPLACED, REPLACING, RUN_FILE, find_file
 from tessera.inference.weight_source import run_exists as run_exists  # re-exported for the command line
 from tessera.runtime.distributed import expected_rank
@@ -46,6 +49,7 @@ _OF_A_RUN = frozenset(
     | {"adapter", "adapter-ema", "best.json", "report.html", "profile", "previews", "answer_images"}
     | {"tensorboard", "wandb", "swanlab", "trackers.json"}
 )
+_INPUTS = ("data", "processor")  # folders of a run that its own recipe may read
 _ANSWERS = re.compile(r"answers-step-\d+\.jsonl")
 # Error numbers that the user has to resolve: no permission, a full disk, a wrong path.
 _UNWRITABLE = frozenset(
@@ -97,8 +101,10 @@ class RunFolder:
         self._objects: list[str] = []
         self.resumed = False
 
-    def open(self, *, overwrite: bool = False, resume: bool = False) -> None:
-        """Lock the folder. Move the files of a run that is replaced to `.replaced`."""
+    def open(self, *, overwrite: bool = False, resume: bool = False, inputs: Collection[str] = ()) -> None:
+        """Lock the folder. Move the files of a run that is replaced to `.replaced`.
+
+        `inputs`: subfolders that the new run reads (see `read_from_old_run`); they are copied back."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:  # such as a missing permission or a disk that is not mounted
@@ -112,7 +118,7 @@ class RunFolder:
                 return
             _check_replaceable(self.path, overwrite)
             if run_exists(self.path):
-                self._set_aside()
+                self._set_aside(inputs)
 
     def begin(self, config: RunConfig, *, resume: bool = False, objects: Sequence[str] = ()) -> None:
         """Write the configuration of a new run. For a resumed run, `publish` writes it later.
@@ -144,8 +150,12 @@ class RunFolder:
             if (self.path / REPLACED).exists():
                 self._recover()
                 log.warning("the run in %s was not replaced: its files are restored", self.path)
-        except OSError as error:
-            log.warning("files of the run that was to be replaced are in %s: %s", self.path / REPLACED, error)
+        except (OSError, TesseraError) as error:
+            log.warning(
+                "files of the run that was to be replaced are in a hidden folder of %s: %s",
+                self.path,
+                first_line(error),
+            )
         finally:
             self._lock.release()
 
@@ -155,9 +165,12 @@ class RunFolder:
         """Return the files and folders in the run folder that a run may have written, by their names."""
         return [path for path in self.path.iterdir() if path.name in _OF_A_RUN or _ANSWERS.fullmatch(path.name)]
 
-    def _set_aside(self) -> None:
+    def _set_aside(self, inputs: Collection[str]) -> None:
         _move(self._entries(), self.path / REPLACING)
         os.rename(self.path / REPLACING, self.path / REPLACED)
+        for name in inputs:
+            if (self.path / REPLACED / name).is_dir():
+                shutil.copytree(self.path / REPLACED / name, self.path / name)
 
     def _recover(self) -> None:
         """Restore the run that a killed process was to replace, and remove the files of the killed run."""
@@ -173,7 +186,17 @@ class RunFolder:
 
 
 def _move(paths: Sequence[Path], folder: Path) -> None:
+    """Move files and folders into `folder`. Raise before the first move if one of them would replace another."""
     folder.mkdir(exist_ok=True)
+    for path in paths:
+        if os.path.lexists(folder / path.name):
+            raise TesseraError(
+                f"{folder / path.name} and {path} both exist, and only one of them belongs to the run",
+                where=str(folder),
+                fix=f"--overwrite moved {path} aside, and another program wrote {folder / path.name} later: move the "
+                "one that you do not need out of the folder",
+                code="run.files-in-two-places",
+            )
     for path in paths:
         os.rename(path, folder / path.name)
 
@@ -214,6 +237,26 @@ def _check_replaceable(folder: Path, overwrite: bool) -> None:
             fix=f"choose another name, or remove the folder yourself (a run has a file {RUN_FILE})",
             code="run.foreign-folder",
         )
+
+
+def read_from_old_run(config: RunConfig, written: Collection[Path] = ()) -> list[str]:
+    """Return the subfolders of the run folder that the recipe reads. Raise if --overwrite would replace what it reads.
+
+    `written`: files of the recipe that the new run writes before it reads them.
+    """
+    if not run_exists(config.folder):
+        return []
+    new_files = {path.resolve() for path in written}
+    paths = [path for path in paths_inside(config, config.folder) if config.folder.resolve() / path not in new_files]
+    for path in paths:
+        if not path.parts or path.parts[0] in _OF_A_RUN.difference(_INPUTS):
+            raise TesseraError(
+                f"the recipe reads {config.folder / path}, which --overwrite would replace",
+                where="--overwrite",
+                fix="choose another name for the new run: name=NEW",
+                code="run.reads-replaced-run",
+            )
+    return sorted({path.parts[0] for path in paths}.intersection(_INPUTS))
 
 
 def _run_file(folder: Path) -> dict[str, Any] | None:

@@ -22,7 +22,7 @@ from tessera.errors import TesseraError
 from tessera.inference.weight_source import find_file, run_exists
 from tessera.training.lock import LOCK
 from tessera.training.run import resume_config
-from tessera.training.run_folder import RunFolder, check_fresh, describe_saving
+from tessera.training.run_folder import RunFolder, check_fresh, describe_saving, read_from_old_run
 from tests.errors import raises
 from tests.toys.chat_set import chat_recipe, write_chat_set
 
@@ -139,6 +139,44 @@ def test_a_run_that_fails_before_its_first_step_gives_back_what_it_was_to_replac
     assert yaml.safe_load((folder / "config.yaml").read_text())["train"]["seed"] == 1
 
 
+def test_the_recipe_of_a_resumed_run_replaces_the_run_in_place(folder: Path) -> None:
+    before = content(folder)
+    as_resumed = {"model.tokenizer": str(folder / "processor"), "out": str(folder.parent), "train.steps": 1}
+    run = tessera.train(folder / "config.yaml", as_resumed, overwrite=True)
+    assert run.checkpoint == folder / "checkpoints" / "step-00000001"
+    after = content(folder)
+    assert "processor/tokenizer.json" in after
+    assert {name: text for name, text in before.items() if name.startswith("processor")} == {
+        name: text for name, text in after.items() if name.startswith("processor")
+    }
+
+
+def test_rows_that_a_run_stores_are_copied_for_the_run_that_replaces_it(data: Path, folder: Path) -> None:
+    stored = folder / "data" / "train.jsonl"
+    stored.parent.mkdir()
+    stored.write_text("{}\n")
+    before = content(folder)
+    config = load_config(quick_recipe(data, folder.parent), {"data.train": [{"path": str(stored)}]})
+    assert read_from_old_run(config) == ["data"]
+    assert read_from_old_run(config, written=[stored]) == []  # the new run stores its own rows
+    replaced = RunFolder(folder)
+    replaced.open(overwrite=True, inputs=["data"])
+    assert content(folder) == {
+        "data/train.jsonl": b"{}\n",
+        **{f".replaced/{name}": text for name, text in before.items()},
+    }
+    stored.write_text("")
+    replaced.close()
+    assert content(folder) == before
+
+
+@pytest.mark.parametrize("path", ["", "checkpoints/step-00000003", "hf"])
+def test_a_run_is_not_replaced_by_one_that_reads_its_weights(path: str, data: Path, folder: Path) -> None:
+    config = load_config(quick_recipe(data, folder.parent), {"model.path": str(folder / path)})
+    with raises("run.reads-replaced-run"):
+        read_from_old_run(config)
+
+
 def test_a_killed_attempt_to_replace_a_run_is_undone_by_the_next_start(data: Path, folder: Path) -> None:
     before = content(folder)
     for stage in ("aside", "begun", "half aside", "half restored", "half restored by an older version"):
@@ -167,6 +205,26 @@ def test_a_killed_attempt_to_replace_a_run_is_undone_by_the_next_start(data: Pat
     with raises("run.exists"):
         tessera.train(quick_recipe(data, folder.parent))
     assert tessera.resume(folder, {"train.steps": 4}).checkpoint == folder / "checkpoints" / "step-00000004"
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "metrics.jsonl"])
+def test_a_file_that_is_there_twice_is_not_chosen_for_the_user(name: str, folder: Path) -> None:
+    replaced = RunFolder(folder)
+    replaced.open(overwrite=True)
+    replaced._lock.release()  # as the system does for a process that is killed
+    (folder / ".replaced").rename(folder / ".replacing")  # killed again while its files were moved back
+    (folder / name / "of-another-process").mkdir(parents=True)
+    before = content(folder)
+    again = RunFolder(folder)
+    with raises("run.files-in-two-places", str(folder / name), str(folder / ".replacing" / name)):
+        again.open(resume=True)
+    again.close()
+    assert content(folder) == before
+    shutil.rmtree(folder / name)
+    again.open(resume=True)
+    again.close()
+    assert run_exists(folder)
+    assert not (folder / ".replacing").exists()
 
 
 @pytest.mark.parametrize("name", ["..", ".", ".hidden", "-rf", "_private", "a/b", "", "a" * 129, "a\nb"])
