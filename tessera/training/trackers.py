@@ -1,7 +1,7 @@
 """Write the metrics of a run to experiment trackers: TensorBoard, Weights & Biases, SwanLab.
 
-Trackers get the rows of `metrics.jsonl`, so that a tracker and the file never disagree. The tracker packages send rows
-from their own threads. A tracker that fails is reported once and no longer used; the run goes on.
+Trackers get the rows of `metrics.jsonl`, so that a tracker and the file never disagree. Each tracker has a thread, so
+that a tracker that hangs does not delay the run. A tracker that fails is reported once and no longer used.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import json
 import logging
 import re
 import secrets
+import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from tessera.errors import TesseraError, first_line
 from tessera.runtime.files import parse_row, read_json_mapping, replace_file
 
 IDS = "trackers.json"  # file in the run folder with the id of the run in each tracker, by name of the tracker
+FINISH_S = 60.0  # at its end, a run waits this long for all of its trackers
 _ID = re.compile(r"[\w-]{1,64}")
 log = logging.getLogger("tessera")
 
@@ -155,42 +158,44 @@ class Trackers(Callback):
     """Copy new rows of `metrics.jsonl` to every tracker of a recipe. The main rank writes."""
 
     def __init__(
-        self, section: LogSection, make: Callable[[TrackerSection], Tracker] = lambda one: TRACKERS[one.name](one)
+        self,
+        section: LogSection,
+        make: Callable[[TrackerSection], Tracker] = lambda section: TRACKERS[section.name](section),
+        finish_s: float = FINISH_S,
     ) -> None:
-        self._sections, self._make = section.tracker_sections, make
-        self._trackers: dict[str, Tracker] = {}  # trackers that have not failed, by name
-        self._path = Path()
-        self._position = 0  # number of bytes of `metrics.jsonl` that were sent
+        self._sections, self._make, self._finish_s = section.tracker_sections, make, finish_s
+        self._writers: list[_Writer] = []
 
     def on_start(self, trainer: TrainerHandle) -> None:
         if not trainer.world.is_main:
             return
         config, folder = trainer.config, trainer.config.folder
-        self._path = folder / "metrics.jsonl"
         ids, settings = read_ids(folder), flat_settings(config)
-        self._position = self._size()
         for section in self._sections:
             run = TrackedRun(folder, section.run_name or config.name, settings, ids.get(section.name), trainer.step)
-            self._trackers[section.name] = self._make(section)
-            self._call(section.name, partial(self._start, section.name, run))
-
-    def _start(self, name: str, run: TrackedRun, tracker: Tracker) -> None:
-        id, address = tracker.start(run)
-        log.info("%s: %s", name, address)
-        if run.id is None:
-            ids = {**read_ids(run.folder), name: id}
-            replace_file(run.folder / IDS, (json.dumps(ids, indent=1) + "\n").encode())
-            _write_all(tracker, self._rows(0, self._position))  # send rows from before the tracker was added
+            tracker = self._make(section)
+            # Some packages install signal handlers here, which only the main thread can.
+            with _reported(section.name):
+                id, address = tracker.start(run)
+                log.info("%s: %s", section.name, address)
+                if run.id is None:
+                    ids[section.name] = id
+                    replace_file(folder / IDS, (json.dumps(ids, indent=1) + "\n").encode())
+                self._writers.append(_Writer(section.name, tracker, folder, from_start=run.id is None))
 
     def on_step_end(self, trainer: TrainerHandle, result: StepResult) -> None:
-        self._copy()
+        self._wake()
 
     def on_eval(self, trainer: TrainerHandle, metrics: dict[str, float]) -> None:
-        self._copy()
+        self._wake()
+
+    def _wake(self) -> None:
+        for writer in self._writers:
+            writer.wake()
 
     def on_rewind(self, trainer: TrainerHandle) -> None:
-        """Continue at the end of the truncated file. Repeated steps are written again."""
-        self._position = self._size()
+        for writer in self._writers:
+            writer.rewind()
 
     def on_error(self, trainer: TrainerHandle, error: BaseException) -> None:
         self._end(failed=True)
@@ -199,34 +204,69 @@ class Trackers(Callback):
         self._end(failed=False)
 
     def _end(self, failed: bool) -> None:
-        self._copy()
-        for name in list(self._trackers):
-            self._call(name, lambda tracker: tracker.finish(failed))
-        self._trackers = {}
+        writers, self._writers = self._writers, []
+        for writer in writers:
+            writer.end(failed)
+        deadline = time.monotonic() + self._finish_s
+        for writer in writers:
+            writer.join(deadline - time.monotonic())
 
-    def _call(self, name: str, action: Callable[[Tracker], None]) -> None:
-        """Call a tracker. If it fails, log the error and remove the tracker."""
-        try:
-            action(self._trackers[name])
-        except (Exception, SystemExit) as error:  # some packages raise SystemExit
-            log.warning("%s is left out from here on: %s: %s", name, type(error).__name__, first_line(error))
-            del self._trackers[name]
 
-    def _copy(self) -> None:
-        if not self._trackers or (size := self._size()) <= self._position:
-            return
-        rows = self._rows(self._position, size)
-        self._position = size
-        for name in list(self._trackers):
-            self._call(name, lambda tracker: _write_all(tracker, rows))
+class _Writer:
+    """Send rows of `metrics.jsonl` to one tracker from a thread, so that a tracker that hangs does not delay the run.
 
-    def _rows(self, start: int, end: int) -> list[tuple[int, dict[str, float]]]:
-        """Return (step, metrics) of the rows between two byte positions of `metrics.jsonl`."""
-        if start >= end:
-            return []
-        with self._path.open("rb") as file:
-            file.seek(start)
-            rows = [parse_row(line) for line in file.read(end - start).splitlines()]
+    The file is the queue: a slow tracker gets all rows, only later.
+    """
+
+    def __init__(self, name: str, tracker: Tracker, folder: Path, *, from_start: bool) -> None:
+        self._name, self._tracker, self._path = name, tracker, folder / "metrics.jsonl"
+        self._position = 0 if from_start else self._size()  # number of bytes of the file that were read
+        self._lock = threading.Lock()  # of the position
+        self._news, self._ending, self._failed = threading.Event(), False, False
+        self._thread = threading.Thread(target=self._write, name=f"tessera-{name}", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Send the rows that were added to the file."""
+        self._news.set()
+
+    def rewind(self) -> None:
+        """Continue at the end of the truncated file. Repeated steps are sent again."""
+        with self._lock:
+            self._position = min(self._position, self._size())
+
+    def end(self, failed: bool) -> None:
+        """Send the last rows, then finish the run in the tracker."""
+        self._failed, self._ending = failed, True
+        self._news.set()
+
+    def join(self, seconds: float) -> None:
+        """Wait until the tracker has finished, for `seconds` at most."""
+        self._thread.join(max(0.0, seconds))
+        if self._thread.is_alive():
+            log.warning("%s does not answer: its last rows may be missing there; %s has all", self._name, self._path)
+
+    def _write(self) -> None:
+        with _reported(self._name):
+            ending = False
+            while not ending:
+                self._news.wait()
+                self._news.clear()
+                ending = self._ending  # before the rows are read, so that none is missed
+                for step, values in self._rows():
+                    self._tracker.write(step, values)
+            self._tracker.finish(self._failed)
+
+    def _rows(self) -> list[tuple[int, dict[str, float]]]:
+        """Return (step, metrics) of the rows that were added to the file since the last call."""
+        with self._lock:
+            size = self._size()
+            if size <= self._position:
+                return []
+            with self._path.open("rb") as file:
+                file.seek(self._position)
+                rows = [parse_row(line) for line in file.read(size - self._position).splitlines()]
+            self._position = size
         return [
             (row["step"], {k: float(v) for k, v in row.items() if k != "step" and isinstance(v, int | float)})
             for row in rows
@@ -237,9 +277,13 @@ class Trackers(Callback):
         return self._path.stat().st_size if self._path.exists() else 0
 
 
-def _write_all(tracker: Tracker, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
-    for step, values in rows:
-        tracker.write(step, values)
+@contextmanager
+def _reported(name: str) -> Iterator[None]:
+    """Log an error of a tracker. The run goes on without the tracker."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:  # some packages raise SystemExit
+        log.warning("%s is left out from here on: %s: %s", name, type(error).__name__, first_line(error))
 
 
 def read_ids(folder: Path) -> dict[str, str]:

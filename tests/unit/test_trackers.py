@@ -6,6 +6,7 @@ import importlib.util
 import json
 import logging
 import struct
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -140,6 +141,22 @@ def test_a_tracker_that_raises_is_reported_once_and_left_out(
     assert [step for step, _ in trackers["swanlab"].rows] == [1]
     told = [record.getMessage() for record in caplog.records if "wandb" in record.getMessage()]
     assert told == ["wandb is left out from here on: SystemExit: no such key"]
+
+
+class Hanging(Kept):
+    """Never answers, as a tracker without a network."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        threading.Event().wait()
+
+
+def test_a_run_with_a_tracker_that_hangs_goes_on_and_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_chat_set(tmp_path / "data")
+    settings = {"train.steps": 2, "data.eval": [], "data.workers": 0, "guard.coverage": "off"}
+    callback = Trackers(recipe(tmp_path, "wandb").log, Hanging, finish_s=0.0)
+    run = train(chat_recipe(tmp_path / "data", tmp_path), settings, callbacks=[callback])
+    assert [row["step"] for row in run.metrics] == [1, 2]
+    assert "wandb does not answer" in capsys.readouterr().err
 
 
 def test_a_missing_package_is_told_with_the_line_that_installs_it(
