@@ -12,6 +12,8 @@ import subprocess
 import sys
 import time
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -310,27 +312,24 @@ def test_a_run_that_is_not_there_is_told_the_runs_that_are(run: Any, tmp_path: P
         assert f"allowed: {tmp_path / 'digits'}" in said
 
 
-def start(*words: object, limit: int | None = None) -> subprocess.Popen[str]:
-    def lower() -> None:
-        if limit:
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write then fails with an error, as on a full disk
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-
-    return subprocess.Popen(
-        [sys.executable, "-m", "tessera.cli.main", *map(str, words)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        preexec_fn=lower,
-    )
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Let writes beyond this size fail with an error, as they do on a full disk."""
+    before, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before, hard))
+        signal.signal(signal.SIGXFSZ, handler)
 
 
 def test_a_full_disk_during_save_loses_nothing(run: Any, recipe: Path, tmp_path: Path) -> None:
     assert run("train", recipe, "train.steps=1")[0] == 0
-    job = start("resume", tmp_path / "runs/chat", "train.steps=3", limit=100_000)
-    said = job.communicate(timeout=120)[0]
-    assert job.returncode == 2, said
+    with largest_file(100_000):
+        code, said = run("resume", tmp_path / "runs/chat", "train.steps=3")
+    assert code == 2, said
     assert "could not be written" in said
     assert "Traceback" not in said
     checkpoints = tmp_path / "runs/chat/checkpoints"
@@ -343,13 +342,20 @@ def test_a_full_disk_during_save_loses_nothing(run: Any, recipe: Path, tmp_path:
 @pytest.mark.slow
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_sigterm_saves_and_leaves_cleanly(nproc: int, recipe: Path, tmp_path: Path) -> None:
-    job = start("train", recipe, "train.steps=100000", "checkpoint.every=0", "log.every=1", "--nproc", nproc)
+    words = ("train", recipe, "train.steps=100000", "checkpoint.every=0", "log.every=1", "--nproc", nproc)
+    job = subprocess.Popen(
+        [sys.executable, "-m", "tessera.cli.main", *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
     metrics = tmp_path / "runs/chat/metrics.jsonl"
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline and not (metrics.exists() and metrics.read_text().count("\n") > 2):
         time.sleep(0.05)
     job.send_signal(signal.SIGTERM)
-    said = job.communicate(timeout=90)[0]
+    said = job.communicate(timeout=300)[0]
     assert job.returncode == 0, said
     saved = [p for p in (tmp_path / "runs/chat/checkpoints").iterdir() if p.name.startswith("step-")]
     assert len(saved) == 1, said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any
 
@@ -31,7 +32,7 @@ def recipe(**changes: Any) -> dict[str, Any]:
             "family": "wan",
             "preset": "quickstart",
             # Products in bf16 take seconds on a CPU without instructions for them.
-            "config": {"attention_head_dim": 16, "ffn_dim": 64, "text_length": 8},
+            "config": {"num_attention_heads": 2, "attention_head_dim": 16, "ffn_dim": 64, "text_length": 8},
             "lora": {**LORA, **changes.pop("lora", {})},
         },
         "data": {"kind": "generation", "length": 16},
@@ -89,14 +90,19 @@ def run(settings: dict[str, Any], steps: int = 2) -> tuple[list[float], dict[str
     return losses, gradients, watched, (module, plan)
 
 
+@functools.cache
+def offloaded(quantize: str | None, half: bool) -> tuple[list[float], dict[str, Tensor], Watched, Any]:
+    """Return the same with all blocks on the host. Nobody changes it."""
+    return run(recipe(lora={"quantize": quantize}, half=half, parallel={"block_offload": True}))
+
+
 @pytest.mark.parametrize(
     ("quantize", "half"),
     [(None, False), (None, True), ("nf4", False), ("nf4", True)],
 )
 def test_losses_and_gradients_are_the_same_bit_for_bit(quantize: str | None, half: bool) -> None:
-    lora = {"quantize": quantize}
-    plain = run(recipe(lora=lora, half=half))
-    moved = run(recipe(lora=lora, half=half, parallel={"block_offload": True}))
+    plain = run(recipe(lora={"quantize": quantize}, half=half))
+    moved = offloaded(quantize, half)
     assert plain[0] == moved[0]
     assert plain[1].keys() == moved[1].keys()
     assert all(torch.equal(plain[1][name], moved[1][name]) for name in plain[1])
@@ -106,9 +112,7 @@ def test_losses_and_gradients_are_the_same_bit_for_bit(quantize: str | None, hal
 
 @pytest.mark.parametrize("quantize", [None, "nf4"])
 def test_two_blocks_at_most_are_on_the_device_and_the_plan_says_how_large_they_are(quantize: str | None) -> None:
-    _, _, watched, (module, plan) = run(
-        recipe(lora={"quantize": quantize}, half=True, parallel={"block_offload": True})
-    )
+    _, _, watched, (module, plan) = offloaded(quantize, True)
     memory = plan.memory.heaviest
     blocks = [part for part in module.modules() if isinstance(part, HostBlock)]
     sizes = [sum(getattr(owner, name).nbytes for owner, name in block.owners) for block in blocks]
@@ -161,7 +165,7 @@ def test_a_model_without_frozen_blocks_has_nothing_to_move() -> None:
 
 def test_a_module_that_is_never_called_keeps_its_weights_on_the_host() -> None:
     """Checkpoints and exports read the weights where they wait."""
-    _, _, _, (module, _) = run(recipe(half=True, parallel={"block_offload": True}), steps=1)
+    _, _, _, (module, _) = offloaded(None, True)
     for part in module.modules():
         if isinstance(part, nn.Linear) and part.weight is not None:
             assert torch.isfinite(part.weight.float()).all()
