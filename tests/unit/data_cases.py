@@ -97,6 +97,7 @@ class TroubleProcessor(LetterProcessor):
 
     tally: Path | None = None  # a byte for each sample that was measured
     pause: float = 0.0
+    slow: float = 0.7  # seconds
 
     @property
     def fingerprint(self) -> str:
@@ -111,7 +112,7 @@ class TroubleProcessor(LetterProcessor):
         if "CRASH" in said:
             os.kill(os.getpid(), signal.SIGSEGV)
         if "SLOW" in said:
-            time.sleep(0.7)
+            time.sleep(self.slow)
         if "STUCK" in said:  # as a decoder that does not come back: no signal reaches the interpreter
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
             time.sleep(600)

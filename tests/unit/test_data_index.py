@@ -188,11 +188,12 @@ def test_a_row_that_kills_its_reader_is_a_bad_row(tmp_path: Path) -> None:
 def test_a_row_that_takes_too_long_is_a_bad_row_until_it_gets_more_time(tmp_path: Path, workers: int) -> None:
     rows = [row("q", "a", id="x"), row("q", "SLOW", id="slow"), row("q", "b", id="y")]
     path, cache = write_jsonl(tmp_path / "l.jsonl", rows), tmp_path / "cache"
-    hasty = build(path, processor=TroubleProcessor(), workers=workers, timeout_s=0.1, cache_folder=cache)
+    # The limit leaves the other rows time on a crowded machine.
+    hasty = build(path, processor=TroubleProcessor(slow=600), workers=workers, timeout_s=1.5, cache_folder=cache)
     assert [s.id for _, s in everything(hasty)] == ["x", "y"]
-    assert hasty.bad == (("slow", "took longer than 0.1 s"),)
-    assert len(build(path, processor=TroubleProcessor(), workers=0, timeout_s=0.1, cache_folder=cache)) == 2
-    patient = build(path, processor=TroubleProcessor(), workers=workers, timeout_s=5.0, cache_folder=cache)
+    assert hasty.bad == (("slow", "took longer than 1.5 s"),)
+    assert len(build(path, processor=TroubleProcessor(slow=600), workers=0, timeout_s=1.5, cache_folder=cache)) == 2
+    patient = build(path, processor=TroubleProcessor(slow=0), workers=workers, timeout_s=300.0, cache_folder=cache)
     assert len(patient) == 3
     assert patient.identity != hasty.identity
 
@@ -200,11 +201,11 @@ def test_a_row_that_takes_too_long_is_a_bad_row_until_it_gets_more_time(tmp_path
 @pytest.mark.slow
 def test_a_row_that_never_lets_go_is_a_bad_row(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "l.jsonl", [row("q", "a", id="x"), row("q", "STUCK"), row("q", "b", id="y")])
-    index = build(path, processor=TroubleProcessor(), workers=1, timeout_s=0.2)
+    index = build(path, processor=TroubleProcessor(), workers=1, timeout_s=1.5)
     assert [s.id for _, s in everything(index)] == ["x", "y"]
     ((id, reason),) = index.bad
     assert id == "l.jsonl:2"
-    assert "0.2 s" in reason
+    assert "1.5 s" in reason
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -257,7 +258,7 @@ def start_slowly(path: Path, cache: Path, workers: int) -> Any:
 def test_killed_in_the_middle_it_goes_on(tmp_path: Path, workers: int) -> None:
     path, cache, tally = many(tmp_path, 4000), tmp_path / "cache", tmp_path / "tally"
     child = start_slowly(path, cache, workers)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while len(list(cache.glob("index-*.parts/*.safetensors"))) < 2:
         assert child.exitcode is None
         assert time.monotonic() < deadline
@@ -401,7 +402,7 @@ def test_a_cache_without_a_hash_is_made_again_and_anyone_may_read_it(tmp_path: P
 
 
 def test_what_travels_to_a_worker_is_small_and_the_same(tmp_path: Path) -> None:
-    path = many(tmp_path, 5000)
+    path = many(tmp_path, 2000)
     index = build(path, cache_folder=tmp_path / "cache", length=30, workers=0)
     assert len(pickle.dumps(index)) < 4000
     assert_same(travelled(index), index)

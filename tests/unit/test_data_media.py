@@ -292,10 +292,10 @@ def test_headers_are_read_without_pixels(tmp_path: Path, monkeypatch: pytest.Mon
         assert size(tmp_path, name).frames == 1
     Image.fromarray(scene(1280, 960)).save(tmp_path / "large.jpg", exif=media_zoo.exif(6))
     size(tmp_path, "large.jpg")
-    began = time.perf_counter()
-    for _ in range(1000):
+    began = time.process_time()
+    for _ in range(200):
         size(tmp_path, "large.jpg")
-    assert time.perf_counter() - began < 10  # with pixels it would take a minute
+    assert time.process_time() - began < 2  # with pixels it would take 10 s
 
 
 def test_xmp_and_odd_exif(tmp_path: Path) -> None:

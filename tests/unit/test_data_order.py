@@ -198,7 +198,7 @@ def test_any_step_is_found_at_once(tmp_path: Path) -> None:
     lengths = permutation(200_000, 3) % 900 + 20
     order = Order(row_table(of(lengths, (1.0, 2.0), (50_000,)), PackingConfig(2048), tmp_path), 0)
     order.samples(0)
-    began = time.perf_counter()
+    began = time.process_time()
     rows = [order.samples(10**9 * 512 + at) for at in range(10)]
-    assert time.perf_counter() - began < 5  # going through what comes before would take days
+    assert time.process_time() - began < 5  # going through what comes before would take days
     assert all(0 < sum(lengths[sample] for sample in row) <= 2048 for row in rows)

@@ -243,7 +243,7 @@ def test_a_worker_stuck_in_c_is_ended(pool: Pool) -> None:
     results = [result for _, result in pool.map([("nap", 0), ("hang", 1), ("hang", 2), ("nap", 3)])]
     assert [results[1], results[2]] == [Lost(1, "took longer than 0.3 s"), Lost(2, "took longer than 0.3 s")]
     assert [results[0][0], results[3][0]] == [0, 3]
-    assert time.monotonic() - began < 20  # it would hang for longer
+    assert time.monotonic() - began < 300  # it would hang for longer
 
 
 def test_slowness_that_python_sees_is_no_loss(pool: Pool) -> None:
@@ -300,12 +300,17 @@ def test_work_that_cannot_travel_is_refused() -> None:
 def test_ctrl_c_leaves_a_pool_that_works(pool: Pool) -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with Pool(do, 2, timeout_s=30) as other:
+        with Pool(do, 2, timeout_s=300) as other:
             results = other.map([("nap", 0), ("hang", 1)])
             next(results)
-            threading.Timer(0.3, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
-            with pytest.raises(KeyboardInterrupt):
+            press = threading.Timer(0.3, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+
+            def interrupted() -> None:
+                press.start()
                 next(results)
+
+            with pytest.raises(KeyboardInterrupt):
+                interrupted()
             assert numbers(other, [("nap", 7), ("nap", 8)]) == [7, 8]
     finally:
         signal.signal(signal.SIGINT, before)
@@ -372,15 +377,17 @@ def test_stuck_workers_end_with_the_pool() -> None:
     time.sleep(0.1)
     began = time.monotonic()
     pool.close()
-    assert time.monotonic() - began < 10  # they would hang for longer
+    assert time.monotonic() - began < 300  # they would hang for longer
     assert list(results) == []
     pool.close()
 
 
 def test_another_thread_can_stop_a_map() -> None:
     with Pool(do, 1) as pool:
+        results = pool.map([("nap", 0), ("hang", 1)])
+        next(results)
         threading.Timer(0.2, pool.stop).start()
-        assert len(list(pool.map([("nap", 0), ("hang", 1)]))) == 1
+        assert list(results) == []
 
 
 # ---------------------------------------------------------------------------------------------- whole programs
@@ -429,7 +436,7 @@ def test_a_script_is_not_run_again_and_leaves_no_orphans(tmp_path: Path) -> None
     assert refused.startswith("double ")
     assert there
     assert all(there)
-    until = time.monotonic() + 10
+    until = time.monotonic() + 120
     while any(process.exists() for process in processes):
         assert time.monotonic() < until
         time.sleep(0.05)
@@ -493,16 +500,16 @@ def test_tensors_and_arrays_arrive_as_they_were() -> None:
 def test_limits_inside_limits() -> None:
     def inner() -> None:
         with pytest.raises(TooSlow, match=r"0\.1 s"), time_limit(0.1):
-            time.sleep(5)
+            time.sleep(600)
         with time_limit(None):
-            time.sleep(5)
+            time.sleep(600)
 
     began = time.monotonic()
     with pytest.raises(TooSlow, match=r"0\.3 s"), time_limit(0.3):
         inner()
-    assert 0.25 < time.monotonic() - began < 4
-    with time_limit(10):
-        assert signal.getitimer(signal.ITIMER_REAL)[0] > 9
+    assert 0.25 < time.monotonic() - began < 300
+    with time_limit(1000):
+        assert signal.getitimer(signal.ITIMER_REAL)[0] > 700
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
     assert signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
 
@@ -510,8 +517,8 @@ def test_limits_inside_limits() -> None:
 def test_a_swallowed_limit_comes_again() -> None:
     def eats_the_first() -> None:
         with contextlib.suppress(TooSlow):  # as a library's callback may
-            time.sleep(5)
-        time.sleep(5)
+            time.sleep(600)
+        time.sleep(600)
 
     with pytest.raises(TooSlow), time_limit(0.05):
         eats_the_first()

@@ -231,7 +231,7 @@ def test_a_sample_that_breaks_its_reader_is_left_out_by_name(tmp_path: Path) -> 
 def test_a_sample_that_twice_takes_too_long_leaves_a_hole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tries: int
 ) -> None:
-    rows = build(texts(tmp_path, 20), sample_timeout_s=0.2)
+    rows = build(texts(tmp_path, 20), sample_timeout_s=1.5)  # other samples are not slow, on a crowded machine either
     slow_tries = iter(range(tries))  # a process that was stopped for a while is slow once
     plain = rows.batch([0])
     slow = rows.order.samples(0)[0]
@@ -239,12 +239,12 @@ def test_a_sample_that_twice_takes_too_long_leaves_a_hole(
 
     def dawdle(self: LetterProcessor, sample: Any, *media: Any) -> Any:
         if sample.id == plain.sample_ids[0] and next(slow_tries, None) is not None:
-            time.sleep(5)
+            time.sleep(600)
         return encode(self, sample, *media)
 
     monkeypatch.setattr(LetterProcessor, "encode", dawdle)
     assert rows.index.read(slow)[0].id == plain.sample_ids[0]
-    masked = ((plain.sample_ids[0], "took longer than 0.2 s"),)
+    masked = ((plain.sample_ids[0], "took longer than 1.5 s"),)
     assert rows.batch([0]).problems == (masked if tries == 2 else ())
 
 

@@ -93,12 +93,12 @@ def test_sizes_are_held_against_the_files_first(
     folder: Path, fields: dict[str, Any], told: str, tmp_path: Path
 ) -> None:
     change_config(folder, **fields)
-    began = time.monotonic()
+    began = time.process_time()
     with raises(told):
         tessera.load(folder, device="cpu")
     with raises(told):
         tessera.train(recipe(folder, tmp_path / "runs"))
-    assert time.monotonic() - began < 60  # for ever, or as long as there is memory
+    assert time.process_time() - began < 60  # for ever, or as long as there is memory
 
 
 def test_floats_declared_as_whole_numbers_are_refused(folder: Path, tmp_path: Path) -> None:

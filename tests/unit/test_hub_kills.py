@@ -36,7 +36,7 @@ def run_and_kill(hub: HubServer, when: str | int, *words: object) -> bool:
             process.wait()  # the rest of the answer comes too late
 
     hub.on_request = kill
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=300)
     hub.on_request = str
     assert process.returncode in (0, -signal.SIGKILL), said
     return process.returncode != 0

@@ -58,7 +58,7 @@ def test_a_rank_that_refuses_to_start_is_quoted_by_the_others(refusing: int) -> 
     waits = 1 - refusing
 
     def join() -> list[RankInfo]:
-        return check_ranks(open_store(waits, 2, 20, env), rank_info(waits, 2, waits), 20)
+        return check_ranks(open_store(waits, 2, 600, env), rank_info(waits, 2, waits), 600)
 
     with ThreadPoolExecutor(1) as pool:
         began = time.monotonic()
@@ -67,12 +67,12 @@ def test_a_rank_that_refuses_to_start_is_quoted_by_the_others(refusing: int) -> 
         with raises("environment.ranks-differ", str(refusing)) as caught:
             joined.result()
     assert "recipe.yaml" in caught.value.what
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 300
 
 
 def test_a_rank_that_has_come_and_one_that_is_alone_tell_nothing() -> None:
     env = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    store = open_store(0, 2, 5, env)
+    store = open_store(0, 2, 120, env)
     store.set("infos/1", "here")
     report_refusal(TesseraError("later"), {**env, "RANK": "1"})
     assert not store.check(["refused"])
@@ -97,7 +97,7 @@ def test_the_launcher_serves_one_machine_on_loopback_alone(monkeypatch: pytest.M
     monkeypatch.setattr(launching, "elastic_launch", elastic_launch)
     monkeypatch.setattr(launching, "build_meta_model", lambda config, ranks: None)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    config: Any = SimpleNamespace(folder=Path("nowhere"), parallel=SimpleNamespace(join_timeout_s=5.0))
+    config: Any = SimpleNamespace(folder=Path("nowhere"), parallel=SimpleNamespace(join_timeout_s=120.0))
     launching.launch(["train"], Cluster(nproc=2), config)
     assert seen == [{LOOPBACK}]
 

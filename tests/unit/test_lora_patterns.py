@@ -81,7 +81,7 @@ def test_a_pattern_cannot_hold_a_run_up(bomb: str) -> None:
     began = time.monotonic()
     with raises("adapter.expression-too-slow"):
         first_matches([bomb], NAMES, within=r"(.*\.)?({})$", where="adapter_config.json", seconds=0.5)
-    assert time.monotonic() - began < 60  # for ever, if nobody stopped it
+    assert time.monotonic() - began < 300  # for ever, if nobody stopped it
 
 
 @pytest.mark.parametrize("bad", ["(", "a{2,1}", "*"])

@@ -196,9 +196,9 @@ def test_a_plan_for_a_thousand_ranks_takes_no_time() -> None:
     module, model_plan = family("72b")
     section = ParallelSection(pp=16, virtual=4, layers=None)
     axes = make_axes(section, model_plan, 1024)
-    started = time.perf_counter()
+    started = time.process_time()
     plan = plan_pipeline(section, model_plan, module, axes, 256, 8192)
-    assert time.perf_counter() - started < 20  # about one where nothing else runs
+    assert time.process_time() - started < 20  # about one
     assert plan is not None
     assert len(plan.stages) == 64
     assert 0.0 < plan.bubble < 1.0

@@ -142,9 +142,12 @@ def test_effort_is_told_of_a_process_and_judged_over_a_window() -> None:
     while time.process_time() < until:
         pass
     assert Process.this().effort_s() - before >= 0.1
-    before = Process.this().effort_s()
-    time.sleep(0.5)
-    assert Process.this().effort_s() - before < 0.25
+    naps = []
+    for _ in range(10):  # on a crowded machine one may end with waiting for a core, which is effort
+        before = Process.this().effort_s()
+        time.sleep(0.1)
+        naps.append(Process.this().effort_s() - before)
+    assert min(naps) < 0.05
     share = CpuUsage(10)
     for second in range(5):
         share.note(second, 0.0)
@@ -206,13 +209,13 @@ def test_a_thread_that_waits_for_others_is_told_from_one_that_computes(call: Any
     thread = threading.Thread(target=call, args=(lock,), daemon=True)
     thread.start()
     collective = ""
-    for _ in range(200):  # until it has come that far
+    for _ in range(10_000):  # until it has come that far
         collective = collective_of(thread.ident or 0)
         if collective or not expected:
             break
         time.sleep(0.01)
     lock.release()
-    thread.join(10)
+    thread.join()
     assert collective == expected
 
 
