@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessera.checkpoint.collective import Ranks
 from tessera.checkpoint.files import CODES, DTYPES
 from tessera.checkpoint.folder_tensors import FolderTensors
 from tessera.checkpoint.weights import TensorSource, check_copies, fill, plan_reading, shapes_fit
 from tessera.errors import TesseraError
+from tessera.runtime.collective import Ranks
 from tessera.runtime.modules import local_shard
 from tessera.runtime.progress import WorkProgress
 from tessera.weights.file_plan import PlannedTensor

@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import Tensor
 
-from tessera.checkpoint.collective import Ranks
 from tessera.checkpoint.files import FileRecord, hash_file, problems_in
 from tessera.checkpoint.state import MODEL
 from tessera.errors import TesseraError, few_names
+from tessera.runtime.collective import Ranks
 from tessera.weights.layouts import folder_layout
 
 STATE_KEY = "frozen"  # key of the entry in `state.json`

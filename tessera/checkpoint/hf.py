@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tessera.checkpoint.collective import Ranks
 from tessera.checkpoint.files import DTYPES, Entry, box_slices
 from tessera.checkpoint.folder_tensors import FolderTensors
 from tessera.checkpoint.forms import NativeTensors, SafetensorsForm, StoredForm, fill_tensors
 from tessera.checkpoint.publish import pretty_json
 from tessera.checkpoint.writer import plan_safetensors
+from tessera.runtime.collective import Ranks
 from tessera.runtime.modules import whole_tensor
 from tessera.weights.file_plan import FilePlan, FolderPlan, PlannedTensor
 from tessera.weights.layouts import CONFIG_FILE, new_weight_files

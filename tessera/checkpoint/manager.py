@@ -17,15 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessera.checkpoint.collective import CollectiveError, Ranks
 from tessera.checkpoint.files import Fault, free_bytes, no_fault, remove_folder
 from tessera.checkpoint.frozen import STATE_KEY, FrozenSource, FrozenWeights
+from tessera.checkpoint.publish import space_report
 from tessera.checkpoint.state import MODEL, state_to_json
 from tessera.checkpoint.step_folders import StepFolders, step_of
 from tessera.checkpoint.storage import TABLE, SaveLayout, TensorSave, plan_save, total_bytes
 from tessera.checkpoint.stored import CONFIG, STATE, StoredCheckpoint, open_checkpoint
 from tessera.errors import TesseraError, few_names
 from tessera.runtime import device as devices
+from tessera.runtime.collective import CollectiveError, Ranks
 from tessera.runtime.progress import human_bytes
 
 _log = logging.getLogger("tessera")
@@ -198,8 +199,7 @@ class CheckpointManager:
                 may_help = first_attempt and _is_full(error)
                 if may_help and ranks.on_rank0(lambda: self.folders.free_space(request.needed, full=True)):
                     continue
-                what = f"the checkpoint of step {request.step}"
-                raise error.about_writing(ranks, what, self.folder, request.needed) or error from error
+                raise self._unwritten(ranks, error, request) or error from error
         seconds = time.perf_counter() - request.started
         report = SaveReport(path, size, seconds, seconds if paused is None else paused)
         if ranks.rank == 0:
@@ -207,6 +207,19 @@ class CheckpointManager:
             speed = human_bytes(size / max(seconds, 1e-9))
             _log.info("saved %s: %s in %.2f s (%s/s%s)", path.name, human_bytes(size), seconds, speed, waited)
         return report
+
+    def _unwritten(self, ranks: Ranks, failure: CollectiveError, request: _Request) -> TesseraError | None:
+        """Return the error about a checkpoint that could not be written; None if no write failed."""
+        causes = [(part.rank, part.error) for part in failure.failures if isinstance(part.error, OSError)]
+        if not causes:
+            return None
+        reasons = "; ".join(f"rank {rank}: {cause.strerror or cause}" for rank, cause in causes)
+        return TesseraError(
+            f"the checkpoint of step {request.step} could not be written ({reasons})",
+            where=str(self.folder),
+            fix=ranks.on_rank0(lambda: space_report(self.folder, request.needed)),
+            code="output.write-failed",
+        )
 
     def _write(self, ranks: Ranks, request: _Request) -> tuple[Path, int]:
         staging: Path | None = None

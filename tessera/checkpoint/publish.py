@@ -20,10 +20,11 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
-from tessera.checkpoint.collective import Ranks
-from tessera.checkpoint.files import Fault, no_fault, remove_folder, rename, sync_folder, write_file
+from tessera.checkpoint.files import Fault, free_bytes, no_fault, remove_folder, rename, sync_folder, write_file
 from tessera.errors import TesseraError
+from tessera.runtime.collective import Ranks
 from tessera.runtime.files import read_json_mapping
+from tessera.runtime.progress import human_bytes
 
 MARK = "tessera_export.json"  # file that marks an export of Tessera, and records its source
 _MAX_RECORD_BYTES = 256 << 20
@@ -107,6 +108,13 @@ def written_in(folder: Path) -> Iterator[None]:
         raise TesseraError(
             f"the folder cannot be written: {reason}", where=str(folder), code="output.write-failed"
         ) from error
+
+
+def space_report(folder: Path, needed: int) -> str:
+    """Return the fix of an error about a full disk: free space, with the needed and the free bytes."""
+    free = free_bytes(folder)
+    sizes = f"{human_bytes(needed)} ({needed} bytes) are needed, {human_bytes(free)} ({free} bytes) are free"
+    return f"free some space: {sizes}"
 
 
 def check_target(folder: Path, overwrite: bool, origin: Origin | None = None) -> tuple[Path, ...]:

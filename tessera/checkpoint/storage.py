@@ -26,7 +26,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-from tessera.checkpoint.collective import Ranks
 from tessera.checkpoint.files import (
     CODES,
     Entry,
@@ -38,6 +37,7 @@ from tessera.checkpoint.files import (
 from tessera.checkpoint.parts import KeyedPart, SplitTensor, check_cover
 from tessera.errors import TesseraError
 from tessera.runtime import device as devices
+from tessera.runtime.collective import Ranks
 from tessera.runtime.torch_internals import foreach_copy_
 
 TABLE = "tensors.json"

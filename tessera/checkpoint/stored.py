@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from tessera.checkpoint.collective import Ranks
 from tessera.checkpoint.files import (
     CHUNK_BYTES,
     CODES,
@@ -39,6 +38,7 @@ from tessera.checkpoint.files import (
 from tessera.checkpoint.state import parse_state
 from tessera.checkpoint.storage import TABLE, parse_table
 from tessera.errors import TesseraError, nearest
+from tessera.runtime.collective import Ranks
 from tessera.runtime.progress import WorkProgress
 
 STATE = "state.json"

@@ -24,11 +24,11 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from tessera.checkpoint.collective import Failure, Ranks, raise_together, space_report
 from tessera.checkpoint.files import Entry, Fault, free_bytes, no_fault, safetensors_header, storage_order, sync_folder
 from tessera.checkpoint.forms import NativeTensors, TensorGroup
-from tessera.checkpoint.publish import Origin, staged
+from tessera.checkpoint.publish import Origin, space_report, staged
 from tessera.errors import TesseraError
+from tessera.runtime.collective import Failure, Ranks, raise_together
 from tessera.runtime.crc32 import crc32
 from tessera.runtime.libc import begin_write_back, same_bytes
 from tessera.runtime.process import open_files, usable_cpus

@@ -17,7 +17,6 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from tessera.checkpoint.collective import Ranks
 from tessera.checkpoint.folder_tensors import FolderTensors
 from tessera.checkpoint.hf import load_folder
 from tessera.checkpoint.state import model_tensors, tied_names
@@ -39,6 +38,7 @@ from tessera.models import build_on_meta, folder_config
 from tessera.models.files.exported_config import config_differences
 from tessera.models.transformers import ClassProcessor
 from tessera.runtime import device as devices
+from tessera.runtime.collective import Ranks
 from tessera.runtime.progress import human_bytes
 from tessera.weights.layouts import CLASS_NAME, folder_layout
 

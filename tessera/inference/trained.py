@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from tessera.checkpoint.collective import Ranks
 from tessera.checkpoint.files import MANIFEST, box_slices
 from tessera.checkpoint.forms import NativeTensors, SafetensorsForm, StoredForm, native_shapes
 from tessera.checkpoint.frozen import FrozenWeights
@@ -28,6 +27,7 @@ from tessera.lora.exchange import is_adapters, read_saved
 from tessera.lora.factors import layer_paths, merge_adapter
 from tessera.lora.load import part_of, read_adapters
 from tessera.lora.select import Adapters, expert_paths, factor_names, magnitude_name, tensor_names, weight_names
+from tessera.runtime.collective import Ranks
 from tessera.weights.file_plan import PlannedTensor
 from tessera.weights.map import WeightMap
 

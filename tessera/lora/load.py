@@ -8,7 +8,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from tessera.checkpoint.collective import Ranks
 from tessera.checkpoint.files import MANIFEST, box_slices
 from tessera.checkpoint.manager import CheckpointManager
 from tessera.checkpoint.state import MODEL
@@ -29,6 +28,7 @@ from tessera.lora.factors import (
 )
 from tessera.lora.peft import CONFIG, is_adapter_folder
 from tessera.lora.select import Adapters, expert_paths, factor_names, magnitude_name, spelled_out, tensor_names
+from tessera.runtime.collective import Ranks
 from tessera.weights.map import WeightMap
 from tessera.weights.operations import Identity
 

@@ -249,12 +249,6 @@ def start_factor(name: str, tensor: Tensor, generator: torch.Generator) -> None:
         tensor.zero_()
 
 
-def adapters_of(module: nn.Module) -> dict[str, Adapter]:
-    """Return the adapters in this module by layer name."""
-    parts = ((clean_name(name + ".")[:-1], part) for name, part in module.named_modules())
-    return {name: part.adapter for name, part in parts if isinstance(part, LoraLinear | LoraExperts)}
-
-
 def adapted_layers(module: nn.Module) -> dict[str, LoraLinear]:
     """Return the adapted linear layers of this module by name, without experts."""
     parts = ((clean_name(name + ".")[:-1], part) for name, part in module.named_modules())

@@ -17,6 +17,7 @@ from typing import Any
 from tessera.config.hub_ids import HubId, find_hub_id
 from tessera.errors import TesseraError
 from tessera.lora.factors import Factors
+from tessera.runtime.files import read_text
 from tessera.weights.layouts import detect_layout
 
 CONFIG = "adapter_config.json"
@@ -89,15 +90,7 @@ def base_of(folder: Path, downloaded: Callable[[HubId], Path | None] = lambda id
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Return the checked configuration of a PEFT folder."""
-    path = folder / CONFIG
-    try:
-        if path.stat().st_size > _MAX_CONFIG_BYTES:
-            raise ValueError("larger than 4 MB")
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        what = f"the adapter configuration cannot be read: {error}"
-        raise TesseraError(what, where=str(path), code="adapter.unreadable-config") from None
-    return parse_config(text, str(path))
+    return parse_config(read_text(folder / CONFIG, _MAX_CONFIG_BYTES), str(folder / CONFIG))
 
 
 def parse_config(text: str, where: str, prefix: str = "") -> dict[str, Any]:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tessera.checkpoint.collective import Ranks
 from tessera.checkpoint.manager import CheckpointManager
 from tessera.config.run_config import RunConfig
 from tessera.config.run_length import RunLength
@@ -42,6 +41,7 @@ from tessera.parallel.frozen import place_frozen
 from tessera.parallel.mesh import DATA, PP, Mesh
 from tessera.parallel.plan import Plan
 from tessera.parallel.sequence_sharding import RankDataset
+from tessera.runtime.collective import Ranks
 from tessera.runtime.distributed import World, main_rank_first
 from tessera.runtime.gradients import LossScale
 from tessera.runtime.rendezvous import name_ranks

@@ -14,7 +14,6 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from tessera.checkpoint.collective import Ranks
 from tessera.config.reader import dump_yaml, read_mapping
 from tessera.config.run_config import ModelSection, RunConfig, load_config
 from tessera.config.run_paths import located, moved, no_run
@@ -30,6 +29,7 @@ from tessera.models.files.side_files import SEAL, damaged_side_files
 from tessera.observe.report.plot import Plot, table_of
 from tessera.runtime import distributed as dist
 from tessera.runtime import log
+from tessera.runtime.collective import Ranks
 from tessera.runtime.files import last_step, read_json_mapping, read_metrics
 from tessera.training.build import build_trainer
 from tessera.training.callbacks import named_callbacks

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessera.checkpoint.collective import Ranks
 from tessera.checkpoint.files import (
     DTYPES,
     Entry,
@@ -31,6 +30,7 @@ from tessera.checkpoint.files import (
     write_file,
 )
 from tessera.errors import TesseraError, foreign_values, nearest
+from tessera.runtime.collective import Ranks
 from tessera.runtime.files import read_json_mapping
 from tessera_compat.megatron.sharding import LocalNonpersistentObject, ShardedObject, ShardedTensor
 

@@ -23,7 +23,7 @@ from tessera.core.batch import IGNORE, Batch, Segments
 from tessera.lora.export import save_adapters
 from tessera.lora.factors import merge_adapter
 from tessera.lora.load import fill_adapters, settled
-from tessera.lora.modules import adapters_of, add_adapters, find_adapters, without_adapters
+from tessera.lora.modules import add_adapters, find_adapters, without_adapters
 from tessera.lora.select import is_factor
 from tessera.models import resolve
 from tessera.ops.loss import linear_cross_entropy
@@ -32,6 +32,7 @@ from tessera.training.run import Run, resume, train
 from tessera.training.setup import build_meta_model
 from tests.close import assert_as_close
 from tests.errors import raises
+from tests.toys.adapters import adapters_of
 from tests.toys.callbacks import StopAt
 from tests.toys.pair_set import pair_recipe, write_pair_set
 

@@ -14,11 +14,12 @@ import tessera
 from tessera.config.reader import read_mapping
 from tessera.config.run_config import load_config
 from tessera.core.callback import Callback
-from tessera.lora.modules import LoraLinear, adapters_of, without_adapters
+from tessera.lora.modules import LoraLinear, without_adapters
 from tessera.lora.select import is_factor
 from tessera.training.run import Run, resume, train
 from tessera.training.setup import build_meta_model
 from tests.errors import raises
+from tests.toys.adapters import adapters_of
 from tests.toys.callbacks import StopAt
 from tests.toys.chat_set import MODEL, chat_recipe, write_chat_set
 

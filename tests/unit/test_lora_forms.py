@@ -18,7 +18,7 @@ from tessera.core.batch import Batch, Segments
 from tessera.lora.export import save_adapters
 from tessera.lora.factors import merge_adapter
 from tessera.lora.load import fill_adapters, settled
-from tessera.lora.modules import LoraLinear, adapters_of, add_adapters, find_adapters, trained_in_full, without_adapters
+from tessera.lora.modules import LoraLinear, add_adapters, find_adapters, trained_in_full, without_adapters
 from tessera.lora.select import Adapter, is_factor
 from tessera.models import resolve
 from tessera.ops.linear import row_lengths
@@ -29,6 +29,7 @@ from tessera.training.run import resume, train
 from tessera.training.setup import build_meta_model
 from tests.close import assert_as_close
 from tests.errors import raises
+from tests.toys.adapters import adapters_of
 from tests.toys.callbacks import StopAt
 from tests.toys.chat_set import chat_recipe, write_chat_set
 from tests.toys.pair_set import pair_recipe, write_pair_set

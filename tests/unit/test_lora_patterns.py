@@ -17,11 +17,11 @@ from test_lora_peft import compare_weights, foreign, ours, weights_of
 from tessera.checkpoint.state import model_tensors
 from tessera.config.run_config import LoraSection, ModelSection
 from tessera.lora.load import fill_adapters, read_adapters, settled
-from tessera.lora.modules import adapters_of
 from tessera.lora.peft import _by_pattern, first_matches
 from tessera.models import resolve
 from tessera.weights.map import WeightMap
 from tests.errors import raises
+from tests.toys.adapters import adapters_of
 
 PATTERNS = [
     "q_proj",

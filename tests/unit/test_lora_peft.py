@@ -27,12 +27,13 @@ from tessera.inference.weight_source import fill_from
 from tessera.lora.export import save_adapters
 from tessera.lora.factors import merge_adapter
 from tessera.lora.load import fill_adapters, read_adapters, settled
-from tessera.lora.modules import adapters_of, add_adapters, find_adapters, without_adapters
+from tessera.lora.modules import add_adapters, find_adapters, without_adapters
 from tessera.lora.select import is_factor
 from tessera.models import FAMILIES, resolve
 from tessera.models.processing.tokenizer import train_tokenizer
 from tessera.weights.map import WeightMap
 from tests.errors import raises
+from tests.toys.adapters import adapters_of
 from tests.toys.chat_set import SPECIAL
 
 TOLERANCE = 1e-5

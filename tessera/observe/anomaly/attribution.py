@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from tessera.checkpoint.collective import Ranks
 from tessera.core.batch import Batch
 from tessera.core.engine import Engine
 from tessera.core.step_source import StepSource
@@ -25,6 +24,7 @@ from tessera.errors import TesseraError, few_names
 from tessera.observe.anomaly.activation_trace import ActivationTrace, TensorRecord, trace_step
 from tessera.observe.anomaly.check import AnomalyKind
 from tessera.observe.anomaly.state import Damage, find_damage
+from tessera.runtime.collective import Ranks
 from tessera.runtime.modules import clean_name
 
 RECORD = "guard.jsonl"

@@ -14,7 +14,6 @@ from typing import Any
 
 from torch import Tensor
 
-from tessera.checkpoint.collective import Ranks
 from tessera.checkpoint.state import MODEL
 from tessera.config.run_config import GuardSection
 from tessera.core.batch import Batch
@@ -31,6 +30,7 @@ from tessera.observe.anomaly.check import (
 )
 from tessera.observe.anomaly.state import Damage, find_damage, largest, restart
 from tessera.runtime import rng
+from tessera.runtime.collective import Ranks
 from tessera.runtime.files import JsonLines, read_jsonl
 from tessera.runtime.gradients import LossScale
 from tessera.runtime.modules import clean_name

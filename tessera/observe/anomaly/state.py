@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tessera.checkpoint.collective import Ranks
 from tessera.checkpoint.state import MODEL
 from tessera.core.callback import RewindHandle
+from tessera.runtime.collective import Ranks
 from tessera.runtime.modules import local_shard
 
 GROWTH = 100.0  # weights that grow by this factor between two checks are damaged

@@ -10,25 +10,15 @@ import datetime
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from tessera.checkpoint.files import free_bytes
 from tessera.errors import TesseraError
-from tessera.runtime.progress import human_bytes
 
 T = TypeVar("T")
 U = TypeVar("U")
 _THREAD_TIMEOUT = datetime.timedelta(hours=2)  # how long a rank waits for the slowest rank
-
-
-def space_report(folder: Path, needed: int) -> str:
-    """Return the fix of an error about a full disk: free space, with the needed and the free bytes."""
-    free = free_bytes(folder)
-    sizes = f"{human_bytes(needed)} ({needed} bytes) are needed, {human_bytes(free)} ({free} bytes) are free"
-    return f"free some space: {sizes}"
 
 
 @dataclass(frozen=True)
@@ -51,17 +41,6 @@ class CollectiveError(RuntimeError):
     def __init__(self, failures: list[Failure]) -> None:
         self.failures = failures
         super().__init__("\n".join(f"[rank {f.rank}] {f.text}" for f in failures))
-
-    def about_writing(self, ranks: Ranks, what: str, folder: Path, needed: int) -> TesseraError | None:
-        """Return a `TesseraError` about files that could not be written; None if no write failed."""
-        causes = [(part.rank, part.error) for part in self.failures if isinstance(part.error, OSError)]
-        if not causes:
-            return None
-        reasons = "; ".join(f"rank {rank}: {cause.strerror or cause}" for rank, cause in causes)
-        fix = ranks.on_rank0(lambda: space_report(folder, needed))
-        return TesseraError(
-            f"{what} could not be written ({reasons})", where=str(folder), fix=fix, code="output.write-failed"
-        )
 
 
 def raise_together(failures: list[Failure]) -> None:
