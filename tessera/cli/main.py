@@ -242,6 +242,10 @@ def evaluate(
 def compare(
     folder: Annotated[Path, typer.Argument(help="Hugging Face folder")],
     data: Annotated[Path | None, typer.Option("--data", help="chat samples that both sides answer")] = None,
+    family: Annotated[
+        str | None,
+        typer.Option("--family", help="as in a recipe: a built-in, or the import path of your own"),
+    ] = None,
     prove: ProveOption = "auto",
     root: Annotated[Path | None, typer.Option("--root", help="folder that media paths are under")] = None,
     max_samples: Annotated[int | None, typer.Option("--max-samples")] = None,
@@ -259,6 +263,7 @@ def compare(
         agreement = run(
             folder,
             data,
+            family=family,
             prove=prove,  # type: ignore[arg-type]  # it is checked there
             root=root,
             max_samples=max_samples,

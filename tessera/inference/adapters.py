@@ -13,7 +13,8 @@ from tessera.checkpoint.state import model_tensors
 from tessera.config.trust import Trust
 from tessera.core.spec import ModelSpec
 from tessera.errors import TesseraError
-from tessera.inference.load import chosen_adapters, find_model
+from tessera.inference.found_model import find_model
+from tessera.inference.load import chosen_adapters
 from tessera.inference.weight_source import find_file
 from tessera.lora.exchange import is_adapters, open_adapters
 from tessera.lora.load import fill_adapters, part_of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,34 +12,30 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tessera.checkpoint.forms import check_folder_fit, native_shapes
-from tessera.checkpoint.hf import stored_dtype
 from tessera.checkpoint.legacy.forms import fill_from_form
 from tessera.checkpoint.state import model_tensors, tied_names
-from tessera.checkpoint.weights import check_config_numbers
 from tessera.config.reader import build
-from tessera.config.run_config import ModelSection, ParallelSection, PrecisionSection, RunConfig, load_config
+from tessera.config.run_config import ModelSection, ParallelSection, PrecisionSection, load_config
 from tessera.config.saved_recipe import read_saved
-from tessera.config.trust import Trust, check_trusted, model_code
+from tessera.config.trust import Trust
 from tessera.core.batch import Batch
 from tessera.core.model_plan import ModelPlan
 from tessera.core.spec import ModelSpec
-from tessera.data.media.files import Limits, limits_of
+from tessera.data.media.files import Limits
 from tessera.diffusion.family import GenerationFamily, family_of
 from tessera.diffusion.sampling.over_ranks import ModelOverRanks
 from tessera.errors import TesseraError, few_names, nearest
 from tessera.hub.config import local_model
-from tessera.hub.download import downloaded
 from tessera.inference.chat import Chat
+from tessera.inference.found_model import FoundModel, find_model
 from tessera.inference.generate import Sampling
 from tessera.inference.loaded import LoadedModel, LoadedProcessor
-from tessera.inference.weight_source import Origin, allocated, fill_from, newest_names, origin_of, saved_config
+from tessera.inference.weight_source import CONFIG, allocated, fill_from, newest_names, origin_of, saved_config
 from tessera.lora.exchange import is_adapters
 from tessera.lora.load import fill_adapters, merge_into, part_of, settled, targets_origin
 from tessera.lora.modules import add_adapters, find_adapters, trained_in_full, with_adapters
-from tessera.lora.peft import base_of, is_adapter_folder, read_config
 from tessera.lora.select import Adapter, is_factor
 from tessera.models import build_on_meta, fresh_names, resolve
-from tessera.models.files.side_files import side_folder
 from tessera.models.foreign import Arguments, takes_batch
 from tessera.models.module import MODEL_TYPE, spec_of_object
 from tessera.models.processing.conversation import warn_of_another_template
@@ -50,60 +46,10 @@ from tessera.parallel.pipeline_stages import LocalStages, PipelinedModel
 from tessera.parallel.plan import Workload
 from tessera.runtime import device as devices
 from tessera.runtime.distributed import environment_ranks, rank_on_machine
-from tessera.weights.layouts import detect_layout, folder_layout, pipeline_folder
+from tessera.weights.layouts import detect_layout
 from tessera.weights.map import WeightMap
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-RUN_CONFIG = "config.yaml"
 AdapterPaths = str | Path | Sequence[str | Path] | Mapping[str, float] | Mapping[Path, float]
-
-
-@dataclass(frozen=True)
-class FoundModel:
-    """Describe a model before its weights are read."""
-
-    origin: Origin
-    section: ModelSection  # `model` section of a recipe; for adapters, its path is the base model
-    dtype: torch.dtype
-    files: Path | None  # folder with tokenizer and chat template
-    options: Mapping[str, Any]  # options of the processor
-    limits: Limits
-    parts: Path | None = None  # diffusers folder with the VAE and text encoders of a run
-
-
-def find_model(folder: Path, dtype: str | torch.dtype | None, trust: Trust, base: Path | None = None) -> FoundModel:
-    """Describe the model of a Hugging Face folder, a run, a checkpoint or adapters. `dtype` None: as stored.
-
-    `base`: folder of the base model of adapters; None: the folder that the adapters name.
-    """
-    kind = weight_dtype(dtype)
-    origin = origin_of(folder)
-    if origin in ("folder", "adapters"):
-        base = folder if origin == "folder" else base or base_of(folder, downloaded)
-        lora = None if origin == "folder" else {"path": folder}
-        scores = is_adapter_folder(folder) and read_config(folder).get("task_type") == "SEQ_CLS"
-        section = build(ModelSection, {"path": base, "lora": lora, "head": "reward" if scores else None}, str(folder))
-        check_config_numbers(folder_layout(base).config(), base)
-        return FoundModel(origin, section, kind or stored_dtype(base), base, {}, Limits())
-    recipe = saved_config(folder) if origin == "run" else None  # the model section is taken from the newest checkpoint
-    settings = load_config(recipe or read_saved(folder / RUN_CONFIG))
-    check_trusted(folder, model_code(settings.model), trust)
-    files = _processor_folder(folder if origin == "run" else folder.parent.parent, settings)
-    limits = limits_of(settings.data)
-    if limits.urls is not None:  # settings of a downloaded run must not permit access to private networks
-        limits = replace(limits, urls=replace(limits.urls, private=False))
-    kind = kind or DTYPES[settings.precision.weights]
-    parts = parts_folder(settings)
-    return FoundModel(origin, settings.model, kind, files, settings.data.processor, limits, parts)
-
-
-def parts_folder(settings: RunConfig) -> Path | None:
-    """Return the diffusers folder with the VAE and text encoders of a run; None if the recipe names none."""
-    preview, encoders = settings.train.preview, settings.train.task_options.get("encoders")
-    named = encoders.get("folder") if isinstance(encoders, dict) else None
-    places = (None if preview is None else preview.folder, named, settings.model.path)
-    folders = (pipeline_folder(Path(str(place))) for place in places if place)
-    return next((folder for folder in folders if folder is not None), None)
 
 
 def load(
@@ -114,12 +60,13 @@ def load(
     model: nn.Module | None = None,
     adapters: AdapterPaths | None = None,
     base: str | Path | None = None,
+    family: str | None = None,
     shards: str | Path | None = None,
     parallel: Mapping[str, Any] | None = None,
     processor: Mapping[str, Any] | None = None,
     trust: Trust = False,
 ) -> tuple[LoadedModel, LoadedProcessor]:
-    """Load a model and its processor. The family is detected from the folder.
+    """Load a model and its processor.
 
     `device` "auto": an accelerator if there is one. `dtype` None: as stored.
 
@@ -129,6 +76,9 @@ def load(
     `adapters`: LoRA files or PEFT folders to merge into the weights: one path, a list, or {path: strength}.
 
     `base`: folder of the base model, if `path` contains adapters that do not name it.
+
+    `family`: as `model.family` of a recipe, such as the import path of a family of your own. None: the family that
+    reads the folder.
 
     `shards`: a torch DCP folder, or a folder with one weight file per rank. Its weights replace those in the Hugging
     Face folder `path`.
@@ -144,27 +94,15 @@ def load(
     folder = local_model(path)
     if model is not None:
         unused = {"adapters": adapters, "base": base, "shards": shards, "parallel": parallel, "processor": processor}
-        for name, value in {**unused, "device": device, "dtype": dtype}.items():
-            if value is not None:
-                raise TesseraError(
-                    "this argument has no effect together with model=",
-                    where=name,
-                    fix="leave it out",
-                    code="model.option-not-for-module",
-                )
+        _refuse_beside_module({**unused, "device": device, "dtype": dtype, "family": family})
         return _filled(folder, model)
     check_class_known(folder)
     where = device if isinstance(device, torch.device) else _own_device(device or "auto", parallel is not None)
-    source = find_model(folder, dtype, trust, None if base is None else local_model(base, "base"))
+    source = find_model(folder, dtype, trust, None if base is None else local_model(base, "base"), family)
     section, files = source.section, source.files
     merged = adapter_strengths(adapters)
-    if merged and section.lora is not None and section.lora.quantize is not None:
-        raise TesseraError(
-            "adapters cannot be merged into the quantized weights of this run",
-            where=str(folder),
-            fix="load the folder of the base model, with the adapters of this run and the others as adapters=",
-            code="adapter.merge-into-quantized",
-        )
+    if merged:
+        _check_mergeable(section, folder)
     meta = _MetaModel.of(source)
     if source.origin in ("folder", "adapters") and meta.weights is not None and shards is None:
         assert section.path is not None
@@ -178,8 +116,8 @@ def load(
     if parallel is None:
         module = allocated(meta.module, where, source.dtype, plan.float32)
     else:
-        plan, family = with_adapters(plan) if trained else plan, family_of(spec, meta.config)
-        module, run = _over_ranks(meta.module, plan, parallel, where, source.dtype, family)
+        plan, generation = with_adapters(plan) if trained else plan, family_of(spec, meta.config)
+        module, run = _over_ranks(meta.module, plan, parallel, where, source.dtype, generation)
     tensors = model_tensors(module)
     _fill_weights(folder, source, meta, tensors, trained, None if shards is None else Path(shards))
     for path_of_adapters, strength in merged.items():
@@ -190,6 +128,28 @@ def load(
         warn_of_another_template(prepare, files)
     loaded = LoadedModel(module, spec, meta.config, prepare, run, trained, section.path, files, source.limits, saved)
     return loaded, LoadedProcessor(prepare, spec, source.limits)
+
+
+def _refuse_beside_module(options: Mapping[str, Any]) -> None:
+    for name, value in options.items():
+        if value is not None:
+            raise TesseraError(
+                "this argument has no effect together with model=",
+                where=name,
+                fix="leave it out",
+                code="model.option-not-for-module",
+            )
+
+
+def _check_mergeable(section: ModelSection, folder: Path) -> None:
+    """Raise if the base weights of a run are quantized, so that no adapter can be merged into them."""
+    if section.lora is not None and section.lora.quantize is not None:
+        raise TesseraError(
+            "adapters cannot be merged into the quantized weights of this run",
+            where=str(folder),
+            fix="load the folder of the base model, with the adapters of this run and the others as adapters=",
+            code="adapter.merge-into-quantized",
+        )
 
 
 @dataclass(frozen=True)
@@ -300,8 +260,8 @@ def _call_with_arguments(module: nn.Module) -> Callable[[Batch], Any]:
 
 def check_class_known(folder: Path) -> None:
     """Raise if the model was trained as an object (model=net), because then no file names its class."""
-    if (folder / RUN_CONFIG).is_file():
-        section = load_config(saved_config(folder) or read_saved(folder / RUN_CONFIG)).model
+    if (folder / CONFIG).is_file():
+        section = load_config(saved_config(folder) or read_saved(folder / CONFIG)).model
         unknown = section.family == "module" and not section.config.get("class")
     else:
         layout = detect_layout(folder)
@@ -419,24 +379,3 @@ def _own_device(name: str, with_others: bool) -> torch.device:
     if name == "cpu" or not dist.is_initialized():
         return devices.resolve(name)
     return devices.resolve_shared(name, rank_on_machine() if with_others else environment_ranks()[2])
-
-
-def _processor_folder(run: Path, settings: RunConfig) -> Path | None:
-    """Return the folder with the processor files of a run: its copy, or the original folder."""
-    copy = run / "processor"
-    return copy if copy.is_dir() else settings.model.tokenizer or side_folder(settings.model.path)
-
-
-def weight_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    """Return the torch dtype for a name such as "bfloat16". None means: as stored."""
-    if dtype is None or isinstance(dtype, torch.dtype):
-        return dtype
-    if dtype not in DTYPES:
-        raise TesseraError(
-            f"unknown dtype {dtype!r}",
-            where="dtype",
-            allowed=DTYPES,
-            nearest=nearest(dtype, DTYPES),
-            code="model.unknown-dtype",
-        )
-    return DTYPES[dtype]

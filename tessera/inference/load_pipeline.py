@@ -24,7 +24,8 @@ from tessera.diffusion.sampling.pipeline import OnStep, Pipeline
 from tessera.diffusion.sampling.request import Request
 from tessera.errors import TesseraError
 from tessera.hub.config import local_model
-from tessera.inference.load import AdapterPaths, FoundModel, adapter_strengths, find_model, load
+from tessera.inference.found_model import FoundModel, find_model
+from tessera.inference.load import AdapterPaths, adapter_strengths, load
 from tessera.lora.exchange import FIRST, SECOND, parts_in
 from tessera.lora.load import part_of
 from tessera.models import resolve

@@ -21,7 +21,8 @@ from tessera.checkpoint.storage import split_tensors
 from tessera.config.reader import Section
 from tessera.core.spec import ModelSpec
 from tessera.errors import TesseraError
-from tessera.inference.load import FoundModel, chosen_adapters
+from tessera.inference.found_model import FoundModel
+from tessera.inference.load import chosen_adapters
 from tessera.inference.weight_source import find_file, float32_names
 from tessera.lora.exchange import is_adapters, read_saved
 from tessera.lora.factors import layer_paths, merge_adapter

@@ -62,6 +62,7 @@ def compare(
     folder: str | Path,
     data: str | Path | None = None,
     *,
+    family: str | None = None,
     prove: Prove = "auto",
     root: str | Path | None = None,
     max_samples: int | None = None,
@@ -72,7 +73,8 @@ def compare(
 
     If the folder is an export of Tessera, its files are compared with the hashes in its record. `prove`: whether logits
     are compared with those of transformers, see `prove_folder`. `data`: chat samples; Tessera and transformers answer
-    them by greedy decoding.
+    them by greedy decoding. `family`: as `model.family` of a recipe, such as the import path of a family of your own;
+    None: the family that reads the folder.
     """
     folder = local_model(folder)
     check_choice(prove)
@@ -108,17 +110,17 @@ def compare(
         return Agreement([], tuple(problems), (meant,))
     else:
         compared = f"unchanged since the export: {len(record.files)} files"
-    proof = _proof(folder, prove, exported=record is not None)
-    answers = [] if data is None else _answers(folder, data, root, max_samples, max_new_tokens, batch)
+    proof = _proof(folder, family, prove, exported=record is not None)
+    answers = [] if data is None else _answers(folder, family, data, root, max_samples, max_new_tokens, batch)
     return Agreement(answers, proof.problems + proof.warnings, (compared, proof.line))
 
 
-def _proof(folder: Path, prove: Prove, exported: bool) -> Proof:
+def _proof(folder: Path, family: str | None, prove: Prove, exported: bool) -> Proof:
     try:
-        spec, config = resolve(ModelSection(path=folder))
+        spec, config = resolve(ModelSection(path=folder, family=family))
     except TesseraError as error:
         # An export of the user's own model class has no family in Tessera; only its files are checked.
-        if not exported:
+        if not exported or family is not None:
             raise
         return Proof(f"not compared with transformers: {error.what}")
     return prove_folder(folder, spec, config, prove)
@@ -126,6 +128,7 @@ def _proof(folder: Path, prove: Prove, exported: bool) -> Proof:
 
 def _answers(
     folder: Path,
+    family: str | None,
     data: str | Path,
     root: str | Path | None,
     max_samples: int | None,
@@ -140,7 +143,7 @@ def _answers(
     samples = [q for q in questions(sources) if isinstance(q, Question)]
     if not samples:
         raise TesseraError("the data has no usable chat sample", where=str(data), code="data.no-usable-sample")
-    model, processor = load(folder)
+    model, processor = load(folder, family=family)
     processor = replace(
         processor, limits=replace(processor.limits, jpeg_draft=False)
     )  # transformers decodes JPEG files in full size

@@ -25,7 +25,7 @@ from tessera.config.run_config import ModelSection
 from tessera.core.spec import ModelSpec
 from tessera.errors import TesseraError
 from tessera.inference.export import FolderTarget, folder_job, quantized_target, trained_target
-from tessera.inference.load import FoundModel
+from tessera.inference.found_model import FoundModel
 from tessera.inference.proof import Prove
 from tessera.inference.trained import open_trained
 from tessera.inference.weight_source import float32_names

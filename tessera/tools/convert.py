@@ -20,7 +20,7 @@ from tessera.diffusion.family import GenerationSpec
 from tessera.errors import TesseraError, nearest
 from tessera.hub.config import local_model
 from tessera.inference.adapters import load_adapters
-from tessera.inference.load import find_model, weight_dtype
+from tessera.inference.found_model import find_model, weight_dtype
 from tessera.inference.proof import Prove, check_choice
 from tessera.inference.weight_source import origin_of
 from tessera.lora.exchange import is_adapters
@@ -63,17 +63,34 @@ def convert(
     `tessera.inference.proof`), "always" or "never".
     """
     source, target = local_model(source), Path(target)
-    like = None if like is None else local_model(like, "--like", weights=False)
-    check_apart(target, source, like)
+    pattern = None if like is None else local_model(like, "--like", weights=False)
+    check_apart(target, source, pattern)
     source = weights_folder(source)
     check_choice(prove)
     if adapters:
         unused = {"--layout": layout, "--recipe": recipe, "--prefix": prefix or None, "--quantize": quantize}
         for option, value in {**unused, "--jobs": jobs}.items():
-            if value is not None:
-                why = "only adapters are written"
-                raise TesseraError(why, where=option, fix="leave it out", code="output.option-without-effect")
-        return _write_adapters(source, target, _adapter_form(to), like, dtype, overwrite, trust)
+            _refuse_unused(option, value is not None, "only adapters are written")
+        return _write_adapters(source, target, _adapter_form(to), pattern, dtype, overwrite, trust)
+    _check_target_form(to, layout, recipe, quantize)
+    form = _form_of(source)
+    _check_used(form, to, pattern, prefix, dtype, prove, jobs)
+    job = ConversionJob(source, form, target, to, prefix, overwrite, prove, quantize, recipe, pattern, jobs)
+    if (written := weight_form(to)) is not None:
+        job.layout = written.parse_layout({} if layout is None else layout)
+    if (stored := weight_form(form)) is not None and source_layout is not None:
+        job.source_layout = stored.parse_layout(source_layout)
+    if form is None:
+        job.trained = find_model(source, dtype, trust, pattern if is_adapters(source) else None)
+        convert_folder(job, ConvertedModel.of(job.trained.section))
+    else:
+        job.dtype = weight_dtype(dtype)
+        convert_folder(job, ConvertedModel.of_folder(_described(source, form, pattern)))
+    return target
+
+
+def _check_target_form(to: str, layout: Mapping[str, Any] | None, recipe: Recipe | None, quantize: str | None) -> None:
+    """Raise unless `to` is a format of full models that supports the options of its layout and quantization."""
     if to == "peft" or to == "diffusers" or to == "comfyui" or to == "kohya":
         raise TesseraError(
             f"{to} is a format of adapters, not of full models",
@@ -106,24 +123,6 @@ def convert(
         )
     if quantize is not None and to != "hf":
         raise TesseraError("--quantize works with --to hf only", where="--quantize", code="output.quantized-form")
-    form = _form_of(source)
-    _check_used(form, to, None if like is None else Path(like), prefix, prove, jobs)
-    if dtype is not None and form is not None and (form, to) != ("hf", "hf"):
-        why = f"a conversion from {form} to {to} keeps the type of every tensor"
-        raise TesseraError(why, where="--dtype", fix="leave it out", code="output.option-without-effect")
-    pattern = None if like is None else Path(like)
-    job = ConversionJob(source, form, target, to, prefix, overwrite, prove, quantize, recipe, pattern, jobs)
-    if (written := weight_form(to)) is not None:
-        job.layout = written.parse_layout({} if layout is None else layout)
-    if (stored := weight_form(form)) is not None and source_layout is not None:
-        job.source_layout = stored.parse_layout(source_layout)
-    if form is None:
-        job.trained = find_model(source, dtype, trust, pattern if is_adapters(source) else None)
-        convert_folder(job, ConvertedModel.of(job.trained.section))
-    else:
-        job.dtype = weight_dtype(dtype)
-        convert_folder(job, ConvertedModel.of_folder(_described(source, form, job.like)))
-    return target
 
 
 def _form_of(source: Path) -> str | None:
@@ -152,7 +151,9 @@ def _form_of(source: Path) -> str | None:
         ) from None
 
 
-def _check_used(form: str | None, to: str, like: Path | None, prefix: str, prove: Prove, jobs: int | None) -> None:
+def _check_used(
+    form: str | None, to: str, like: Path | None, prefix: str, dtype: str | None, prove: Prove, jobs: int | None
+) -> None:
     """Raise for options without effect and for wrong values."""
     if jobs is not None and jobs < 1:
         raise TesseraError(
@@ -169,13 +170,18 @@ def _check_used(form: str | None, to: str, like: Path | None, prefix: str, prove
             code="weights.no-config-file",
         )
     named_twice = like is not None and form == "hf" and to != "original"
-    for option, is_unused, why in (
-        ("--like", named_twice, "a Hugging Face folder describes its model itself"),
-        ("--prefix", prefix and not {form, to} & {"dcp"}, "no DCP folder is read or written"),
-        ("--prove", prove == "always" and to not in ("hf", "original"), f"transformers does not read {to}"),
-    ):
-        if is_unused:
-            raise TesseraError(why, where=option, fix="leave it out", code="output.option-without-effect")
+    _refuse_unused("--like", named_twice, "a Hugging Face folder describes its model itself")
+    _refuse_unused("--prefix", bool(prefix) and "dcp" not in (form, to), "no DCP folder is read or written")
+    unproved = prove == "always" and to not in ("hf", "original")
+    _refuse_unused("--prove", unproved, f"transformers does not read {to}")
+    keeps_types = form is not None and (form, to) != ("hf", "hf")
+    why = f"a conversion from {form} to {to} keeps the type of every tensor"
+    _refuse_unused("--dtype", dtype is not None and keeps_types, why)
+
+
+def _refuse_unused(option: str, is_unused: bool, why: str) -> None:
+    if is_unused:
+        raise TesseraError(why, where=option, fix="leave it out", code="output.option-without-effect")
 
 
 def _described(source: Path, form: str, like: Path | None) -> Path:
@@ -196,13 +202,13 @@ def _write_adapters(
     source: Path,
     target: Path,
     form: AdapterForm,
-    like: str | Path | None,
+    like: Path | None,
     dtype: str | None,
     overwrite: bool,
     trust: Trust,
 ) -> Path:
     """Write only the adapters of a source. Weights of the base model are not read."""
-    adapters = load_adapters(source, None if like is None else Path(like), dtype, trust)
+    adapters = load_adapters(source, like, dtype, trust)
     save_adapters(
         target,
         adapters.tensors,

@@ -17,7 +17,7 @@ from tessera.diffusion.family import family_of
 from tessera.diffusion.sampling.over_ranks import ModelOverRanks
 from tessera.diffusion.sampling.previews import Previews
 from tessera.errors import TesseraError
-from tessera.inference.load import parts_folder
+from tessera.inference.found_model import parts_folder
 from tessera.lora.select import is_factor
 from tessera.observe.anomaly.guard import Guard
 from tessera.observe.profiler import StepProfiler

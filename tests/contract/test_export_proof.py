@@ -140,6 +140,19 @@ def test_an_export_is_what_was_written(exported: Path, base: Path) -> None:
     assert tessera.compare(exported, prove="never").complete
 
 
+def test_a_family_outside_of_the_tree_is_named(exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ("from dataclasses import replace", "import tessera.models.qwen2 as built_in")
+    family = 'SPEC = replace(built_in.SPEC, name="mine", hf_types=())'
+    (tmp_path / "family_of_mine.py").write_text("\n".join((*lines, family)))
+    monkeypatch.syspath_prepend(tmp_path)
+    command = ["compare", str(exported), "--family", "family_of_mine:SPEC"]
+    assert "the family mine does not list the model_type" in CliRunner().invoke(app, command).output
+    model, _ = tessera.load(exported, family="family_of_mine:SPEC")
+    assert model.spec.name == "mine"
+    with raises("recipe.cannot-import", "no_such_family"):
+        tessera.compare(exported, family="no_such_family:SPEC")
+
+
 def test_the_record_has_the_files_of_the_folder(base: Path, tmp_path: Path) -> None:
     start = shutil.copytree(base, tmp_path / "snapshots" / "0123abcd")
     model, processor = tessera.load(start)

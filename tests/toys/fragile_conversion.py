@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tessera.checkpoint.files import no_fault
-from tessera.inference.load import find_model
+from tessera.inference.found_model import find_model
 from tessera.tools.conversion import ConversionJob, ConvertedModel, convert_folder
 from tessera_compat.shards.layout import parse_layout
 
