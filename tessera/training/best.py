@@ -10,6 +10,7 @@ from typing import Any
 
 from tessera.checkpoint.manager import CheckpointManager
 from tessera.config.run_config import MetricSection, RunConfig
+from tessera.config.train import EarlyStopSection
 from tessera.core.callback import Callback, TrainerHandle
 from tessera.errors import TesseraError, nearest
 from tessera.runtime.files import replace_file
@@ -25,7 +26,7 @@ def best_callbacks(config: RunConfig, has_eval: bool, checkpoints: CheckpointMan
     if keep is not None:
         callbacks.append(KeepBest(keep, checkpoints))
     if stop is not None:
-        callbacks.append(EarlyStop(stop, stop.patience, stop.min_change))
+        callbacks.append(EarlyStop(stop))
     if not callbacks:
         return []
     where = "checkpoint.keep_best" if keep is not None else "train.early_stop"
@@ -132,11 +133,11 @@ class KeepBest(Callback):
 
 
 class EarlyStop(Callback):
-    """End the run when a held-out metric has not improved for `patience` evaluations."""
+    """End the run when a held-out metric has not improved for several evaluations."""
 
-    def __init__(self, section: MetricSection, patience: int, min_change: float) -> None:
-        self.best = Best(section, min_change)
-        self.patience = patience
+    def __init__(self, section: EarlyStopSection) -> None:
+        self.best = Best(section, section.min_change)
+        self.max_worse = section.patience
         self.worse = 0  # number of evaluations since the best one
 
     def on_start(self, trainer: TrainerHandle) -> None:
@@ -149,7 +150,7 @@ class EarlyStop(Callback):
             self._end(trainer)
 
     def _end(self, trainer: TrainerHandle) -> None:
-        if self.worse >= self.patience:
+        if self.worse >= self.max_worse:
             trainer.end_early(f"no better held-out {self.best.metric} in {self.worse} evaluations; {self.best}")
 
     def state_dict(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import tessera
 from tessera.config.run_config import load_config
 from tessera.errors import TesseraError
+from tessera.models import FAMILIES
 from tessera.parallel.comm_estimate import estimate_communication
 from tessera.parallel.communication import CommVolume, merge_volumes, readable
 from tessera.tools.dry_run import estimate_error, run_role
@@ -111,6 +112,15 @@ def test_what_cannot_be_run_dry_says_so() -> None:
     with pytest.raises(TesseraError) as caught:
         tessera.dry_run(toy, world=2)
     assert "example batch" in caught.value.what
+
+
+def test_example_batches_have_the_tensors_of_training_batches() -> None:
+    for name in ("qwen3", "qwen2_5_vl", "internvl", "llava"):
+        spec = FAMILIES.get(name)
+        assert spec.example is not None
+        config = spec.config.model_validate(spec.presets["quickstart"])
+        batch = spec.example(config, 64)
+        assert batch["trained"].tolist() == list(range(64)), name
 
 
 def test_lines_add_up() -> None:

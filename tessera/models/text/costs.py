@@ -77,11 +77,15 @@ def measures_of(batch: Batch, streams: MediaStreams) -> dict[str, np.ndarray]:
 
 
 def example_batch(tokens: int, axes: int = 1) -> Batch:
-    """Return a batch of one conversation with `tokens` tokens, all of id 0. `axes`: number of position axes, 1 or 3."""
+    """Return a training batch of one conversation with `tokens` tokens. All have the id 0 and the label 0.
+
+    `axes`: number of position axes, 1 or 3.
+    """
     positions = torch.arange(tokens)
     tensors = {
         "tokens": torch.zeros(tokens, dtype=torch.int64),
         "labels": torch.zeros(tokens, dtype=torch.int64),
+        "trained": positions.clone(),
         "positions": positions if axes == 1 else positions.expand(axes, -1).clone(),
     }
     return Batch(tensors, {"text": Segments.of([tokens])}, sample_ids=("example",), seeds=(0,))
