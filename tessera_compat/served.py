@@ -270,11 +270,11 @@ class ServedFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         error.name = fullname
         raise error
 
-    def is_users(self, root: str, place: Path) -> bool:
+    def is_users(self, root: str, path: Path) -> bool:
         """Return whether a package is a folder of the user, or was created by `tessera migrate workspace`."""
-        if root != USER_ROOT and (not place.is_file() or TAKES_OVER not in place.read_text(encoding="utf-8")):
+        if root != USER_ROOT and (not path.is_file() or TAKES_OVER not in path.read_text(encoding="utf-8")):
             return False
-        return any(place.is_relative_to(folder) for folder in self.folders)
+        return any(path.is_relative_to(folder) for folder in self.folders)
 
     def places(self, fullname: str) -> list[Path]:
         """Return where the file of a user's module may be: a path in each user folder, without `.py`."""
@@ -292,8 +292,8 @@ class ServedFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if module.__name__ == MODEL_USER:
             for name in REGISTRIES:
                 importlib.import_module(name)
-        for place in self.places(module.__name__) if module.__name__.startswith(f"{USER_ROOT}.") else ():
-            file = place.with_suffix(".py")
+        for path in self.places(module.__name__) if module.__name__.startswith(f"{USER_ROOT}.") else ():
+            file = path.with_suffix(".py")
             if file.is_file() and module.__name__ in REGISTRIES:
                 _register(module, file)
             elif file.is_file():
@@ -332,9 +332,9 @@ def serving() -> Iterator[None]:
     finder = ServedFinder([Path(sys.path[0] or "."), Path.cwd()])
     for root in ROOTS:
         spec = importlib.machinery.PathFinder.find_spec(root)
-        place = "" if spec is None else spec.origin or ", ".join(spec.submodule_search_locations or [])
-        if place and not finder.is_users(root, Path(place)):
-            logger().warning("%s is installed (%s); this run takes it from Tessera instead", root, place)
+        location = "" if spec is None else spec.origin or ", ".join(spec.submodule_search_locations or [])
+        if location and not finder.is_users(root, Path(location)):
+            logger().warning("%s is installed (%s); this run takes it from Tessera instead", root, location)
     sys.meta_path.insert(0, finder)
     try:
         yield

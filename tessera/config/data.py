@@ -142,10 +142,10 @@ class DataSection(Section):
         for entry in value:
             settings = dict(entry) if isinstance(entry, Mapping) else {"path": entry}
             path = settings.get("path")
-            paths = [one.strip() for one in path.split(",")] if isinstance(path, str) else [path]
+            paths = [part.strip() for part in path.split(",")] if isinstance(path, str) else [path]
             if "" in paths:
                 raise ValueError(f"an empty name in {path!r}")
-            spread += [entry] if isinstance(entry, SourceSection) else [{**settings, "path": one} for one in paths]
+            spread += [entry] if isinstance(entry, SourceSection) else [{**settings, "path": part} for part in paths]
         return spread
 
     @model_validator(mode="after")
@@ -169,6 +169,6 @@ class DataSection(Section):
     @model_validator(mode="after")
     def _weights_for_all_or_none(self) -> DataSection:
         for name, sets in (("train", self.train), ("eval", self.eval)):
-            if len({one.weight is None for one in sets}) > 1:
+            if len({source.weight is None for source in sets}) > 1:
                 raise ValueError(f"give every set of data.{name} a weight, or none")
         return self

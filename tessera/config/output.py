@@ -143,11 +143,11 @@ class LogSection(Section):
 
     @property
     def tracker_sections(self) -> list[TrackerSection]:
-        return [one if isinstance(one, TrackerSection) else TrackerSection(name=one) for one in self.trackers]
+        return [entry if isinstance(entry, TrackerSection) else TrackerSection(name=entry) for entry in self.trackers]
 
     @model_validator(mode="after")
     def _each_once(self) -> LogSection:
-        names = [one.name for one in self.tracker_sections]
+        names = [section.name for section in self.tracker_sections]
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"the tracker {name} is listed {names.count(name)} times")

@@ -116,7 +116,7 @@ def select_trees(patterns: Sequence[str], paths: Iterable[str], where: str) -> l
     """Return paths like `select`; a pattern that matches a module also selects everything inside of it."""
     candidates = list(paths)
     above = {path: ancestors(path) for path in candidates}
-    modules = sorted({module for found in above.values() for module in found})
+    modules = sorted({module for parents in above.values() for module in parents})
     chosen = set(select(patterns, modules, where))
     return [path for path in candidates if chosen.intersection(above[path])]
 

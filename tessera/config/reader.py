@@ -190,7 +190,7 @@ def _explain(section: type[Section], error: ValidationError, where: str) -> Tess
 
 
 def _asks_for_text(reports: Sequence[tuple[list[Any], Any]]) -> bool:
-    return all(one["type"] == "string_type" and isinstance(one.get("input"), Mapping) for _, one in reports)
+    return all(report["type"] == "string_type" and isinstance(report.get("input"), Mapping) for _, report in reports)
 
 
 def _line(
@@ -219,13 +219,14 @@ def _line(
         text = f"{key} is a section with keys of its own, got {_spelled(value)}"
         defaults = f"; {key}={{}} takes its defaults" if value is True else ""
         return text + defaults, _keys_of(inner), None, "recipe.not-a-section"
-    words = [word for _, one in reports if one["type"] == "literal_error" for word in _words(one["ctx"]["expected"])]
-    reasons = list(dict.fromkeys(_reason(one) for _, one in reports))
-    if words and all(one["type"] == "literal_error" for _, one in reports):  # list the words of all types together
+    literals = [report for _, report in reports if report["type"] == "literal_error"]
+    words = [word for report in literals for word in _words(report["ctx"]["expected"])]
+    reasons = list(dict.fromkeys(_reason(report) for _, report in reports))
+    if words and len(literals) == len(reports):  # list the words of all types together
         reasons = [f"must be {_one_of(words)}"]
     if isinstance(value, (str, int, float)) and first["type"] != "missing":
         reasons[-1] += f", got {_spelled(value)}"
-    asks_for_list = any(one["type"] == "list_type" for _, one in reports)
+    asks_for_list = any(report["type"] == "list_type" for _, report in reports)
     if asks_for_list and isinstance(value, str) and value and _takes_list_of_texts(section, path):
         reasons[-1] += f'; write a list: {key}=["{value}"]'
     text = f"{key}: {' or: '.join(reasons)}" if key else " or: ".join(reasons)
@@ -239,8 +240,8 @@ def _keys_of(section: type[Section]) -> list[str]:
 def _takes_list_of_texts(section: type[Section], path: Sequence[Any]) -> bool:
     owner = _section_at(section, path[:-1]) if path else None
     field = None if owner is None else owner.model_fields.get(str(path[-1]))
-    lists = [one for one in members_of(field.annotation) if typing.get_origin(one) is list] if field else []
-    return any(str in members_of(item) for one in lists for item in typing.get_args(one))
+    lists = [member for member in members_of(field.annotation) if typing.get_origin(member) is list] if field else []
+    return any(str in members_of(item) for member in lists for item in typing.get_args(member))
 
 
 def _spelled(value: Any) -> str:
@@ -277,10 +278,11 @@ def _key_path(section: type[Section], location: Sequence[Any]) -> list[Any]:
     path: list[Any] = []
     kind: Any = section
     for part in location:
-        members = [one for one in members_of(kind) if one is not type(None)]
+        members = [member for member in members_of(kind) if member is not type(None)]
         if len(members) > 1:  # the key accepts several types: this part of the location is the name of the type
             word = str(part).partition("[")[0]
-            kind = next((one for one in members if word == getattr(typing.get_origin(one) or one, "__name__", "")), Any)
+            names = [getattr(typing.get_origin(member) or member, "__name__", "") for member in members]
+            kind = members[names.index(word)] if word in names else Any
             continue
         kind = members[0] if members else Any
         path.append(part)
@@ -293,7 +295,7 @@ def _below(kind: Any, part: Any) -> Any:
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         fields = {field.alias or name: field for name, field in kind.model_fields.items()} | kind.model_fields
         return fields[part].annotation if part in fields else Any
-    inner = [one for one in typing.get_args(kind) if one is not Ellipsis]
+    inner = [argument for argument in typing.get_args(kind) if argument is not Ellipsis]
     return inner[-1] if inner and typing.get_origin(kind) in (list, tuple, dict) else Any
 
 
@@ -301,7 +303,7 @@ def _section_at(section: type[Section], path: Iterable[Any]) -> type[Section] | 
     """Return the class of the section at `path` below `section`; None if there is no section."""
     kind: Any = section
     for part in path:
-        kind = next((one for one in members_of(_below(kind, part)) if one is not type(None) and one is not str), Any)
+        kind = next((member for member in members_of(_below(kind, part)) if member not in (type(None), str)), Any)
     return kind if isinstance(kind, type) and issubclass(kind, Section) else None
 
 
@@ -309,8 +311,9 @@ def keys_of(section: type[Section]) -> list[str]:
     """Return all dotted keys of a section and its sub-sections, without keys inside of lists and free mappings."""
     keys: list[str] = []
     for name, field in section.model_fields.items():
-        inner = [one for one in members_of(field.annotation) if isinstance(one, type) and issubclass(one, Section)]
-        keys += [f"{field.alias or name}.{key}" for one in inner for key in keys_of(one)] or [field.alias or name]
+        word, members = field.alias or name, members_of(field.annotation)
+        inner = [member for member in members if isinstance(member, type) and issubclass(member, Section)]
+        keys += [f"{word}.{key}" for section in inner for key in keys_of(section)] or [word]
     return keys
 
 

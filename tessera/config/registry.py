@@ -191,7 +191,7 @@ def check_arguments(called: Callable[..., Any], arguments: Mapping[str, Any], na
         signature.bind(**arguments)
     except TypeError as error:
         names = list(signature.parameters)
-        unknown = next((given for given in arguments if given not in names), None)
+        unknown = next((argument for argument in arguments if argument not in names), None)
         raise TesseraError(
             f"{name} cannot be called with these arguments: {error}",
             where=where,

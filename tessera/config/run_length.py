@@ -151,13 +151,13 @@ class RunLength:
         """Return a warning if the run has more than 50 epochs."""
         if self.epochs is None or not self.rows_per_epoch or self.epochs <= ABSURD_EPOCHS:
             return None
-        seen = f"every sample is seen {_number(self.epochs)} times in this run"
+        repeats = f"every sample is seen {_number(self.epochs)} times in this run"
         if self.samples_per_step is None and self.rows_per_step > ABSURD_EPOCHS * self.rows_per_epoch:
             why = f"a step takes {self.rows_per_step:,}, and the data has {self._rows()}"
-            return f"{seen}: {why}. Lower train.global_batch"
+            return f"{repeats}: {why}. Lower train.global_batch"
         three = math.ceil(3 * self.rows_per_epoch / self.rows_per_step)
         why = ": several samples share a packed sequence, so an epoch has fewer steps than samples"
-        return f"{seen}{why * self.packed}. train.epochs=3 would be {three:,} step{'s' * (three != 1)}"
+        return f"{repeats}{why * self.packed}. train.epochs=3 would be {three:,} step{'s' * (three != 1)}"
 
 
 def _number(value: float) -> str:

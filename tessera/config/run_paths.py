@@ -95,7 +95,7 @@ def _with_paths(config: RunConfig, path: Callable[[Path], Path], words: Callable
         return section.model_copy(update={"path": path(section.path), "root": maybe(section.root)})
 
     def data(section: DataSection) -> DataSection:
-        sets = {"train": [source(one) for one in section.train], "eval": [source(one) for one in section.eval]}
+        sets = {"train": [source(entry) for entry in section.train], "eval": [source(entry) for entry in section.eval]}
         urls = section.urls and section.urls.model_copy(update={"cache": maybe(section.urls.cache)})
         return section.model_copy(update={**sets, "options": words(section.options), "urls": urls})
 

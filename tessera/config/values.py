@@ -70,7 +70,7 @@ def check_kind(annotation: Any, value: Any) -> None:
         if bool not in members and (int in members or float in members):
             raise ValueError(f"a number is needed, not {str(value).lower()}")
     elif isinstance(value, (list, tuple)):
-        inner = [one for member in members for one in _items(member)]
+        inner = [item for member in members for item in _items(member)]
         for entry in value:
             if inner:
                 check_kind(typing.Union[tuple(inner)], entry)  # noqa: UP007 - made of a list
@@ -99,11 +99,11 @@ def members_of(annotation: Any) -> list[Any]:
     if origin is Annotated:
         return members_of(typing.get_args(annotation)[0])
     if origin in (typing.Union, UnionType):
-        return [member for one in typing.get_args(annotation) for member in members_of(one)]
+        return [member for argument in typing.get_args(annotation) for member in members_of(argument)]
     return [annotation]
 
 
 def _items(member: Any) -> list[Any]:
     if typing.get_origin(member) in (list, tuple):
-        return [one for one in typing.get_args(member) if one is not Ellipsis]
+        return [argument for argument in typing.get_args(member) if argument is not Ellipsis]
     return []

@@ -48,14 +48,14 @@ class StrictLoader(yaml.SafeLoader):
         return node
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
+        keys: set[Any] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, (str, int, float)) or isinstance(key, bool):
                 raise yaml.constructor.ConstructorError(None, None, "a key must be a word", key_node.start_mark)
-            if key in seen:
+            if key in keys:
                 raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
-            seen.add(key)
+            keys.add(key)
         return super().construct_mapping(node, deep)
 
     def refuse(self, node: Any) -> None:
@@ -81,8 +81,8 @@ class StrictDumper(yaml.SafeDumper):
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> Any:
     """Write a text with invisible characters in double quotes and escaped: PyYAML loses some of them otherwise."""
-    seen = all(character.isprintable() or character == "\n" for character in text)
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if seen else '"')
+    visible = all(character.isprintable() or character == "\n" for character in text)
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if visible else '"')
 
 
 for _name, _pattern, _first in _RESOLVERS:

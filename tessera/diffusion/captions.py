@@ -334,15 +334,15 @@ class CaptionTokenizer:
     @staticmethod
     def load(folder: Path, captions: Captions) -> CaptionTokenizer:
         """Read the tokenizer of a diffusers folder. Without tokenizer.json, transformers converts its other files."""
-        place = folder / captions.tokenizer
-        if not place.is_dir():
+        files = folder / captions.tokenizer
+        if not files.is_dir():
             raise TesseraError(
                 f"the folder {folder} has no tokenizer folder {captions.tokenizer}",
                 where="model.path or model.tokenizer",
                 fix="set model.path to the folder of a complete diffusers pipeline",
                 code="generation.missing-tokenizer",
             )
-        tokenizer = load_tokenizer(place) if (place / "tokenizer.json").is_file() else _converted(place)
+        tokenizer = load_tokenizer(files) if (files / "tokenizer.json").is_file() else _converted(files)
         return CaptionTokenizer(captions, tokenizer.to_str())
 
     @cached_property

@@ -120,29 +120,29 @@ class EditImages:
     @staticmethod
     def load(folder: Path, edit: EditPipeline, pixels: int | None = None) -> EditImages:
         """Read the image preprocessor of a diffusers folder."""
-        place, encoder = folder / edit.processor, folder / edit.captions.encoder
-        if not any((place / name).is_file() for name in (IMAGE_FILE, BOTH_FILE)):
+        files, encoder = folder / edit.processor, folder / edit.captions.encoder
+        if not any((files / name).is_file() for name in (IMAGE_FILE, BOTH_FILE)):
             raise TesseraError(
                 f"the image preprocessor of the text encoder of {edit.pipeline} is missing",
-                where=str(place),
+                where=str(files),
                 fix=f"copy {IMAGE_FILE} of the published folder there",
                 code="generation.missing-image-preprocessor",
             )
         with foreign_values(str(encoder)):
-            saved = read_json(place / SAVED_FILE)
+            saved = read_json(files / SAVED_FILE)
             vision = saved or read_json_mapping(encoder / CONFIG_FILE)["vision_config"]
             geometry = _Geometry(*(int(vision.get(name, default)) for name, default in _GEOMETRY.items()))
-        with foreign_values(str(place)):
-            patches, _ = GridFiles().read(place, geometry, image_bounds=(None, None), video_bounds=(None, None))
+        with foreign_values(str(files)):
+            patches, _ = GridFiles().read(files, geometry, image_bounds=(None, None), video_bounds=(None, None))
         return EditImages(edit, patches, pixels)
 
     def save(self, source: Path, folder: Path) -> None:
         """Copy the files that `load` needs from the folder `source` to a folder without the rest of the pipeline."""
-        place = folder / self.edit.processor
-        copy_side_files(source / self.edit.processor, place)
+        files = folder / self.edit.processor
+        copy_side_files(source / self.edit.processor, files)
         sizes = (self.patches.patch, self.patches.merge, self.patches.temporal)
         settings = {CLASS_NAME: self.edit.pipeline, **dict(zip(_GEOMETRY, sizes, strict=True))}
-        (place / SAVED_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        (files / SAVED_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
     def size(self, width: int, height: int) -> Size:
         """Return the size to which an image is resized for the VAE."""

@@ -60,7 +60,7 @@ class FeatureManifest:
                 code="data.features-version",
             )
         try:
-            shards = tuple((str(one["file"]), int(one["bytes"]), int(one["samples"])) for one in data["shards"])
+            shards = tuple((str(shard["file"]), int(shard["bytes"]), int(shard["samples"])) for shard in data["shards"])
             manifest = FeatureManifest(str(data["key"]), dict(data["facts"]), shards, data.get("checksums") is True)
         except (KeyError, TypeError, ValueError) as error:
             raise TesseraError(
@@ -121,7 +121,7 @@ def shard_content(file: Path, key: str) -> tuple[list[dict[str, Any]], list[tupl
         with safe_open(file, framework="pt") as shard:
             about = shard_about(shard)
         samples, problems = about[SAMPLES], [(str(id), str(reason)) for id, reason in about[PROBLEMS]]
-        if not isinstance(samples, list) or not all(isinstance(one, dict) for one in samples):
+        if not isinstance(samples, list) or not all(isinstance(sample, dict) for sample in samples):
             raise ValueError("it has no description of its samples")
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise damaged(file, first_line(error)) from None

@@ -34,7 +34,7 @@ class Benchmark:
 
 
 def _same(answer: str, expected: list[str]) -> float:
-    return float(any(answer.strip().lower() == one.strip().lower() for one in expected))
+    return float(any(answer.strip().lower() == reference.strip().lower() for reference in expected))
 
 
 def relaxed(answer: str, expected: list[str]) -> float:
@@ -155,7 +155,7 @@ def _answers(text: str) -> list[str]:
     """Return the accepted answers in a TSV cell: a JSON list, or one text."""
     if text.startswith("["):
         try:
-            return [str(one) for one in json.loads(text.replace("'", '"'))]
+            return [str(item) for item in json.loads(text.replace("'", '"'))]
         except ValueError:
             pass
     return [text]

@@ -55,7 +55,7 @@ class LanguageConfig(Section):
 
     def to_hf(self) -> dict[str, Any]:
         """Return the fields of config.json, in the first text format that can describe this model."""
-        fitting = [one for one in self.formats.values() if one[0].fits(self.text)]
+        fitting = [form for form in self.formats.values() if form[0].fits(self.text)]
         text_format, architecture = fitting[0] if fitting else next(iter(self.formats.values()))
         fields = text_format.write(self.text)
         return {"architectures": [architecture], **fields, "tie_word_embeddings": self.tie_word_embeddings}

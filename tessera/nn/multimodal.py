@@ -110,7 +110,7 @@ class MultimodalModel(CausalLMBase):
             x = self._embed(batch)
             for encoder, embedding in zip(self.encoders, embeddings, strict=True):
                 if encoder not in idle:
-                    x = _place(x, embedding, batch, encoder.stream)
+                    x = _fill_slots(x, embedding, batch, encoder.stream)
         assert x is not None
         return self._read(x, batch, logits, cache, step)
 
@@ -215,7 +215,7 @@ def _select(embeddings: Tensor, batch: Batch, encoder: Encoder) -> Tensor:
     return embeddings if stream.elements(batch) else embeddings[:0]
 
 
-def _place(x: Tensor, embeddings: Tensor, batch: Batch, stream: Stream) -> Tensor:
+def _fill_slots(x: Tensor, embeddings: Tensor, batch: Batch, stream: Stream) -> Tensor:
     """Return the token embeddings, with an encoder's embeddings in its slots."""
     slots = _slots(batch, stream)
     if slots.shape[0] != embeddings.shape[0]:

@@ -38,7 +38,7 @@ class RefinerBlock(nn.Module):
 
     def forward(self, x: Tensor, condition: Tensor, samples: Tensor, segments: Segments) -> Tensor:
         gate, mlp_gate = spread(self.modulation(condition), samples).chunk(2, dim=-1)
-        q, k, v = (by_head(one, None, self.head_dim) for one in self.qkv(self.attn_norm(x)))
+        q, k, v = (by_head(part, None, self.head_dim) for part in self.qkv(self.attn_norm(x)))
         x = gated_sum(x, self.out(self.core(q, k, v, segments).flatten(1)), gate)
         return gated_sum(x, self.mlp(self.mlp_norm(x)), mlp_gate)
 

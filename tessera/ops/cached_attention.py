@@ -71,8 +71,8 @@ def _sdpa(q: Tensor, keys: Tensor, values: Tensor, step: CacheStep, scale: float
         padded = q.new_zeros((step.rows - single) * longest, *q.shape[1:]).index_copy(0, where, q[single:])
         # The i-th new token of a row attends to the cached tokens and to i + 1 new ones. Padding attends to at least
         # one key.
-        seen = (step.lengths[single:] - new).unsqueeze(1) + torch.arange(1, longest + 1, device=q.device)
-        mask = torch.arange(k.shape[1], device=q.device) < seen.unsqueeze(2)
+        visible = (step.lengths[single:] - new).unsqueeze(1) + torch.arange(1, longest + 1, device=q.device)
+        mask = torch.arange(k.shape[1], device=q.device) < visible.unsqueeze(2)
         out = _attend(padded.view(-1, longest, *q.shape[1:]), k, v, mask, scale)
         parts.append(out.flatten(0, 1).index_select(0, where))
     return parts[0] if len(parts) == 1 else torch.cat(parts)

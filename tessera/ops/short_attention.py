@@ -83,8 +83,8 @@ def _read(at, token, stride, column, there):
 
 @triton.jit
 def _scores(q, k, row, real, scale, CAUSAL: tl.constexpr):
-    seen = real[None, :] & (row[:, None] >= (row[None, :] if CAUSAL else 0))
-    return tl.where(seen, tl.dot(q, tl.trans(k)) * scale, float("-inf"))
+    visible = real[None, :] & (row[:, None] >= (row[None, :] if CAUSAL else 0))
+    return tl.where(visible, tl.dot(q, tl.trans(k)) * scale, float("-inf"))
 
 
 @triton.jit

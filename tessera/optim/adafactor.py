@@ -86,8 +86,8 @@ def _statistic(parameter: Tensor, dim: int) -> Tensor:
     sizes[dim] = 1
     gone = dim % parameter.dim()
     places: list[Placement] = [
-        Replicate() if place.is_replicate() or cast(Shard, place).dim == gone else place
-        for place in parameter.placements
+        Replicate() if placement.is_replicate() or cast(Shard, placement).dim == gone else placement
+        for placement in parameter.placements
     ]
     strides = [math.prod(shape[at + 1 :]) for at in range(len(shape))]
     return DTensor.from_local(

@@ -86,16 +86,16 @@ class AdamW(torch.optim.AdamW):
         device = states[0].param.device
         scale = torch.ones((), device=device) if scale is None else scale.float()
         bad = torch.zeros((), device=device) if bad is None else bad.float()
-        steps = [one.step for one in states]
+        steps = [state.step for state in states]
         foreach_add_(steps, 1)
         foreach_sub_(steps, [bad] * len(steps))  # subtract a list of tensors: a single tensor would be read on the host
         count = torch.stack(steps)
-        rates = devices.send([one.rate for one in states], torch.float32, device)
-        shrinks = devices.send([1 - one.rate * one.decay for one in states], torch.float32, device)
+        rates = devices.send([state.rate for state in states], torch.float32, device)
+        shrinks = devices.send([1 - state.rate * state.decay for state in states], torch.float32, device)
         addresses = [
-            tensor.data_ptr() for same in zip(*(one.tensors for one in states), strict=True) for tensor in same
+            tensor.data_ptr() for same in zip(*(state.tensors for state in states), strict=True) for tensor in same
         ]
-        sizes, owners, numbers = self._blocks_of([one.param.numel() for one in states], BLOCK, device)
+        sizes, owners, numbers = self._blocks_of([state.param.numel() for state in states], BLOCK, device)
         param, grad, state = (getattr(tl, str(dtype).removeprefix("torch.")) for dtype in kind.dtypes)
         adamw_update[(owners.numel(),)](
             *(devices.send(addresses, torch.int64, device), sizes, owners, numbers),

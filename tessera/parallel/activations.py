@@ -136,24 +136,24 @@ class OffloadScope:
         self.copies = copies
         self.before = None if before is None else weakref.ref(before)
         self.tensors: list[weakref.ref[OffloadedTensor]] = []
-        self._seen: dict[tuple[Any, ...], tuple[StorageWeakRef, OffloadedTensor]] = {}
+        self._offloaded: dict[tuple[Any, ...], tuple[StorageWeakRef, OffloadedTensor]] = {}
 
     def pack(self, tensor: Tensor) -> Tensor | OffloadedTensor:
         if _is_weight(tensor) or tensor.numel() * tensor.itemsize < max(1, self.copies.smallest):
             return tensor
         key = tensor_identity(tensor)
-        if key in self._seen:
-            return self._seen[key][1]
+        if key in self._offloaded:
+            return self._offloaded[key][1]
         offloaded = OffloadedTensor(self, tensor)
         self.tensors.append(weakref.ref(offloaded))
-        self._seen[key] = (
+        self._offloaded[key] = (
             StorageWeakRef(tensor.untyped_storage()),
             offloaded,
         )  # the storage is referenced, so no other storage gets its id
         return offloaded
 
     def close(self) -> None:
-        self._seen.clear()
+        self._offloaded.clear()
 
     @staticmethod
     def unpack(saved: Tensor | OffloadedTensor) -> Tensor:

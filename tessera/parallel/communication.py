@@ -81,11 +81,11 @@ class CommCounter(TorchDispatchMode):
         super().__init__()
         self._axes: dict[str, str] = {group.group_name: label for label, group in _process_groups(mesh)}
         self._sizes = {axis: mesh.size(axis) for axis in mesh.axes.root}
-        self.seen: list[CommVolume] = []
+        self.collectives: list[CommVolume] = []
 
     @property
     def volumes(self) -> list[CommVolume]:
-        return merge_volumes(self.seen)
+        return merge_volumes(self.collectives)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -105,7 +105,7 @@ class CommCounter(TorchDispatchMode):
         size = max(before, after)
         axis = self._axis(leaves)
         if self._sizes.get(axis, 2) > 1:  # a group of one rank does not communicate
-            self.seen.append(CommVolume(axis, kind, 1, size))
+            self.collectives.append(CommVolume(axis, kind, 1, size))
 
     def _axis(self, leaves: Sequence[Any]) -> str:
         for leaf in leaves:

@@ -266,7 +266,7 @@ class RankDispatch(nn.Module):
     ) -> Tensor:
         # Compute with local shards. Their gradients are complete, except those of adapter matrices that all tp ranks
         # have: these are summed at the end of a step.
-        first, second = (None if one is None else one.local() for one in beside)
+        first, second = (None if tensor is None else tensor.local() for tensor in beside)
         stacks = _Stacks(local_shard(gate), local_shard(up), local_shard(down), (first, second))
         if self.sliced is not None:
             x, weights = (with_backward(part, self._whole, self._summed) for part in (x, weights))

@@ -222,7 +222,7 @@ def _encoder_splits(section: ParallelSection, model_plan: ModelPlan) -> dict[str
                 allowed=sorted({1, section.cp}),
                 code="layout.encoder-cp",
             )
-        other = next((one for one, (degree, _) in splits.items() if tp % degree and degree % tp), None)
+        other = next((name for name, (degree, _) in splits.items() if tp % degree and degree % tp), None)
         if other is not None:
             raise TesseraError(
                 f"tp={tp} of encoder {name} and tp={splits[other][0]} of encoder {other} do not divide one another",

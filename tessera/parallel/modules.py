@@ -176,7 +176,7 @@ def _compiled(
                 f"{path} is compiled as a part of {outer} already", where=where, code="layout.nested-modules"
             )
     kept_elsewhere = next(
-        (path for path in offloaded if home(path, paths) or any(home(one, [path]) for one in paths)), None
+        (path for path in offloaded if home(path, paths) or any(home(inner, [path]) for inner in paths)), None
     )
     for other, key in (
         (kept_elsewhere and f"{kept_elsewhere} has its activations offloaded", "parallel.activation_offload"),

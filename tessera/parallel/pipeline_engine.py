@@ -212,7 +212,7 @@ class PipelineEngine:
                 self._sequential.run(_Compare(task, reference, batch, self.plan.precision.output))
                 for batch in microbatches
             ]
-        return [one for one in references if one is not None]
+        return [reference for reference in references if reference is not None]
 
     def settle(self, optimizer: Optimizer) -> None:
         self.tied.settle(optimizer)

@@ -168,7 +168,7 @@ def _distribute_sequences(
     assigned = assign_sequences(lengths, encoder.dp)
     ends = torch.tensor([0, *lengths]).cumsum(0).tolist()
     ranges = [[(ends[n], ends[n + 1]) for n in numbers] for numbers in assigned]
-    _note_order(tensors, segments, encoder.dp_key, [indices(own) for own in ranges], ends[-1])
+    _note_order(tensors, segments, encoder.dp_key, [indices(rank_ranges) for rank_ranges in ranges], ends[-1])
     if assigned[position]:
         _keep(tensors, stream, ranges[position])
         segments[stream.segments] = Segments.of([lengths[n] for n in assigned[position]])
@@ -261,7 +261,7 @@ def _note_order(
 ) -> None:
     """Add to the batch, under `key`, the order of gathered outputs and the number of outputs of each rank."""
     tensors[key] = gathered_order(by_rank, length)
-    segments[key] = Segments.of([len(own) for own in by_rank])
+    segments[key] = Segments.of([len(positions) for positions in by_rank])
 
 
 def _keep(tensors: dict[str, Tensor], stream: Stream, ranges: Sequence[Range]) -> None:

@@ -45,9 +45,10 @@ def leads_out(path: Path, folder: Path) -> bool:
 
     Links of the Hugging Face cache are allowed: files in `snapshots/REVISION` are links into `blobs`.
     """
-    target, home = (Path(os.path.realpath(place)) for place in (path, folder))  # `resolve` raises for a loop of links
+    # `Path.resolve` raises for a loop of links.
+    target, home = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
     caches = [above.parent / "blobs" for above in home.parents if above.name == "snapshots"]
-    return not any(target.is_relative_to(place) for place in (home, *caches))
+    return not any(target.is_relative_to(allowed) for allowed in (home, *caches))
 
 
 def check_inside(path: Path, folder: Path) -> None:

@@ -83,7 +83,7 @@ def fragment(body: Iterable[str]) -> str:
 
 
 def _inside_notebook(rule: re.Match[str]) -> str:
-    return ",".join(f".{NOTEBOOK} {one.strip()}" for one in rule[1].split(",")) + "{"
+    return ",".join(f".{NOTEBOOK} {selector.strip()}" for selector in rule[1].split(",")) + "{"
 
 
 def escape(text: str) -> str:

@@ -107,14 +107,14 @@ class _JobLoader(yaml.SafeLoader):
             raise yaml.constructor.ConstructorError(None, None, "too large to be a configuration", node.start_mark)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
+        keys: set[str] = set()
         for key_node, _ in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
                 raise yaml.constructor.ConstructorError(None, None, "a key must be a word", key_node.start_mark)
-            if key_node.value in seen and key_node.tag != "tag:yaml.org,2002:merge":
+            if key_node.value in keys and key_node.tag != "tag:yaml.org,2002:merge":
                 problem = f"key {key_node.value!r} is given twice"
                 raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
-            seen.add(key_node.value)
+            keys.add(key_node.value)
         return super().construct_mapping(node, deep)
 
 

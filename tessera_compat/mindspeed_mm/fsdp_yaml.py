@@ -329,12 +329,12 @@ def _set_features(recipe: dict[str, Any], data: Mapping[str, Any], source: str, 
     features, model, parallel = (data.get(name) or {} for name in ("features", "model", "parallel"))
     plans = {"recompute_plan", "activation_offload_plan", "loss_cfg"}
     settings: dict[str, Any] = {}
-    for place, section in (("parallel", parallel), ("model", model)):
+    for name, section in (("parallel", parallel), ("model", model)):
         older = {key: section[key] for key in ("recompute", "skip_flash_attn_recompute") if key in section}
-        settings |= translate(older, MODEL_KEYS, source, report, f"{place}.", section="parallel.recompute: ")
+        settings |= translate(older, MODEL_KEYS, source, report, f"{name}.", section="parallel.recompute: ")
     settings |= translate(features, FEATURE_KEYS, source, report, "features.", plans)
-    for place, section in (("parallel", parallel), ("model", model), ("features", features)):
-        at, loss = f"{place}.loss_cfg.", section.get("loss_cfg") or {}
+    for name, section in (("parallel", parallel), ("model", model), ("features", features)):
+        at, loss = f"{name}.loss_cfg.", section.get("loss_cfg") or {}
         fields = with_aux_loss(translate(loss, _LOSS, source, report, at, section="model.config."))
         _put_all(recipe, {f"model.config.{key}": value for key, value in fields.items()})
         for key, switch, target in (
@@ -345,7 +345,7 @@ def _set_features(recipe: dict[str, Any], data: Mapping[str, Any], source: str, 
             if plan is None:
                 continue
             if not settings.get(switch):
-                report.add(source, f"{place}.{key}", plan, "not needed", "off")
+                report.add(source, f"{name}.{key}", plan, "not needed", "off")
                 continue
             if not isinstance(plan, Mapping):  # release 26.0.0 has a list instead of a mapping
                 plan = {"apply_modules": plan}
@@ -353,12 +353,12 @@ def _set_features(recipe: dict[str, Any], data: Mapping[str, Any], source: str, 
             if switch == "recompute" and settings.get("keep_attention"):
                 modules = [{"modules": one, "keep": "attention"} for one in modules]
             put(recipe, target, modules)
-            report.add(source, f"{place}.{key}", plan, "mapped", target)
+            report.add(source, f"{name}.{key}", plan, "mapped", target)
             if switch == "recompute" and plan.get("use_reentrant"):
                 put(recipe, "parallel.use_reentrant", True)
             if scopes := plan.get("op_replay_scopes"):
                 note = "a recomputed block computes every operation again; its results are the same"
-                report.add(source, f"{place}.{key}.op_replay_scopes", scopes, "not needed", note)
+                report.add(source, f"{name}.{key}.op_replay_scopes", scopes, "not needed", note)
 
 
 def _set_training(

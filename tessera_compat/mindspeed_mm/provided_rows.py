@@ -54,7 +54,7 @@ class ProvidedRows(LoaderBatches):
         self._position, self._ranks = position, count
 
     @property
-    def place(self) -> tuple[int, int]:
+    def rank_position(self) -> tuple[int, int]:
         """Return the index of this rank among the ranks that read rows, and the number of these ranks."""
         return self._position, self._ranks
 

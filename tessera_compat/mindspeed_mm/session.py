@@ -152,7 +152,7 @@ class Session:
         if isinstance(model, TransformersModel):
             model.offer_parameter_type(getattr(torch, resolve_precision(self.config).compute))
         for rows in (self.rows["valid"], self.rows["test"]):
-            rows.check_ranks(*train.place)
+            rows.check_ranks(*train.rank_position)
         if self._resume and trainer.resume():
             self._sizes.go_on(trainer)
             if self.world.is_main:
@@ -208,7 +208,7 @@ class Session:
             self._started = True
             self._stack.push(self._end_steps)
             self.trainer.start()
-        position, ranks = self.rows["train"].place
+        position, ranks = self.rows["train"].rank_position
         first, samples = self.trainer.rows_drawn + position, self.args.micro_batch_size
         microbatches = [MicroBatch.of(value, first + at * ranks, samples) for at, value in enumerate(batches)]
         return self.trainer.train_step(microbatches)

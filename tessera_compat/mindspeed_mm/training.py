@@ -248,12 +248,12 @@ class BatchIterator(Iterator[Any]):
 
     def __init__(self, session: Session, name: str) -> None:
         self.session, self.name = session, name
-        _, ranks = session.rows[name].place
+        _, ranks = session.rows[name].rank_position
         self._next = session.trainer.rows_drawn // ranks if name == "train" else 0
 
     def __next__(self) -> Any:
         rows = self.session.rows[self.name]
-        position, ranks = rows.place
+        position, ranks = rows.rank_position
         batch = rows.batch([self._next * ranks + position])
         self._next += 1
         assert isinstance(batch, MicroBatch)

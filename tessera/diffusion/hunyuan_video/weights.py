@@ -86,7 +86,7 @@ def shared_rules(config: HunyuanConfig) -> list[Rule]:
     return [
         _patches(config, "x_embedder.proj.weight"),
         *plain_rules(_SHARED),
-        *(Rule(native + one, foreign + other) for one, other in _BLOCK_PAIRS),
+        *(Rule(native + name, foreign + other) for name, other in _BLOCK_PAIRS),
         *double_rules(),
     ]
 

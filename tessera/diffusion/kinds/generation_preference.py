@@ -63,7 +63,7 @@ class MediaPairProcessor(GenerationProcessor):
 
     def collate(self, rows: Sequence[Sequence[EncodedMedia]], length: int) -> Batch:
         spread = [
-            [one for item in row for one in (item.answers if isinstance(item, EncodedMediaPair) else (item,))]
+            [answer for item in row for answer in (item.answers if isinstance(item, EncodedMediaPair) else (item,))]
             for row in rows
         ]
         batch = super().collate(spread, length)
@@ -86,7 +86,7 @@ def _apart(sample: Sample) -> tuple[Sample, Sample]:
         raise TesseraError(
             f"a record must name two images or videos, as {CHOSEN!r} and {REJECTED!r}", code="data.not-a-pair"
         )
-    first, second = (Sample(sample.id, (*question, Message("assistant", one.parts))) for one in (better, worse))
+    first, second = (Sample(sample.id, (*question, Message("assistant", answer.parts))) for answer in (better, worse))
     return first, second
 
 

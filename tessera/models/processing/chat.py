@@ -260,7 +260,7 @@ class ChatTemplate:
         text = jinja.replace("\\n", "\n")
         parts = [self.header(role) for role in ("user", "assistant")]
         parts += [part for role in ("user", "assistant") for part in self._turn(role).before.split("{role}")]
-        return any(len(word) > 3 and word in text for word in (one.strip() for one in parts))
+        return any(len(word) > 3 and word in text for word in (part.strip() for part in parts))
 
     def jinja(self) -> str:
         """Return the template as Jinja, for exports."""

@@ -74,7 +74,7 @@ def _from_merges(folder: Path) -> Tokenizer:
     added = config.get("added_tokens_decoder") or {}
     with _library_errors(f"vocab.json and merges.txt are no valid tokenizer ({folder})", "tokenizer.unreadable-file"):
         tokenizer = _byte_level(BPE(vocab=vocab, merges=merges))
-        for number, token in sorted(added.items(), key=lambda one: int(one[0])):
+        for number, token in sorted(added.items(), key=lambda item: int(item[0])):
             add = tokenizer.add_special_tokens if token.get("special") else tokenizer.add_tokens
             add([AddedToken(**token)])
             if tokenizer.token_to_id(token["content"]) != int(number):
@@ -379,7 +379,7 @@ def read_chat_template(folder: Path) -> str | None:
         if (folder / name).is_file():
             template = read_json_mapping(folder / name).get("chat_template")
             if isinstance(template, list):  # older folders have several named templates
-                named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
+                named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
                 template = named.get("default")
             if isinstance(template, str):
                 return template

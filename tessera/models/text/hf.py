@@ -198,13 +198,13 @@ QWEN3_MOE = HFTextFormat(
     hf_expert_defaults(128, 8, 768, normalized=False),
     extra_fields=NO_SLIDING_WINDOW,
 )
-LANGUAGE_FORMATS = {one.model_type: one for one in (LLAMA, QWEN2, QWEN3, QWEN3_MOE)}
+LANGUAGE_FORMATS = {form.model_type: form for form in (LLAMA, QWEN2, QWEN3, QWEN3_MOE)}
 
 
 def language_format(text: TextConfig, default: str) -> HFTextFormat:
     """Return the first format that can describe the text decoder, or the default format, whose `write` raises an
     error."""
-    return next((one for one in LANGUAGE_FORMATS.values() if one.fits(text)), LANGUAGE_FORMATS[default])
+    return next((form for form in LANGUAGE_FORMATS.values() if form.fits(text)), LANGUAGE_FORMATS[default])
 
 
 def _derived_head(fields: Mapping[str, Any]) -> int | None:

@@ -85,13 +85,13 @@ class Library:
     @cached_property
     def pad(self) -> int:
         ids = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
-        return next((int(one) for one in ids if one is not None), 0)
+        return next((int(token) for token in ids if token is not None), 0)
 
     @cached_property
     def stop_tokens(self) -> tuple[int, ...]:
         words = [*self.turns.stop_words(), self.tokenizer.eos_token]
         ids = [self.tokenizer.convert_tokens_to_ids(word) for word in dict.fromkeys(words) if word]
-        return tuple(dict.fromkeys(int(one) for one in ids if one is not None))
+        return tuple(dict.fromkeys(int(token) for token in ids if token is not None))
 
     # ------------------------------------------------------------------------------------------ one sample
 
@@ -105,12 +105,12 @@ class Library:
                 outputs = self._call(processor, [text], [list(images)] if images else None, nested=nested)
             else:
                 outputs = tokenizer([text], add_special_tokens=self._adds(text), return_tensors="pt")
-        if len(tokenizer.seen) != 1 or outputs[IDS][0].tolist() != tokenizer.seen[0].ids:
+        if len(tokenizer.encodings) != 1 or outputs[IDS][0].tolist() != tokenizer.encodings[0].ids:
             raise TesseraError(
                 f"{type(self.processor).__name__} changes tokens after its tokenizer returned them",
                 code="tokenizer.processor-changes-tokens",
             )
-        encoding = tokenizer.seen[0]
+        encoding = tokenizer.encodings[0]
         flags = torch.tensor(encoding.trained(), dtype=torch.bool)
         tokens = outputs[IDS][0]
         labels = torch.where(flags, tokens, IGNORE)
@@ -137,7 +137,7 @@ class Library:
     def _call(
         self, processor: Any, texts: list[str], images: list[list[Image.Image]] | None, *, nested: bool
     ) -> Mapping[str, Any]:
-        flat: Any = images if nested or images is None else [one for group in images for one in group]
+        flat: Any = images if nested or images is None else [image for group in images for image in group]
         more = {} if self._adds(texts[0]) else {"add_special_tokens": False}
         outputs: Mapping[str, Any] = processor(
             text=texts, **({} if flat is None else {"images": flat}), padding=True, return_tensors="pt", **more
@@ -230,7 +230,7 @@ class Library:
         ]
         tensors = self._padded(joined)
         length = tensors[IDS].shape[1]
-        positions = [torch.cat([one.positions, torch.arange(length - len(one.positions))]) for one in joined]
+        positions = [torch.cat([row.positions, torch.arange(length - len(row.positions))]) for row in joined]
         del tensors[MASK]  # with a mask, classes ignore the restarting positions
         return {**tensors, "position_ids": torch.stack(positions)}
 

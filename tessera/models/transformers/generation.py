@@ -73,7 +73,7 @@ def continue_prompts(
     inputs = {name: tensor for name, tensor in batch.tensors.items() if "." not in name}
     dtype = next(parameter.dtype for parameter in module.parameters() if parameter.is_floating_point())
     out = module.generate(
-        **{name: one.to(dtype) if one.is_floating_point() else one for name, one in inputs.items()},
+        **{name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in inputs.items()},
         generation_config=GenerationConfig(
             do_sample=False, max_new_tokens=max_new_tokens, use_cache=True, pad_token_id=0, eos_token_id=None
         ),

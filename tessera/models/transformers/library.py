@@ -186,7 +186,7 @@ class SizedImages:
         return getattr(self._real, name)
 
     def __call__(self, images: Any, *args: Any, **options: Any) -> Any:
-        key = (_sizes(images), repr(args), repr(sorted(options.items(), key=lambda one: one[0])))
+        key = (_sizes(images), repr(args), repr(sorted(options.items(), key=lambda option: option[0])))
         if key not in self._outputs:
             outputs = self._real(images, *args, **options)
             for name, value in outputs.items():
@@ -201,12 +201,12 @@ class SizedImages:
 def _shape_of(value: Any) -> Any:
     """Replace a large tensor of pixels by expanded zeros of the same shape, which take no memory; keep other values."""
     if isinstance(value, list):
-        return [_shape_of(one) for one in value]
+        return [_shape_of(item) for item in value]
     large = isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel() > _SMALL
     return value.new_zeros(()).expand(value.shape) if large else value
 
 
 def _sizes(images: Any) -> Any:
     if isinstance(images, Sequence):
-        return tuple(_sizes(one) for one in images)
+        return tuple(_sizes(image) for image in images)
     return images.size

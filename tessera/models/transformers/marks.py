@@ -103,14 +103,14 @@ class MarkedTokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self.seen: list[Encoding] = []
+        self.encodings: list[Encoding] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
 
     def __call__(self, text: Any = None, *args: Any, **options: Any) -> Any:
-        cleaned = [without_marks(one) for one in ([text] if isinstance(text, str) else text)]
-        texts = [one for one, _ in cleaned]
+        cleaned = [without_marks(marked) for marked in ([text] if isinstance(text, str) else text)]
+        texts = [clean for clean, _ in cleaned]
         out = self._tokenizer(texts[0] if isinstance(text, str) else texts, *args, **options)
         if out.encodings is None:
             raise TesseraError(
@@ -119,7 +119,7 @@ class MarkedTokenizer:
                 fix="use a folder with tokenizer.json",
                 code="tokenizer.no-offsets",
             )
-        self.seen = [
+        self.encodings = [
             Encoding(text, spans, list(encoding.ids), list(encoding.offsets))
             for (text, spans), encoding in zip(cleaned, out.encodings, strict=True)
         ]

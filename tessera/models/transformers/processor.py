@@ -169,7 +169,7 @@ class ClassProcessor:
         converted, images = _as_images(sample, media)
         text = self.library.turns.write(converted.messages, self.train_on, last_only=self.last_only)
         encoded = self.library.encode(sample.id, text, images)
-        frames = sum(len(one) for part, one in zip(sample.media(), media, strict=True) if part.kind == "video")
+        frames = sum(len(video) for part, video in zip(sample.media(), media, strict=True) if part.kind == "video")
         encoded.counts |= {"images": sum(part.kind == "image" for part in sample.media()), "frames": frames}
         return encoded
 

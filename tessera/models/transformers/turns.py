@@ -60,7 +60,7 @@ class Turns:
         """Return the special tokens, which only a template may write."""
         named = [getattr(self.processor, name, None) for name in ("image_token", "video_token", "audio_token")]
         words = {*self.tokenizer.all_special_tokens, *(word for word in named if isinstance(word, str))}
-        words |= {one.content for one in self.tokenizer.added_tokens_decoder.values() if one.special}
+        words |= {token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special}
         return tuple(sorted(word for word in words if word.strip()))
 
     @cached_property
@@ -277,13 +277,13 @@ class Turns:
             raise
         except TesseraError:
             return []
-        return [found[0] for found in self._control.finditer(text[spans[-1][0] : spans[-1][1]])]
+        return [match[0] for match in self._control.finditer(text[spans[-1][0] : spans[-1][1]])]
 
 
 def _as_python(messages: Sequence[Message], text: str) -> bool:
     """Return whether the template wrote message contents as Python lists that the messages do not contain."""
     said = [part.value for message in messages for part in message.parts if part.kind == "text"]
-    return any(text.count(word) > sum(one.count(word) for one in said) for word in _AS_PYTHON)
+    return any(text.count(word) > sum(content.count(word) for content in said) for word in _AS_PYTHON)
 
 
 def _answers(plain: str, spans: Sequence[Span], messages: Sequence[Message]) -> bool:

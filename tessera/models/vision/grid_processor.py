@@ -185,7 +185,7 @@ class TimestampedVideoProcessor(GridProcessor):
     def layout(self, kind: PartKind, size: MediaSize) -> MediaLayout:
         patches = self.patches(kind)
         t, h, w = patches.grid(size.height, size.width, size.frames)
-        timestamps = tuple(self.timestamp(*shown) for shown in self._seconds(size, t, patches.temporal))
+        timestamps = tuple(self.timestamp(*seconds) for seconds in self._seconds(size, t, patches.temporal))
         return MediaLayout(
             tokens=(h * w // patches.merge**2,) * t,
             lengths=(h * w,) * t,

@@ -53,7 +53,7 @@ class BadStep:
     def line(self) -> str:
         text = f"step {self.step} is bad ({self.kind}: loss {self.loss:.4g}, gradient norm {self.grad_norm:.4g})"
         if self.damage:
-            text += f": parameter {few_names([str(one) for one in self.damage])}"
+            text += f": parameter {few_names([str(tensor) for tensor in self.damage])}"
         elif self.cause is not None:
             text += f": {self.cause.module}"
             if self.cause.every_sample:
@@ -171,9 +171,9 @@ class Attributor:
 
     def _bad_module(self, trace: ActivationTrace) -> str:
         """Return the first module of any rank with bad outputs; if none has, a parameter with a bad gradient."""
-        modules = [one for one in Ranks.current().on_all(lambda: first_bad(trace.records)) if one is not None]
+        modules = [module for module in Ranks.current().on_all(lambda: first_bad(trace.records)) if module is not None]
         if modules:
-            return min(modules, key=lambda one: one[0])[1]
+            return min(modules, key=lambda module: module[0])[1]
         gradients = {clean_name(n): p.grad for n, p in self.module.named_parameters() if p.grad is not None}
         damage = find_damage(gradients, {})
         return f"gradient of {damage[0].name}" if damage else "the loss"
@@ -237,8 +237,8 @@ class Attributor:
 
 def _bad(observed: Mapping[_Key, _Observation], kind: AnomalyKind, usual_loss: float) -> list[_Key]:
     if kind == "not finite":
-        return [key for key, one in observed.items() if not one.finite]
-    excess = [one.loss - usual_loss * one.count if kind == "loss spike" else one.grad_sq for one in observed.values()]
+        return [key for key, row in observed.items() if not row.finite]
+    excess = [row.loss - usual_loss * row.count if kind == "loss spike" else row.grad_sq for row in observed.values()]
     keys = list(observed)
     return [keys[number] for number in dominant(excess)]
 

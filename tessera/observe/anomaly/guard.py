@@ -86,7 +86,7 @@ class Guard(OptimizerStep):
             trainer.steps.leave_out(self.left_out)
         if self.settings.policy == "off":
             return
-        self._never_finite = {one.name: one for one in find_damage(trainer.tensors(), {})}
+        self._never_finite = {tensor.name: tensor for tensor in find_damage(trainer.tensors(), {})}
         self._measure(trainer)
         weights = self._weights(trainer)
         buffers = {name: tensor for name, tensor in _of_model(trainer).items() if name not in weights}
@@ -261,7 +261,7 @@ class Guard(OptimizerStep):
             damage = self._damage(trainer)
             if check.kind == "not finite" and not damage:
                 weights = _parameter_names(trainer)
-                damage = [_short(one) for name, one in self._never_finite.items() if name in weights]
+                damage = [_short(tensor) for name, tensor in self._never_finite.items() if name in weights]
             step = trainer.step + 1
             bad_step = BadStep(step, str(check.kind), check.loss, check.grad_norm, damage=tuple(damage))
             if damage or not self._should_investigate(check, step):
@@ -306,7 +306,7 @@ class Guard(OptimizerStep):
 
     def _damage(self, trainer: TrainerHandle) -> list[Damage]:
         tensors = {name: tensor for name, tensor in trainer.tensors().items() if name not in self._never_finite}
-        return [_short(one) for one in find_damage(tensors, self._normal, self._moved)]
+        return [_short(tensor) for tensor in find_damage(tensors, self._normal, self._moved)]
 
     def _measure(self, trainer: TrainerHandle) -> None:
         self._normal, self._moved = largest(self._weights(trainer)), 0.0
@@ -370,7 +370,8 @@ class Guard(OptimizerStep):
     def _stop_if_asked_for_damage(self, trainer: TrainerHandle, bad_step: BadStep) -> None:
         """End the run under `policy: stop`, or if a rollback cannot repair the damage: it is initial, or returned."""
         fix = code = ""
-        if any(name in self._never_finite for one in bad_step.damage for name in (one.name, f"{MODEL}{one.name}")):
+        damaged = [tensor.name for tensor in bad_step.damage]
+        if any(name in self._never_finite for name in (*damaged, *(f"{MODEL}{name}" for name in damaged))):
             code = "weights.not-finite"
             fix = "they were not finite when the run began: check the folder or checkpoint that they were loaded from"
         elif bad_step.step in self._rewound or max(self._returns.values(), default=0) >= BACK_TO_ONE_STATE:

@@ -80,17 +80,17 @@ class CpuUsage:
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
-        self._seen: collections.deque[tuple[float, float]] = collections.deque()
+        self._samples: collections.deque[tuple[float, float]] = collections.deque()
 
     def note(self, now: float, spent_s: float) -> None:
-        self._seen.append((now, spent_s))
-        while len(self._seen) > 2 and self._seen[1][0] <= now - self._window_s:
-            self._seen.popleft()
+        self._samples.append((now, spent_s))
+        while len(self._samples) > 2 and self._samples[1][0] <= now - self._window_s:
+            self._samples.popleft()
 
     @property
     def busy(self) -> bool:
         """Return whether the process used more than `_BUSY_SHARE` of a core; True during the first window."""
-        (began, spent_s), (now, spent_now_s) = self._seen[0], self._seen[-1]
+        (began, spent_s), (now, spent_now_s) = self._samples[0], self._samples[-1]
         if now - began < self._window_s:
             return True
         return (spent_now_s - spent_s) / (now - began) > _BUSY_SHARE
