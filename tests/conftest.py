@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import sys
@@ -39,6 +40,18 @@ def own_state_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
             del os.environ[name]
         else:
             os.environ[name] = value
+
+
+@pytest.fixture(scope="session", autouse=True)
+def commands_are_built_once() -> Iterator[None]:
+    """Typer builds all commands from their functions at each call, which takes 70 ms. A user calls once, tests call
+    hundreds of times in one process."""
+    from typer import main
+
+    build = main.get_command
+    main.get_command = functools.cache(build)
+    yield
+    main.get_command = build
 
 
 @pytest.fixture(scope="module", autouse=True)
