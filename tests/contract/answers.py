@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +27,21 @@ def export(spec: ModelSpec, config: Any, processor: Any, folder: Path, seed: int
     return folder
 
 
+@lru_cache(maxsize=1)  # questions to one folder come one after another
+def _both(folder: Path) -> tuple[Any, Any]:
+    """The folder as we load it and as transformers loads it. Answering changes neither."""
+    reference = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    return tessera.load(folder, device="cpu"), reference.eval()
+
+
 def same_answer(
     folder: Path, question: list[dict[str, Any]], inputs: Callable[[Any, Batch], dict[str, Any]], new: int = 12
 ) -> None:
     """`inputs`: of transformers' model, given it and our prompt."""
-    model, loaded = tessera.load(folder, device="cpu")
+    (model, loaded), reference = _both(folder)
     batch, processor = loaded(question), loaded.processor
     stops = processor.stop_tokens
     ours = generate_tokens(model.module, batch, max_new_tokens=new, stop_tokens=stops, sampling=Sampling())[0]
-    reference = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     prompt = {"input_ids": batch["tokens"][None], "attention_mask": torch.ones_like(batch["tokens"])[None]}
     out = reference.generate(
         **{**prompt, **inputs(reference, batch)}, max_new_tokens=new, do_sample=False, eos_token_id=list(stops)

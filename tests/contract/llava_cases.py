@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -120,6 +121,13 @@ def processor_of(shape: Shape, folder: Path, **options: Any) -> LlavaProcessor:
     return LlavaProcessor.load(config_of(shape), where, **options)
 
 
+@cache
+def shared_processor(shape: Shape) -> LlavaProcessor:
+    """The processor of a shape, whose tokenizer is trained once: encoding changes nothing in it."""
+    with tempfile.TemporaryDirectory() as folder:
+        return processor_of(shape, Path(folder))
+
+
 def conversation(media: list[Any], number: int = 0) -> Sample:
     kinds = ["image" if isinstance(item, Image.Image) else "video" for item in media]
     parts = [Part(kind, None) for kind in kinds]  # type: ignore[arg-type]
@@ -203,6 +211,8 @@ class Llava(VisionLanguageFamily):
     spec: ClassVar[ModelSpec] = SPEC
     shapes: ClassVar[tuple[Shape, ...]] = SHAPES
     folders: ClassVar[Sequence[int]] = range(6)
+    quick: ClassVar[Sequence[int]] = (0, 1, 3, 5)
+    quick_folders: ClassVar[Sequence[int]] = (0, 1, 3)
     alone: ClassVar[Sequence[int]] = (0, 3)
 
     def config(self, number: int, **changes: Any) -> LlavaConfig:
@@ -213,8 +223,7 @@ class Llava(VisionLanguageFamily):
 
     def case(self, pair: Pair, media: list[Any], seed: int) -> Case:
         shape = next(shape for shape in SHAPES if config_of(shape, attention=pair.config.attention) == pair.config)
-        with tempfile.TemporaryDirectory() as folder:
-            processor = processor_of(shape, Path(folder))
+        processor = shared_processor(shape)
         encoded = processor.encode(conversation(media, seed), media)
         return Case(encoded.tokens, encoded.labels, encoded.positions, Talk(processor, encoded, media))
 

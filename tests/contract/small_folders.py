@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +63,21 @@ CASES: dict[str, tuple[str, str, list[str], dict[str, str]]] = {
 LANGUAGE = [name for name, case in CASES.items() if not case[3]]
 
 
+_EXPORTS = tempfile.TemporaryDirectory()  # removed when the process ends
+
+
 def small_folder(name: str, root: Path) -> Path:
+    """Write the export to `root / "hf"`, and its tokenizer beside it. A process builds each export once."""
+    shutil.copytree(_export(name), root, dirs_exist_ok=True)
+    return root / "hf"
+
+
+@cache
+def _export(name: str) -> Path:
     family, preset, words, named = CASES[name]
     tokenizer = train_tokenizer(["Say red blue tall small old."], VOCAB, words)
-    root.mkdir(parents=True, exist_ok=True)
+    root = Path(_EXPORTS.name) / name
+    root.mkdir()
     tokenizer.save(str(root / "tokenizer.json"))
     ids: dict[str, Any] = {field: tokenizer.token_to_id(word) for field, word in named.items()}
     spec, config = resolve(ModelSection(family=family, preset=preset, config=ids))
@@ -74,4 +88,4 @@ def small_folder(name: str, root: Path) -> Path:
     module = spec.main.build(config)
     randomize(module, 0, 0.3)  # large enough that answers vary
     export_folder(module, spec, config, spec.processor(config, root, **bounds), root / "hf", files=root, prove="never")
-    return root / "hf"
+    return root

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -121,9 +122,14 @@ def without(told: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
     return config
 
 
-def meaning(kind: str, told: Mapping[str, Any]) -> dict[str, Any]:
-    """What transformers' class makes of it."""
-    return CONFIG_MAPPING[kind](**copy.deepcopy(dict(told))).to_dict()
+def meaning(kind: str, told: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What transformers' class makes of it. Many omissions mean the same, which is computed once."""
+    return _meaning(kind, json.dumps(told))
+
+
+@lru_cache(maxsize=64)
+def _meaning(kind: str, told: str) -> Mapping[str, Any]:
+    return CONFIG_MAPPING[kind](**json.loads(told)).to_dict()
 
 
 def differences(ours: Any, theirs: Any, at: str = "") -> list[str]:
