@@ -41,7 +41,7 @@ def built(presets: list[tuple[str, str]]) -> Iterator[Any]:
     seen: set[tuple[str, str]] = set()
     for name, preset in presets:
         kind = (name, "tiny" + preset if "quickstart" in preset else "experts" if "-a" in preset else "published")
-        yield pytest.param(name, preset, marks=[pytest.mark.slow] if kind in seen else [])
+        yield pytest.param((name, preset), id=f"{name}-{preset}", marks=[pytest.mark.slow] if kind in seen else [])
         seen.add(kind)
 
 
@@ -113,9 +113,18 @@ def on_meta(name: str, preset: str, **changes: Any) -> tuple[ModelSpec, Section,
         return spec, config, spec.main.build(config)
 
 
-@pytest.mark.parametrize(("name", "preset"), BUILT)
-def test_builds_on_meta_with_parameters_only(name: str, preset: str) -> None:
-    _, _, model = on_meta(name, preset)
+Built = tuple[ModelSpec, Any, nn.Module]
+
+
+@pytest.fixture(scope="module")
+def preset_on_meta(request: pytest.FixtureRequest) -> Built:
+    """A preset, built once for the tests that only read it: pytest runs them one after another."""
+    return on_meta(*request.param)
+
+
+@pytest.mark.parametrize("preset_on_meta", BUILT, indirect=True)
+def test_builds_on_meta_with_parameters_only(preset_on_meta: Built) -> None:
+    _, _, model = preset_on_meta
     parameters = dict(model.named_parameters())
     assert parameters
     assert all(p.is_meta for p in parameters.values())
@@ -123,9 +132,9 @@ def test_builds_on_meta_with_parameters_only(name: str, preset: str) -> None:
     assert sorted(model.state_dict()) == sorted(parameters)
 
 
-@pytest.mark.parametrize(("name", "preset"), BUILT)
-def test_the_plan_covers_every_parameter_once_and_names_modules_that_exist(name: str, preset: str) -> None:
-    spec, config, model = on_meta(name, preset)
+@pytest.mark.parametrize("preset_on_meta", BUILT, indirect=True)
+def test_the_plan_covers_every_parameter_once_and_names_modules_that_exist(preset_on_meta: Built) -> None:
+    spec, config, model = preset_on_meta
     plan = spec.main.plan(config)
     parameters = [path for path, _ in model.named_parameters()]
     select(list(plan.tensor), parameters, "tensor plan")  # raises for a pattern that matches nothing
@@ -140,9 +149,9 @@ def test_the_plan_covers_every_parameter_once_and_names_modules_that_exist(name:
         assert sum(path.startswith(owner + ".") for owner in owners) == 1, path
 
 
-@pytest.mark.parametrize(("name", "preset"), BUILT)
-def test_the_weight_map_names_every_parameter_and_no_foreign_tensor_twice(name: str, preset: str) -> None:
-    spec, config, model = on_meta(name, preset)
+@pytest.mark.parametrize("preset_on_meta", BUILT, indirect=True)
+def test_the_weight_map_names_every_parameter_and_no_foreign_tensor_twice(preset_on_meta: Built) -> None:
+    spec, config, model = preset_on_meta
     if not spec.main.weights:
         pytest.skip("no Hugging Face form")
     table = spec.main.weight_map(config)
@@ -239,9 +248,12 @@ PARTLY: dict[str, tuple[str, dict[str, Any]]] = {
     "upper layers": ("llama", {"freeze": ["text.embed", "text.layers.{0-7}"]}),
     "lora, qwen3": ("qwen3", {"lora": {"rank": 4}}),
 }
+REPEATED = ("all", "text alone", "lora, qwen3")  # another test, another case and another family count the same
 
 
-@pytest.mark.parametrize("case", PARTLY)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] if case in REPEATED else []) for case in PARTLY]
+)
 def test_gradients_that_nobody_asks_for_are_not_counted(case: str) -> None:
     """Against torch's counter, which sees what is computed: LoRA and frozen parts compute less than three passes."""
     family, told = PARTLY[case]
