@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -47,6 +47,7 @@ SHAPES = (
 class Glm4v(Grids):
     spec: ClassVar[ModelSpec] = SPEC
     shapes: ClassVar[tuple[Shape, ...]] = SHAPES
+    quick: ClassVar[Sequence[int]] = (0, 2, 3)
     first_word: ClassVar[int] = 3
     between: ClassVar[Callable[..., tuple[np.ndarray, np.ndarray]] | None] = staticmethod(bicubic_positions)
 

@@ -86,7 +86,12 @@ def alone_in_the_library(kind: str, folder: Path, items: list[Any], dtype: torch
     return gradients(model, total)
 
 
-@pytest.mark.parametrize("name", REFUSED)
+QUICK = ("sliding window", "attention_bias", "longrope")  # masks, weights and positions of other kinds
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in REFUSED]
+)
 def test_the_class_that_a_refusal_names_computes_alone_padded_and_packed_alike(name: str, tmp_path: Path) -> None:
     kind, fields = REFUSED[name]
     folder = write_text_class(kind, {**SIZES, **fields}, tmp_path / "folder")

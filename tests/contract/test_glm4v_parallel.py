@@ -57,7 +57,7 @@ def with_model(cases: list[Case], folder: Path) -> list[Case]:
     return [of_model(case, {**MODEL, "tokenizer": str(words)}) for case in cases]
 
 
-@pytest.mark.slow  # Qwen2.5-VL, Qwen3-VL and InternVL go the same ways in every run
+@pytest.mark.slow  # Qwen2.5-VL and Qwen3-VL go the same ways in every run
 def test_layouts_train_like_one_process(tmp_path: Path) -> None:
     train_like_one_process(with_model(CASES, tmp_path), tmp_path)
 

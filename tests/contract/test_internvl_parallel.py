@@ -82,6 +82,7 @@ def with_model(cases: list[tuple[Case, dict[str, Any], str]], folder: Path) -> l
     return [of_model(case, {**fixed, "config": config}, note, **tiles) for case, config, note in cases]
 
 
+@pytest.mark.slow  # Qwen2.5-VL and Qwen3-VL go the same ways in every run
 def test_layouts_train_like_one_process(tmp_path: Path) -> None:
     train_like_one_process(with_model(CASES, tmp_path), tmp_path)
 

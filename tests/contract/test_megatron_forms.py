@@ -22,7 +22,13 @@ from tessera_compat.shards.resplit import resplit
 from tests.errors import raises
 
 # Layers of the small models: 2 or 3 vision, 2 text. Stages without layers of a part are allowed.
-CASES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl experts", "internvl"]
+CASES = [
+    "qwen2_vl",
+    pytest.param("qwen2_5_vl", marks=pytest.mark.slow),
+    pytest.param("qwen3_vl", marks=pytest.mark.slow),
+    "qwen3_vl experts",
+    "internvl",
+]
 
 
 def hub_weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -64,7 +64,7 @@ def test_greedy_answers_are_those_of_transformers(experts: dict[str, Any] | None
     folder = export(SPEC, config, processor, tmp_path / "hf", seed=1)
     frames, two = clip(4, 24, 16), [picture(9, 30, 2), picture(40, 17, 3)]
     questions: list[list[Any]] = [[], [picture(30, 20, 1)], two, [frames], [frames, *two]]
-    for media in questions:
+    for media in questions if experts is None else questions[-1:]:
         kinds = ["image" if isinstance(item, Image.Image) else "video" for item in media]
 
         def inputs(reference: Any, batch: Batch, media: list[Any] = media, kinds: list[str] = kinds) -> dict[str, Any]:

@@ -16,7 +16,11 @@ from tessera.config.run_config import ModelSection
 from tessera.models import resolve
 from tests.toys.save_folder import save_folder
 
-SHAPES = [(name, number) for name, family in VISION_LANGUAGE.items() for number in family.folders]
+SHAPES = [
+    pytest.param(name, number, marks=[] if number in family.quick_folders else [pytest.mark.slow])
+    for name, family in VISION_LANGUAGE.items()
+    for number in family.folders
+]
 
 
 @pytest.mark.parametrize(("name", "number"), SHAPES)

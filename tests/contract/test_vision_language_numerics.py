@@ -15,9 +15,20 @@ from tessera.core.cache import CacheRow, CacheStep
 from tests.close import assert_as_close
 
 NAMES = list(VISION_LANGUAGE)
-SHAPES = [(name, number) for name, family in VISION_LANGUAGE.items() for number in range(len(family.shapes))]
+SHAPES = [
+    pytest.param(name, number, marks=[] if number in family.quick else [pytest.mark.slow])
+    for name, family in VISION_LANGUAGE.items()
+    for number in range(len(family.shapes))
+]
 ALONE = [(name, number) for name, family in VISION_LANGUAGE.items() for number in family.alone]
-SAMPLES = [(name, number, shown) for name, number in ALONE for shown in VISION_LANGUAGE[name].media(number)]
+RICHEST = {(name, number): list(VISION_LANGUAGE[name].media(number))[-1] for name, number in ALONE}
+# Packed batches contain a sample of every kind. Alone, `make test` compares text without media and the sample that has
+# the most media.
+SAMPLES = [
+    pytest.param(name, number, media, marks=[] if media in ("text", RICHEST[name, number]) else [pytest.mark.slow])
+    for name, number in ALONE
+    for media in VISION_LANGUAGE[name].media(number)
+]
 
 
 def compare(name: str, number: int, seed: int, media: list[str], padding: int) -> None:
