@@ -30,8 +30,8 @@ PREFETCH = {"prefetch_forward": 2, "prefetch_backward": 2}
 
 
 def chat(folder: Path, parallel: dict[str, Any], precision: dict[str, Any]) -> dict[str, Any]:
-    recipe = chat_recipe(folder / "data", folder, steps=2)
-    recipe["data"]["eval"] = []
+    recipe = chat_recipe(folder / "data", folder, steps=2, global_batch=2)  # bf16 is slow on many CPUs
+    recipe["data"] |= {"eval": [], "length": 128}
     recipe["model"]["freeze"] = ["vision", "projector"]
     return {**recipe, "parallel": parallel, "precision": precision, "checkpoint": {"at_end": False}}
 
@@ -42,7 +42,7 @@ def migrated(folder: Path, name: str, parallel: dict[str, Any], precision: dict[
         "out": str(folder),
         "model": {"family": "module", "config": {"class": f"{MIGRATED}:{name}", "arguments": {"config": CONFIG}}},
         "data": {"kind": "custom", "options": {"dataset": f"{MIGRATED}:CustomDataset"}, "workers": 0},
-        "train": {"steps": 3, "global_batch": 4, "micro_batch": 1, "device": "cpu"},
+        "train": {"steps": 2, "global_batch": 4, "micro_batch": 1, "device": "cpu"},
         "optim": {"lr": 1e-2, "schedule": {"kind": "constant"}},
         "parallel": parallel,
         "precision": precision,
