@@ -97,9 +97,8 @@ class FrozenModule:
                 yield self._module
         finally:
             for part in self._module.modules():
-                if isinstance(
-                    part, FSDPModule
-                ):  # FSDP frees gathered weights of the root in backward, but no backward runs here
+                # FSDP frees gathered weights of the root in backward, but no backward runs here.
+                if isinstance(part, FSDPModule):
                     part.reshard()
             for parameter, on_host in self._host.items():  # frozen weights do not change, so nothing is copied back
                 parameter.data = on_host

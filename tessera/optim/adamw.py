@@ -62,9 +62,8 @@ class AdamW(torch.optim.AdamW):
             for five in zip(*init_adamw_group(self, group), strict=True):
                 param, grad, mean, square, step = map(local_shard, five)
                 local = _LocalState(param, grad, mean, square, step, group["lr"], group["weight_decay"])
-                by_kind.setdefault(local.kind, []).append(
-                    local
-                )  # includes empty shards, because their step counts increase, too
+                # Include empty shards, because their step counts increase, too.
+                by_kind.setdefault(local.kind, []).append(local)
         for kind, states in by_kind.items():
             if isinstance(kind, _TensorKind):
                 self._step_in_one_launch(kind, states, scale, bad)

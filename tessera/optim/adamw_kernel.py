@@ -5,10 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-BLOCK, WARPS = (
-    1024,
-    4,
-)  # elements and warps of a block: 13.8 ms for 3.7 billion bf16 elements; 4096 and 8 take 19.8 ms
+# Elements and warps of a block: 13.8 ms for 3.7 billion bf16 elements; 4096 and 8 take 19.8 ms.
+BLOCK, WARPS = 1024, 4
 
 
 @triton.jit

@@ -146,10 +146,8 @@ class OffloadScope:
             return self._offloaded[key][1]
         offloaded = OffloadedTensor(self, tensor)
         self.tensors.append(weakref.ref(offloaded))
-        self._offloaded[key] = (
-            StorageWeakRef(tensor.untyped_storage()),
-            offloaded,
-        )  # the storage is referenced, so no other storage gets its id
+        # The storage is referenced, so no other storage gets its id.
+        self._offloaded[key] = (StorageWeakRef(tensor.untyped_storage()), offloaded)
         return offloaded
 
     def close(self) -> None:

@@ -106,7 +106,7 @@ def _check_heads(
 ) -> None:
     ulysses = section.cp if section.ulysses is None else section.ulysses
     for path in attention:
-        heads = _heads(model_plan, tree, path)
+        heads = max(_beside(model_plan, tree, path), default=None)  # query heads, if the family declares them
         if heads is None or ulysses <= heads // tp:
             continue
         whose = f"{heads} heads" if tp == 1 else f"{heads // tp} heads that each of tp={tp} ranks has"
@@ -118,11 +118,6 @@ def _check_heads(
             fix=f"parallel.ulysses={allowed[-1]}: the ranks left over form a ring" if allowed else "lower parallel.tp",
             code="layout.ulysses-heads",
         )
-
-
-def _heads(model_plan: ModelPlan, tree: dict[str, nn.Module], attention: str) -> int | None:
-    """Return the number of query heads: the largest declared head count among layers with the same parent module."""
-    return max(_beside(model_plan, tree, attention), default=None)
 
 
 def _shape(model_plan: ModelPlan, tree: dict[str, nn.Module], attention: str, tp: int) -> Heads | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -61,34 +62,18 @@ def shard_modules(
         other = home(path, meshes)
         group = arguments if other is None else {**arguments, "mesh": meshes[other], **_placement(meshes[other], plan)}
         if path in plan.precision.modules:
-            group = {**group, "mp_policy": _policy_of_module(plan.precision.modules[path], plan)}
+            # The module computes in another dtype: cast its inputs to it, and its outputs back.
+            types = (plan.precision.modules[path], plan.precision.reduce, plan.precision.compute)
+            group = {**group, "mp_policy": MixedPrecisionPolicy(*types, cast_forward_inputs=True)}
         elif path in wide:  # a float32 module casts its inputs itself
-            group = {
-                **group,
-                "mp_policy": MixedPrecisionPolicy(torch.float32, plan.precision.reduce, cast_forward_inputs=False),
-            }
+            policy = MixedPrecisionPolicy(torch.float32, plan.precision.reduce, cast_forward_inputs=False)
+            group = {**group, "mp_policy": policy}
         fully_shard(module.get_submodule(path), **group)
     # Only the root casts its output: outputs of blocks and of pipeline stages stay in the dtype of computation. The
     # engine casts the output of the last stage.
-    policy: MixedPrecisionPolicy = arguments["mp_policy"]
-    outer = MixedPrecisionPolicy(
-        param_dtype=policy.param_dtype,
-        reduce_dtype=policy.reduce_dtype,
-        output_dtype=plan.precision.output if plan.pipeline is None else None,
-        cast_forward_inputs=policy.cast_forward_inputs,
-    )
+    outer = replace(arguments["mp_policy"], output_dtype=plan.precision.output if plan.pipeline is None else None)
     # The root is not resharded after forward: the loss then reads the head's weight.
     fully_shard(module if root is None else root, **{**arguments, "mp_policy": outer, "reshard_after_forward": False})
-
-
-def _policy_of_module(dtype: torch.dtype, plan: Plan) -> MixedPrecisionPolicy:
-    """Return the policy of a module that computes in `dtype`: cast its inputs to it, and its outputs back."""
-    return MixedPrecisionPolicy(
-        param_dtype=dtype,
-        reduce_dtype=plan.precision.reduce,
-        output_dtype=plan.precision.compute,
-        cast_forward_inputs=True,
-    )
 
 
 def _placement(mesh: DeviceMesh, plan: Plan) -> dict[str, Any]:

@@ -59,13 +59,7 @@ def plan_modules(section: ParallelSection, model_plan: ModelPlan, module: nn.Mod
     blocks = _blocks(section, model_plan, tree, ignored)
     _refuse_ties_across_groups(module, blocks, ignored)
     recompute = _recompute(section, tree)
-    offloaded = tuple(
-        _callable(
-            _select_once(section.activation_offload, tree, "parallel.activation_offload"),
-            tree,
-            "parallel.activation_offload",
-        )
-    )
+    offloaded = tuple(_select_callable(section.activation_offload, tree, "parallel.activation_offload"))
     _refuse_nested([*((r.path, "recomputed") for r in recompute), *((path, "offloaded") for path in offloaded)])
     compiled = _compiled(section, model_plan, tree, offloaded)
     host_blocks = _block_offload(section, model_plan, tree, recompute)
@@ -105,7 +99,7 @@ def _blocks(
     where = "parallel.wrap"
     at_root = [path for path in tree if any(matches(pattern, path) for pattern in model_plan.fsdp_root)]
     blocks: dict[str, None] = {}
-    for path in _callable(_select_once(section.wrap, tree, where), tree, where):
+    for path in _select_callable(section.wrap, tree, where):
         outer = home(path, ignored)
         if outer:
             raise TesseraError(
@@ -142,7 +136,7 @@ def _recompute(section: ParallelSection, tree: dict[str, nn.Module]) -> tuple[Re
                 fix="parallel.use_reentrant: false",
                 code="layout.reentrant-keep",
             )
-        for path in _callable(_select_once([pattern], tree, where), tree, where):
+        for path in _select_callable([pattern], tree, where):
             if path in chosen:
                 raise TesseraError(
                     f"{path} is named twice for recompute",
@@ -168,7 +162,7 @@ def _compiled(
             fix="name the modules to compile, such as parallel.compile='[\"blocks.{*}\"]', or leave the key out",
             code="layout.nothing-to-compile",
         )
-    paths = _callable(_select_once(patterns, tree, where), tree, where)
+    paths = _select_callable(patterns, tree, where)
     for path in paths:
         outer = next((other for other in paths if path.startswith(other + ".")), None)
         if outer:
@@ -180,10 +174,7 @@ def _compiled(
     )
     for other, key in (
         (kept_elsewhere and f"{kept_elsewhere} has its activations offloaded", "parallel.activation_offload"),
-        (
-            section.use_reentrant and "reentrant recompute hides its operations",
-            "parallel.use_reentrant",
-        ),
+        (section.use_reentrant and "reentrant recompute hides its operations", "parallel.use_reentrant"),
         (section.cp > 1 and "tokens of a row are on several ranks", "parallel.cp"),
         (section.ep > 1 and "experts are on several ranks", "parallel.ep"),
         (
@@ -208,7 +199,7 @@ def _block_offload(
     if not section.block_offload:
         return ()
     patterns = model_plan.blocks if section.block_offload is True else section.block_offload
-    paths = _callable(_select_once(patterns, tree, where), tree, where)
+    paths = _select_callable(patterns, tree, where)
     again = {part.path for part in recompute}
     for path in paths:
         if path not in again:
@@ -381,8 +372,10 @@ def _select_once(patterns: Sequence[str], tree: Iterable[str], where: str) -> li
     return list(by)
 
 
-def _callable(paths: Sequence[str], tree: dict[str, nn.Module], where: str) -> list[str]:
-    """Raise for a `ModuleList`, whose forward is never called, so that a wrapper would have no effect."""
+def _select_callable(patterns: Sequence[str], tree: dict[str, nn.Module], where: str) -> list[str]:
+    """Return paths like `_select_once`. Raise for a `ModuleList`: its forward is never called, so that a wrapper would
+    have no effect."""
+    paths = _select_once(patterns, tree, where)
     for path in paths:
         if isinstance(tree[path], (nn.ModuleList, nn.ModuleDict)) and type(tree[path]).forward is nn.Module.forward:
             raise TesseraError(
@@ -391,7 +384,7 @@ def _callable(paths: Sequence[str], tree: dict[str, nn.Module], where: str) -> l
                 fix=f"name its members: {path}.{{*}}",
                 code="layout.module-list",
             )
-    return list(paths)
+    return paths
 
 
 def present(root: nn.Module, paths: Iterable[str]) -> list[str]:

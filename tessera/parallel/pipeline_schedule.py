@@ -18,10 +18,8 @@ from tessera.errors import TesseraError
 from tessera.runtime.torch_internals import schedule_actions
 
 SINGLE: tuple[Schedule, ...] = ("gpipe", "1f1b")  # one stage on each rank
-SPLITS_BACKWARD: tuple[Schedule, ...] = (
-    "interleaved-zb",
-    "zbv",
-)  # these split backward: gradients of inputs first, gradients of weights later
+# These split backward: gradients of inputs first, gradients of weights later.
+SPLITS_BACKWARD: tuple[Schedule, ...] = ("interleaved-zb", "zbv")
 _WORK = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # cost of an action relative to a forward pass
 _WORK_UNSPLIT = {"F": 1.0, "B": 2.0, "I": 2.0, "W": 0.0}
 _SPELLED = re.compile(r"(\d+)([FBIW])(\d+)")  # an action as torch prints it: stage, kind, micro-batch

@@ -71,9 +71,8 @@ class MemoryPlan:
     by_position: tuple[MemoryBytes, ...]  # memory of the largest rank at each pipeline position
     whole_gradients: int  # bytes of unsharded gradients with parallel.accumulate: local
     frozen: Mapping[str, FrozenBytes] = field(default_factory=dict)  # frozen component, such as "vae" -> its bytes
-    encoded_ahead: tuple[int, int] | None = (
-        None  # (number of steps whose batches are encoded together, bytes of the encoded tensors)
-    )
+    # (number of steps whose batches are encoded together, bytes of the encoded tensors)
+    encoded_ahead: tuple[int, int] | None = None
 
     @property
     def heaviest(self) -> MemoryBytes:

@@ -198,21 +198,17 @@ def supports(device: torch.device, what: str) -> bool:
     counted = counted_for(device)
     if counted is not None:
         return what in _COUNTED_ABILITIES.get(counted, ())
-    if what == "flash_attention":
+    if what in ("flash_attention", "tensor_cores"):
         return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
     if what == "cudnn_attention":  # on Hopper 1.9 times as fast as flash attention, slower elsewhere
         return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 and cudnn.is_available()
     if what == "wide_sums":  # half-precision products accumulated into float32 tensors
         return device.type == "cuda"
-    if what == "tensor_cores":
-        return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
     if what == "triton":
         return supports(device, "tensor_cores") and _builds_kernels(device)
     if what == "pinned_memory":
         return device.type != "cpu"
-    if what == "fused_optimizer":
-        return device.type in ("cuda", "cpu")
-    if what == "grouped_mm":
+    if what in ("fused_optimizer", "grouped_mm"):
         return device.type in ("cuda", "cpu")
     raise AssertionError(f"unknown capability {what!r}")
 
@@ -349,11 +345,9 @@ class HostCopy:
         self._values = values
         self._event: Any = None
         if values.device.type != "cpu":
-            module: Any = torch.get_device_module(values.device)
             self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._values.copy_(values, non_blocking=True)
-            self._event = module.Event()
-            self._event.record(module.current_stream(values.device))
+            self._event = queued(values.device)
 
     def ready(self) -> bool:
         """Return whether the copy has finished."""

@@ -33,6 +33,10 @@ def check_regular(path: Path) -> os.stat_result:
         raise TesseraError(
             f"cannot be opened: {error.strerror}", where=str(path), code="environment.cannot-open"
         ) from None
+    return _regular(status, path)
+
+
+def _regular(status: os.stat_result, path: Path) -> os.stat_result:
     if not stat.S_ISREG(status.st_mode):
         raise TesseraError(
             f"{_kind(status.st_mode)} is not a regular file", where=str(path), code="environment.not-regular-file"
@@ -87,22 +91,14 @@ def read_bytes(path: Path, limit: int = MAX_JSON_BYTES) -> bytes:
         # O_NONBLOCK: since the check above, the file may have been replaced by a pipe.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise TesseraError(
-                    f"{_kind(status.st_mode)} is not a regular file",
-                    where=str(path),
-                    code="environment.not-regular-file",
-                )
+            status = _regular(os.fstat(descriptor), path)
             if status.st_size > limit:
                 raise TesseraError(
                     f"the file has {status.st_size} bytes; the limit is {limit}",
                     where=str(path),
                     code="environment.file-too-large",
                 )
-            return file.read(
-                min(limit, status.st_size + 1)
-            )  # `read` allocates as many bytes as its argument, so it is at most the file size
+            return file.read(min(limit, status.st_size + 1))  # it allocates as many bytes as its argument
     except OSError as error:
         raise TesseraError(
             f"cannot be opened: {error.strerror}", where=str(path), code="environment.cannot-open"

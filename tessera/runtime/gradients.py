@@ -43,9 +43,8 @@ class LossScale:
 
     def __init__(self, section: LossScaleSection, device: torch.device) -> None:
         self._growth_steps = section.growth_steps
-        self.state = torch.tensor(
-            [section.start, 0.0], device=device
-        )  # the scale, and the number of steps without overflow since it changed
+        # The scale, and the number of steps without overflow since it changed.
+        self.state = torch.tensor([section.start, 0.0], device=device)
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Return the loss times the scale."""

@@ -52,7 +52,7 @@ svg text.mark{fill:var(--bad)}.legend{font-size:12px;color:var(--soft)}.key{marg
 rect.over{fill:transparent}
 .wide{overflow-x:auto;padding:6px 14px}table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
 td,th{padding:5px 10px;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}
-th{font-weight:600;color:var(--soft);font-size:13px}th[colspan]{text-align:center}
+th{font-weight:600;color:var(--soft);font-size:13px}
 td:first-child,th:first-child,.sentences td,.sentences th{text-align:left}.sentences td{white-space:normal}
 tr:last-child td{border-bottom:0}
 """
@@ -109,14 +109,10 @@ def table(
     head: Sequence[str],
     cells: Iterable[Sequence[str]],
     *,
-    above: str = "",
     chosen: Iterable[int] = (),
     text: bool = False,
 ) -> str:
-    """Return a table. `above`: markup of an additional first header row. `chosen`: indices of the rows to highlight.
-
-    `text`: whether cells are sentences instead of numbers.
-    """
+    """Return a table. `chosen`: indices of the rows to highlight. `text`: whether cells are sentences, not numbers."""
     marked = set(chosen)
     rows = ""
     for number, row in enumerate(cells):
@@ -124,7 +120,7 @@ def table(
         rows += opened + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>"
     names = "".join(f"<th>{escape(name)}</th>" for name in head)
     kind = ' class="sentences"' if text else ""
-    return f'<div class="wide"><table{kind}>{above}<tr>{names}</tr>{rows}</table></div>'
+    return f'<div class="wide"><table{kind}><tr>{names}</tr>{rows}</table></div>'
 
 
 @dataclass(frozen=True)
@@ -200,15 +196,13 @@ def bar_chart(
     labels: Iterable[tuple[float, str]] = (),
     lines: Iterable[tuple[float, str, str]] = (),
     note: str = "",
-    width: int = 460,
-    height: int = 150,
 ) -> str:
     """Return a figure of vertical bars, such as a histogram.
 
     `bars`: (value, tooltip) of each bar. `labels`: (position in bars, text) below the bars. `lines`: vertical lines as
     (position in bars, CSS class `share` or `mark`, text). `note`: markup below the chart.
     """
-    margin, top, bottom = 8, 8, 22
+    width, height, margin, top, bottom = 460, 150, 8, 8, 22
     largest = max((value for value, _ in bars), default=0.0) or 1.0
     step, full = (width - 2 * margin) / max(1, len(bars)), height - top - bottom
     parts = []
@@ -221,7 +215,7 @@ def bar_chart(
     for number, (position, style, text) in enumerate(lines):
         x = margin + position * step
         near_end = x > width - 60
-        parts.append(_vertical(x, top, height - bottom, style))
+        parts.append(f'<line class="{style}" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{height - bottom}"/>')
         # Put each text lower than the one before: vertical lines may be close together.
         anchor = "end" if near_end else "start"
         parts.append(_text(x + (-4 if near_end else 4), top + 8 + 12 * number, text, anchor, style))
@@ -251,10 +245,6 @@ def _svg(width: int, height: int, title: str, parts: Iterable[str]) -> str:
 def _text(x: float, y: float, text: str, anchor: str, style: str = "") -> str:
     kind = f' class="{style}"' if style else ""
     return f'<text{kind} x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
-
-
-def _vertical(x: float, top: float, bottom: float, style: str) -> str:
-    return f'<line class="{style}" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{bottom}"/>'
 
 
 def _tooltips(series: Sequence[Series], across: Callable[[float], float]) -> list[str]:

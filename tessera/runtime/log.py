@@ -64,10 +64,8 @@ def logger() -> logging.Logger:
 
 def setup(rank: int = 0, folder: Path | None = None, level: int = logging.INFO) -> logging.Logger:
     """Configure the logger. The command line and the trainer call it once per process."""
+    close()
     log = logger()
-    for handler in list(log.handlers):
-        log.removeHandler(handler)
-        handler.close()
     log.setLevel(level)
     log.propagate = False
     if rank == 0:

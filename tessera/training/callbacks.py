@@ -79,9 +79,8 @@ def run_callbacks(parts: CallbackParts, extra: Sequence[Callback]) -> list[Callb
         _generation(parts) if config.train.generate_every else None,  # generates answers or previews during training
         KeepLossScale(parts.loss_scale) if parts.loss_scale is not None else None,  # saves the loss scale of float16
         parts.held_out,  # reads held-out data; ends its worker processes with the run
-        *best_callbacks(
-            config, parts.held_out is not None, parts.checkpoints
-        ),  # `checkpoint.keep_best`, `train.early_stop`
+        # `checkpoint.keep_best`, `train.early_stop`
+        *best_callbacks(config, parts.held_out is not None, parts.checkpoints),
         *named_callbacks(config.train),  # `train.callbacks`
         *extra,  # callbacks of the caller of `tessera.train`
         StepProfiler(config.profile, parts.setup.plan.roles.blocks) if config.profile.steps is not None else None,

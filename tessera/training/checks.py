@@ -32,9 +32,8 @@ class Coverage(Callback):
         self.names = list(names)  # trained parameters of the full model; a rank may have only some of them
         self.policy = policy
         self._looks = 0
-        self._idle: set[str] | None = (
-            None  # tensors with gradients of zeros in all steps so far; None before the first step
-        )
+        # Tensors with gradients of zeros in all steps so far; None before the first step.
+        self._idle: set[str] | None = None
 
     def on_before_optim(self, trainer: TrainerHandle) -> None:
         if self._looks == LOOKS or self._idle == set():

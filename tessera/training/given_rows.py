@@ -120,9 +120,8 @@ def are_rows(dataset: Any) -> bool:
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")) or not len(dataset):
         return False
     try:
-        first = (
-            dataset[:_LOOKED_AT] if isinstance(dataset, list) else [dataset[0]]
-        )  # search several rows: a row whose cell is empty lacks the key
+        # Search several rows: a row whose cell is empty lacks the key.
+        first = dataset[:_LOOKED_AT] if isinstance(dataset, list) else [dataset[0]]
     except LookupError:  # the object is indexed by column names, not by row
         return False
     return isinstance(first[0], Mapping) and any(

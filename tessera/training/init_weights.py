@@ -144,16 +144,10 @@ def _names_in_files(setup: ModelSetup) -> list[str]:
 def _file_shapes(setup: ModelSetup) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the model's tensors in weight files, before quantization."""
     shapes = native_shapes(model_tensors(setup.module))
-    layers = adapted_layers(setup.module)
-    return {
-        name: shapes[name] if name in shapes else _layer_shape(layers[name.removesuffix(".weight")])
-        for name in _names_in_files(setup)
-    }
-
-
-def _layer_shape(layer: nn.Module) -> tuple[int, int]:
-    assert isinstance(layer, QuantizedLoraLinear)
-    return layer.out_features, layer.in_features
+    for path, layer in adapted_layers(setup.module).items():
+        if isinstance(layer, QuantizedLoraLinear):
+            shapes[f"{path}.weight"] = (layer.out_features, layer.in_features)
+    return {name: shapes[name] for name in _names_in_files(setup)}
 
 
 def _quantizes(setup: ModelSetup) -> bool:

@@ -155,9 +155,8 @@ def read_ledger(folder: Path) -> dict[int, list[Row]]:
     for rank, line in _lines_of_run(folder):
         steps.setdefault(line.step, []).extend(line.rows)
         ranks.setdefault(line.step, []).append(rank)
-    complete = {
-        step for step, some in ranks.items() if len(set(some)) > max(some)
-    }  # steps with a line of every rank, from 0 to the highest rank
+    # Steps with a line of every rank, from 0 to the highest rank.
+    complete = {step for step, some in ranks.items() if len(set(some)) > max(some)}
     missing = [str(step) for step in range(min(steps, default=1), max(steps, default=0)) if step not in complete]
     if missing:
         log.warning("%s is damaged: it lacks samples of step %s", folder / "ledger", few_names(missing))

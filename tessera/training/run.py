@@ -49,9 +49,8 @@ class Run:
     checkpoint: Path | None
     stopped: str | None = None  # why the run was stopped before its last step; a resume continues it
     ended_early: str | None = None  # why the run completed before its last step, such as early stopping
-    module: nn.Module | None = field(
-        default=None, repr=False, compare=False
-    )  # the model that was passed to `train` as an object
+    # The model that was passed to `train` as an object.
+    module: nn.Module | None = field(default=None, repr=False, compare=False)
 
     @property
     def model(self) -> nn.Module:
@@ -142,9 +141,8 @@ def resume(
     objects, rows = _objects(model, task, dataset, eval_dataset, optimizer)
     rows.check_resumed(Path(run))
     config = resume_config(run, overrides, trust)
-    if eval_dataset is None and "train.eval_every" in (
-        overrides or {}
-    ):  # saved recipes of earlier versions may set `train.eval_every` without held-out data
+    # Saved recipes of earlier versions may set `train.eval_every` without held-out data.
+    if eval_dataset is None and "train.eval_every" in (overrides or {}):
         check_evaluated(config)
     objects.check_resumed(given_objects(Path(run)))
     file = find_file(Path(run), CONFIG)
@@ -185,9 +183,8 @@ def resume_config(run: str | Path, overrides: Mapping[str, Any] | None = None, t
         )
     saved["name"] = "run"  # the folder may have a name that recipes do not allow
     code = named_code(load_config(saved))
-    check_trusted(
-        find_file(folder, CONFIG).parent, code, trust
-    )  # code that `overrides` name needs no check: the user of this process wrote them
+    # Code that `overrides` name needs no check: the user of this process wrote them.
+    check_trusted(find_file(folder, CONFIG).parent, code, trust)
     config = load_config(saved, overrides)
     if (was := _folder_before(folder)) is not None and was != folder.absolute():
         config = moved(config, was, folder.absolute())
@@ -279,9 +276,8 @@ def open_run(
             Ranks.current().on_rank0(lambda: folder.begin(config, resume=resume, objects=objects.names))
             if rows is not None and rows.splits and not resume:
                 Ranks.current().on_rank0(lambda: rows.write(config.folder))
-            if (
-                int(os.environ.get("LOCAL_RANK", 0)) == 0
-            ):  # trust the run on every machine, so that each can resume it without `trust`
+            # Trust the run on every machine, so that each can resume it without `trust`.
+            if int(os.environ.get("LOCAL_RANK", 0)) == 0:
                 remember(config.folder, named_code(config))
             yield config, [PublishRun(folder)] if world.is_main else []
         dist.barrier()  # a rank that exits early would look lost to the watchdogs of other ranks

@@ -181,7 +181,7 @@ class RunFolder:
             if aside.exists():
                 _move(list(aside.iterdir()), self.path)
                 aside.rmdir()
-        for trash in filter(_is_trash, list(self.path.iterdir())):
+        for trash in list(self.path.glob(f"{_TRASH}*")):
             remove_folder(trash)
 
 
@@ -199,10 +199,6 @@ def _move(paths: Sequence[Path], folder: Path) -> None:
             )
     for path in paths:
         os.rename(path, folder / path.name)
-
-
-def _is_trash(path: Path) -> bool:
-    return path.name.startswith(_TRASH)
 
 
 def check_fresh(folder: Path, overwrite: bool) -> None:

@@ -47,19 +47,14 @@ class Objects:
     task: Task | None = None
     dataset: Any = None  # a torch Dataset or DataLoader, a RowSource, a StepSource, or a sequence or iterable
     eval_dataset: Any = None
-    optimizer: Callable[[list[dict[str, Any]]], Optimizer] | None = (
-        None  # function from parameter groups to an optimizer, such as an optimizer class
-    )
+    # Function from parameter groups to an optimizer, such as an optimizer class.
+    optimizer: Callable[[list[dict[str, Any]]], Optimizer] | None = None
 
     def __post_init__(self) -> None:
         """Raise if an object has the wrong type."""
         wanted = {
             "model": (self.model, isinstance(self.model, nn.Module), "an nn.Module"),
-            "task": (
-                self.task,
-                isinstance(self.task, Task),
-                "an object of a class derived from tessera.core.task.Task",
-            ),
+            "task": (self.task, isinstance(self.task, Task), "an object of a subclass of tessera.core.task.Task"),
             "optimizer": (self.optimizer, callable(self.optimizer), "a function of parameter groups, such as a class"),
         }
         for name, (value, fits, what) in wanted.items():

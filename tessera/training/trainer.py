@@ -74,15 +74,13 @@ class Trainer:
         self.stop_reason: str | None = None  # reason of `request_stop`; a resume continues the run
         self.ended_early: str | None = None  # reason of `end_early`; the run is complete
         self._save_requested = False
-        self.phase_listeners: list[
-            Callable[[str], None]
-        ] = []  # functions that are called with the name of each phase when it begins
+        # Functions that are called with the name of each phase when it begins.
+        self.phase_listeners: list[Callable[[str], None]] = []
         self.phase = "starting"
         self._initial_weights = initial_weights
         self._wait = DataWait()
-        self._source_state: dict[str, Any] | None = (
-            None  # state of `steps` before this step's data was read; None between steps
-        )
+        # State of `steps` before this step's data was read; None between steps.
+        self._source_state: dict[str, Any] | None = None
         self._memory = memory or MemoryAdvice(config, world.size)
         self._clip_gradients = clip_gradients
         self._eval_batches = eval_batches

@@ -71,9 +71,8 @@ class _Recorder:
 
     def __init__(self) -> None:
         self.microbatch = 0
-        self._pending: list[
-            tuple[TensorRecord, Tensor, Tensor | None]
-        ] = []  # each record with the device tensors of its `largest` and `before`
+        # Each record with the device tensors of its `largest` and `before`.
+        self._pending: list[tuple[TensorRecord, Tensor, Tensor | None]] = []
 
     def hook(self, name: str) -> Callable[[nn.Module, Any, Any, Any], None]:
         def after(module: nn.Module, inputs: Any, keywords: Any, output: Any) -> None:

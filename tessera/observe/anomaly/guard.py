@@ -75,9 +75,8 @@ class Guard(OptimizerStep):
         self._moved = 0.0  # sum of learning rates since `_normal` was measured: limits how far weights moved
         self._never_finite: dict[str, Damage] = {}  # tensors that were not finite when the run began
         self._first_buffers: dict[str, Tensor] = {}  # buffers at the start of the run, by name
-        self._counts: dict[
-            str, int
-        ] = {}  # number of bad steps by action: skipped, clipped, went back, stopped, reported
+        # Number of bad steps by action: skipped, clipped, went back, stopped, reported.
+        self._counts: dict[str, int] = {}
 
     # ------------------------------------------------------------------------------------------ callback
 
@@ -138,9 +137,8 @@ class Guard(OptimizerStep):
         self._norm.restore(state.get("norm", {}))
         self._divergence.restore(state.get("trend", {}))
         self._spikes = int(state.get("spikes", 0))
-        self._updates = int(
-            state.get("updates", bool(state))
-        )  # checkpoints of earlier versions lack the key; assume that updates were applied
+        # Checkpoints of earlier versions lack the key; assume that updates were applied.
+        self._updates = int(state.get("updates", bool(state)))
         self._not_finite = 0  # `guard.limit` counts bad steps since the resume
         self._dropped = list(state.get("dropped", []))
         if state.get("lr_share", 1.0) < 1.0:  # earlier versions halved the learning rate after a divergence

@@ -108,7 +108,7 @@ def state_of(run: RecordedRun) -> str:
     if not run.sessions:
         return ""
     last = run.sessions[-1]
-    when = f"{_moment(last)}" + (f" · {last.hardware}" if last.device else "")
+    when = f"started {last.began:%Y-%m-%d %H:%M} UTC" + (f" · {last.hardware}" if last.device else "")
     line = f'<p><span class="how {html.escape(last.how)}">{html.escape(_how(run))}</span> · {html.escape(when)}</p>'
     reason = f'<p class="reason">{html.escape(last.reason[:4000])}</p>' if last.reason else ""
     return line + reason
@@ -121,10 +121,6 @@ def _how(run: RecordedRun) -> str:
     if last.how == "silent":
         return f"no sign of life since {last.last:%Y-%m-%d %H:%M} UTC"
     return _HOW.get(last.how, last.how)
-
-
-def _moment(session: RunSession) -> str:
-    return f"started {session.began:%Y-%m-%d %H:%M} UTC"
 
 
 def facts_of(run: RecordedRun) -> list[tuple[str, str]]:

@@ -215,9 +215,8 @@ class Watchdog(Callback):
         channel, before = self._channel, time.monotonic()
         while not self._stop.wait(self.interval):
             now = time.monotonic()
-            if (
-                now - before > 3 * self.interval + 1
-            ):  # this process was suspended: it may have missed heartbeats of others
+            # This process was suspended: it may have missed heartbeats of others.
+            if now - before > 3 * self.interval + 1:
                 channel.reset_silence()
             before = now
             verdict = channel.verdict or self._decide(channel)
