@@ -52,6 +52,7 @@ _CODES_BY_CURE = {
         media.download-too-large media.file-too-large data.tar-too-large recipe.file-too-large""",
     "name a text file of this kind": "job.file-unreadable",
     "free space on the disk, or write elsewhere": "output.disk-full",
+    "check permissions and the free space of the disk, or write elsewhere": "output.write-failed",
     "run the command again": "output.interrupted media.download-failed",
     "index the data again, and do not change files while a run reads them": """
         data.archive-changed data.length-differs data.sample-changed weights.source-changed""",

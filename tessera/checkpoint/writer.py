@@ -104,11 +104,14 @@ def _write(target: Path, job: WriteJob, groups: Sequence[TensorGroup]) -> None:
             raise TesseraError(
                 f"the source could not be read: {error.strerror}", where=str(failed), code="weights.unreadable-file"
             ) from error
-        many = f"; {len(job.plan.files)} files are open at a time: see ulimit -n"
+        limits = {
+            errno.EMFILE: f"allow {len(job.plan.files)} open files: ulimit -n",
+            errno.EFBIG: "allow larger files: ulimit -f, or use another file system",
+        }
         raise TesseraError(
             f"the target could not be written: {error.strerror or error}",
             where=str(target),
-            fix=space_report(target, job.plan.nbytes) + (many if error.errno == errno.EMFILE else ""),
+            fix=limits.get(error.errno or 0) or space_report(target, job.plan.nbytes),
             code="output.write-failed",
         ) from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from tessera.checkpoint import publish as publishing
 from tessera.checkpoint.files import no_fault
 from tessera.checkpoint.publish import MARK, begin, made_from, publish, show
 from tessera.errors import TesseraError
+from tessera.runtime.libc import exchange
 from tests.errors import raises
 
 
@@ -68,11 +70,57 @@ def test_a_target_that_a_kill_left_between_two_renames_is_restored(tmp_path: Pat
     target, origin = tmp_path / "out", made_from("hf", "one")
     publish(target, write("old"), origin=origin)  # type: ignore[arg-type]
     target.rename(tmp_path / ".trash-out~0123abcd")
-    with pytest.raises(TesseraError, match="not an earlier export"):
+    with raises("output.folder-not-empty"):
         begin(target, False, made_from("hf", "two"))
     assert (target / "weights").read_text() == "old"
     publish(target, write("new"), origin=origin)  # type: ignore[arg-type]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+class Killed(BaseException):
+    """End a process at a point of publishing: nothing behind it runs."""
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_an_export_that_is_replaced_survives_a_kill_at_any_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool
+) -> None:
+    """By one exchange, the old or the new folder is there at any time. By two renames, the next export restores it."""
+    if not exchanges:
+        monkeypatch.setattr(publishing, "exchange", lambda first, second: False)
+    elif not exchange(write_folder(tmp_path / "a"), write_folder(tmp_path / "b")):
+        pytest.skip("this file system cannot exchange folders")
+    ended, number = False, 0
+    while not ended:
+        target, left = tmp_path / str(number) / "out", number
+        publish(target, write("old"))  # type: ignore[arg-type]
+        write_folder(target.parent / ".trash-out~00000000")  # an earlier process was killed while it removed this one
+        staging = begin(target, True)
+        (staging.path / "weights").write_text("new")
+
+        def fault(point: str) -> None:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise Killed
+
+        try:
+            show(staging.path, target, fault, None, True)
+            ended = True
+        except Killed:
+            number += 1
+        os.close(staging.lock)
+        if not exchanges:
+            begin(target, True).discard()
+        assert (target / "weights").read_text() in ("old", "new")
+        publish(target, write("next"), overwrite=True)  # type: ignore[arg-type]
+        assert [path.name for path in target.parent.iterdir()] == ["out"]
+    assert number > 5
+
+
+def write_folder(path: Path) -> Path:
+    path.mkdir()
+    return path
 
 
 def test_a_staging_folder_that_another_process_removes_is_made_again(
