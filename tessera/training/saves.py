@@ -59,9 +59,10 @@ class Saves:
     def prepare(self, has_state: bool) -> None:
         """Prepare asynchronous saves once, before the first save, so that training waits less for it.
 
-        `has_state`: whether the optimizer's state exists, which its first update creates.
+        `has_state`: whether the optimizer's state exists, which its first update creates. Nothing is prepared for a run
+        that saves only at its end: it waits for that save.
         """
-        if has_state and self.settings.asynchronous and not self._prepared:
+        if has_state and self.settings.asynchronous and self.settings.interval and not self._prepared:
             _, tensors, _, _ = self._collect()
             self.checkpoints.prepare(tensors)
             self._prepared = True
