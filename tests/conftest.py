@@ -19,6 +19,7 @@ from tessera.data.cache import CACHE_VARIABLE
 # Files with several ranks take longest; begun last, one of them would leave the other worker with nothing to do.
 FOLDERS = ("dist", "contract", "compat", "unit")
 SLOWEST = 8
+SHARED_RANKS = ("dist", "contract")  # other folders train with programs of other systems, which have global state
 NOBODY = "http://127.0.0.1:9"  # a port that refuses at once
 
 
@@ -55,11 +56,12 @@ def commands_are_built_once() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def own_ranks() -> Iterator[None]:
-    """Ranks serve the tests of one file: what one leaves behind in them reaches no other."""
+def checked_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Ranks serve the tests of several files of a worker, as long as they are fit for more."""
     yield
     if "tests.dist.spawn" in sys.modules:  # it imports torch, which some workers never need
-        sys.modules["tests.dist.spawn"].end_ranks()
+        spawn = sys.modules["tests.dist.spawn"]
+        spawn.check_ranks() if request.path.parent.name in SHARED_RANKS else spawn.end_ranks()
 
 
 def pytest_configure(config: pytest.Config) -> None:

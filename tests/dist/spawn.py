@@ -3,8 +3,9 @@
 `fn(rank, world, *args)` runs in each of `world` processes that have joined a gloo group through a file. The results
 come back in order of rank; the first error of a rank is raised here, with its own traceback.
 
-The processes of a world size serve all calls of a test file: starting a rank and filling the caches of torch takes
-longer than most of what tests ask for. Those in which something failed are ended at once, the others by `end_ranks`.
+The processes of a world size serve all calls of a test session: starting a rank and filling the caches of torch takes
+longer than most of what tests ask for. After each call a rank restores the state of its process. Ranks in which
+something failed are ended at once. Between two files, `check_ranks` ends those that no longer answer each other.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import multiprocessing
 import os
 import queue
 import random
+import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -29,6 +32,8 @@ import torch
 import torch.distributed as dist
 
 GROUP_TIMEOUT = datetime.timedelta(minutes=10)  # `run_ranks` ends ranks that take longer than its caller allows
+SHARED_WORLDS = (1, 2, 4)  # most files need these
+MOST_DESCRIPTORS = 500  # of a process that many files have used: each mesh adds groups, and groups have sockets
 
 
 class RankError(AssertionError):
@@ -63,6 +68,7 @@ class Ranks:
 
     def call(self, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float, leave: bool) -> list[Any]:
         for connection in self.calls:
+            connection.send(sys.path)  # test files that were imported since the ranks began may have added to it
             connection.send((fn, args, leave))
         return _collect(self.processes, self.reports, time.monotonic() + timeout)
 
@@ -97,10 +103,31 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 1
     return results
 
 
-def end_ranks() -> None:
-    """End all processes, so that the next call runs in new ones."""
-    while _ranks:
-        _ranks.popitem()[1].end()
+def end_ranks(world: int | None = None) -> None:
+    """End the processes of a world size, or all, so that the next call runs in new ones."""
+    for each in list(_ranks) if world is None else [world]:
+        if each in _ranks:
+            _ranks.pop(each).end()
+
+
+def check_ranks() -> None:
+    """End the processes that the next test file should not use: of rare world sizes, worn, or out of step.
+
+    A test may have left one rank a collective ahead of the others. Ranks that cannot agree are ended, and so are those
+    of a machine so crowded that they do not answer in time: the next file then starts new ones.
+    """
+    token = time.monotonic_ns()
+    for world in list(_ranks):
+        with contextlib.suppress(RankError):
+            if world in SHARED_WORLDS and all(run_ranks(_fit_for_more, world, token, timeout=20.0)):
+                continue
+        end_ranks(world)
+
+
+def _fit_for_more(rank: int, world: int, token: int) -> bool:
+    tokens: list[Any] = [None] * world
+    dist.all_gather_object(tokens, token)
+    return tokens == [token] * world and len(os.listdir("/dev/fd")) < MOST_DESCRIPTORS
 
 
 atexit.register(end_ranks)  # before multiprocessing would wait for them
@@ -115,11 +142,10 @@ def _rank_main(rank: int, world: int, store: str, calls: Any, reports: Any) -> N
     except BaseException:
         reports.put((rank, (time.monotonic(), traceback.format_exc()), None))
         return
-    # Every call begins where the first one did.
-    environment, folder = dict(os.environ), Path.cwd()
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    state = ProcessState()
     with contextlib.suppress(EOFError):  # whoever called is gone
         while True:
+            sys.path[:] = calls.recv()
             fn, args, leave = calls.recv()
             try:
                 result, failure = fn(rank, world, *args), None
@@ -129,14 +155,34 @@ def _rank_main(rank: int, world: int, store: str, calls: Any, reports: Any) -> N
             if leave:
                 dist.destroy_process_group()
                 return
-            os.environ.clear()
-            os.environ.update(environment)
-            os.chdir(folder)
-            torch.set_rng_state(states[0])
-            random.setstate(states[1])
-            np.random.set_state(states[2])
-            # A product in bf16 switches oneDNN off where the CPU has none: all fp32 products then add in another order.
-            torch.backends.mkldnn.set_flags(True)
+            state.restore()
+
+
+class ProcessState:
+    """What a call may change in its process. Every call begins where the first one did."""
+
+    def __init__(self) -> None:
+        self.environment, self.folder = dict(os.environ), Path.cwd()
+        self.random = torch.get_rng_state(), random.getstate(), np.random.get_state()
+        self.streams = sys.stdout, sys.stderr
+        self.handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+
+    def restore(self) -> None:
+        os.environ.clear()
+        os.environ.update(self.environment)
+        os.chdir(self.folder)
+        torch.set_rng_state(self.random[0])
+        random.setstate(self.random[1])
+        np.random.set_state(self.random[2])
+        sys.stdout, sys.stderr = self.streams
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+        torch.set_num_threads(1)
+        torch.set_default_dtype(torch.float32)
+        torch.set_grad_enabled(True)
+        torch.use_deterministic_algorithms(False)
+        # A product in bf16 switches oneDNN off where the CPU has none: all fp32 products then add in another order.
+        torch.backends.mkldnn.set_flags(True)
 
 
 def _collect(processes: list[BaseProcess], reports: Any, deadline: float) -> list[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,9 +42,9 @@ TINY = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def ranks() -> Iterator[None]:
-    yield
+@pytest.fixture
+def new_ranks() -> None:
+    """Encoders that other tests have left in a rank would be counted."""
     end_ranks()
 
 
@@ -121,6 +120,7 @@ def train_on(rank: int, world: int, recipe: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.slow  # diffusers is slow to import
+@pytest.mark.usefixtures("new_ranks")
 def test_two_stages_train_as_one_process_and_only_the_first_holds_encoders(folder: Path) -> None:
     (alone,) = run_ranks(train_on, 1, recipe(folder, "alone", 1))
     assert len(alone["losses"]) == 4  # three steps and an evaluation
@@ -133,6 +133,7 @@ def test_two_stages_train_as_one_process_and_only_the_first_holds_encoders(folde
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("new_ranks")
 def test_steps_that_are_encoded_together_are_sent_on_as_well(folder: Path) -> None:
     (alone,) = run_ranks(train_on, 1, recipe(folder, "alone-ahead", 1, steps=2))
     first, second = run_ranks(train_on, 2, recipe(folder, "stages-ahead", 2, steps=2))
