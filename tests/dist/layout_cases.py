@@ -8,6 +8,7 @@ from tests.dist.layouts import Case
 from tests.toys.chat_set import MODEL
 
 LAYERS, BLOCKS = "text.layers.{*}", "vision.blocks.{*}"
+TWO_ROWS: dict[str, Any] = {"train.global_batch": 2}  # torch derives the placements for each length of a row anew
 UNTIED = {"model.config": {**MODEL, "tie_word_embeddings": False}}
 FROZEN = {"model.freeze": ["vision"]}
 CLIPPED = {"optim.clip_norm": 0.05}
@@ -20,13 +21,14 @@ WHOLE_ENCODER = {"encoders": {"vision": {"tp": 1}}}
 MEMORY = [
     Case("fsdp 2", 2, slow=True),
     Case("fsdp 4", 4, slow=True),
-    Case("hsdp 2x2", 4, {"shard": 2}),
+    Case("hsdp 2x2", 4, {"shard": 2}, slow=True),
+    Case("hsdp 2x2, recompute all but products", 4, {"shard": 2, "recompute": [{"modules": LAYERS, "keep": "matmul"}]}),
     Case("fsdp 2, kept after forward", 2, {"reshard_after_forward": False}, slow=True),
     Case("fsdp 4, 2 ranks share after forward", 4, {"reshard_after_forward": 2}, slow=True),
     Case("prefetch 2 forward, 2 backward", 2, {"prefetch_forward": 2, "prefetch_backward": 2}, slow=True),
     Case("recompute all", 2, {"recompute": [LAYERS, BLOCKS]}, slow=True),
     Case("recompute reentrant", 2, {"recompute": [LAYERS, BLOCKS], "use_reentrant": True}, slow=True),
-    Case("recompute all but products", 2, {"recompute": [{"modules": LAYERS, "keep": "matmul"}]}),
+    Case("recompute all but products", 2, {"recompute": [{"modules": LAYERS, "keep": "matmul"}]}, slow=True),
     Case(
         "recompute all but attention", 2, {"recompute": [{"modules": LAYERS, "keep": "attention"}, BLOCKS]}, slow=True
     ),
@@ -91,10 +93,17 @@ TENSOR = [
         "tp 2, sequence, untied, recompute all but products",
         2,
         {**SEQUENCE, **ALL_BUT_PRODUCTS},
-        {**UNTIED, "train.global_batch": 2},
+        {**UNTIED, **TWO_ROWS},
+        slow=True,
     ),
     Case("tp 2, whole encoder, images distributed", 2, {"tp": 2, **WHOLE_ENCODER}, slow=True),
-    Case("tp 2 x fsdp 2, sequence, clipped", 4, SEQUENCE, CLIPPED),
+    Case("tp 2 x fsdp 2, sequence, clipped", 4, SEQUENCE, CLIPPED, slow=True),
+    Case(
+        "tp 2 x fsdp 2, sequence, clipped, untied, recompute all but products",
+        4,
+        {**SEQUENCE, **ALL_BUT_PRODUCTS},
+        {**UNTIED, **CLIPPED},
+    ),
     Case("tp 4, sequence", 4, {**SEQUENCE, "tp": 4}, FOUR_HEADS, slow=True),
 ]
 MORE_TENSOR = [
@@ -177,12 +186,15 @@ def heads(queries: int, keys: int) -> dict[str, Any]:
 
 KEEP_ATTENTION = {"recompute": [{"modules": LAYERS, "keep": "attention"}]}
 CONTEXT = [
-    Case("ulysses 2, 3 heads, 1 key head, 191 tokens", 2, {"cp": 2}, {**heads(3, 1), "data.length": 191}),
+    Case("ulysses 2, 3 heads, 1 key head, 191 tokens", 2, {"cp": 2}, {**heads(3, 1), "data.length": 191}, slow=True),
     Case("ring 2", 2, RING, slow=True),
     Case("ring 2, two rows of 189, recompute", 2, {**RING, "recompute": [LAYERS, BLOCKS]},
          {"data.length": 189, "train.micro_batch": 2}, slow=True),
     Case("ring 2, patches shared", 2, {**RING, "encoders": {"vision": {"cp": 2}}}, slow=True),
-    Case("ring 2 x ulysses 2, 3 heads, 190 tokens", 4, {"cp": 4, "ulysses": 2}, {**heads(3, 3), "data.length": 190}),
+    Case("ring 2 x ulysses 2, 3 heads, 1 key head, 191 tokens", 4, {"cp": 4, "ulysses": 2},
+         {**heads(3, 1), "data.length": 191, **TWO_ROWS}),
+    Case("ring 2 x ulysses 2, 3 heads, 190 tokens", 4, {"cp": 4, "ulysses": 2}, {**heads(3, 3), "data.length": 190},
+         slow=True),
     Case("ulysses 2 x fsdp 2, clipped", 4, {"cp": 2}, CLIPPED, slow=True),
 ]  # fmt: skip
 MORE_CONTEXT = [
@@ -226,7 +238,8 @@ EXPERTS = [
     experts("experts, cp 2 ring", 2, RING, {"train.micro_batch": 2}, rows=4),
     experts("experts, interleaved-zb, no balance loss", 2, {**ZB, "virtual": 2}, **DEEPER, slow=True),
     experts("ep 2 x fsdp 2, uneven shards", 4, {"ep": 2}, experts=6, slow=True),
-    experts("ep 2 x tp 2, sequence, balance loss", 4, {**SEQUENCE, "ep": 2}, rows=4),
+    experts("experts, tp 2, sequence, balance loss", 2, SEQUENCE, rows=4),
+    experts("ep 2 x tp 2, sequence, balance loss", 4, {**SEQUENCE, "ep": 2}, rows=4, slow=True),
     experts("fewer experts than ranks, fsdp 4", 4, {}, experts=2, slow=True),
     experts("fewer experts than ranks, ep 2 x fsdp 2", 4, {"ep": 2}, experts=2, slow=True),
 ]
@@ -254,7 +267,6 @@ MORE_EXPERTS = [
     experts("ep 2 x tp 2, no balance loss", 4, {"ep": 2, "tp": 2}, **UNBALANCED),
     experts("ep 2 x ulysses 2", 4, {"ep": 2, "cp": 2}),
     experts("ep 2 x pp 2", 4, {"ep": 2, "pp": 2}, balance=0.0),
-    experts("experts, tp 2, sequence, balance loss", 2, SEQUENCE),
     experts("experts, cp 2 x tp 2, sequence, no balance loss", 4, {**SEQUENCE, "cp": 2}, **UNBALANCED),
 ]  # fmt: skip
 
@@ -276,10 +288,10 @@ IMAGES = {
 }
 HALF = {"precision.compute": "bfloat16"}  # ranks that have whole rows compute the same numbers as one process
 VIDEOS = [
-    videos("tp 2", 2, {"tp": 2}, slow=False),
-    videos("pp 2", 2, {"pp": 2}, slow=False),
-    videos("ring 2", 2, RING, slow=False),
-    videos("fsdp 2, bf16 beside weights in fp32", 2, {}, HALF, slow=False),
+    videos("tp 2", 2, {"tp": 2}, TWO_ROWS, slow=False),
+    videos("pp 2", 2, {"pp": 2}, TWO_ROWS, slow=False),
+    videos("ring 2", 2, RING, TWO_ROWS, slow=False),
+    videos("fsdp 2, bf16 beside weights in fp32", 2, {}, {**HALF, **TWO_ROWS}, slow=False),
     videos("fsdp 2", 2, {}),
     videos("ulysses 2", 2, {"cp": 2}),
     videos("fsdp 2 x tp 2", 4, {"tp": 2}),
@@ -306,7 +318,7 @@ MORE_VIDEOS = [
 
 DEEP_WIDE = {**WIDE, "model.config": FOUR_LAYERS}
 MIXED = [
-    Case("pp 2 x tp 2, sequence", 4, {"pp": 2, **SEQUENCE}, DEEP),
+    Case("pp 2 x tp 2, sequence", 4, {"pp": 2, **SEQUENCE}, DEEP, slow=True),
     Case("tp 2 x ring 2, sequence, images distributed", 4, {**SEQUENCE, **RING, **WHOLE_ENCODER}, slow=True),
 ]
 MORE_MIXED = [

@@ -13,7 +13,7 @@ from tessera.config.run_config import load_config
 from tessera.lora.export import save_adapters
 from tessera.training.run import resume, train
 from tessera.training.setup import build_meta_model
-from tests.dist.layout_cases import DEEP, SEQUENCE, UNTIED, WHOLE_ENCODER
+from tests.dist.layout_cases import DEEP, SEQUENCE, TWO_ROWS, UNTIED, WHOLE_ENCODER
 from tests.dist.layouts import Case, experts_recipe, good, measure, recipe_of, relative
 from tests.dist.spawn import run_ranks
 from tests.toys.callbacks import StopAt
@@ -34,7 +34,7 @@ BOTH: dict[str, Any] = {
 Layout = tuple[str, int, dict[str, Any], dict[str, Any], dict[str, Any]]
 IN_ENCODER = {"pp": 2, "layers": {"vision": [1, 1], "text": [0, 4]}}
 LAYOUTS: list[Layout] = [
-    ("tp 2, sequence, recompute", 2, {**SEQUENCE, "recompute": [LAYERS]}, BOTH, {}),
+    ("tp 2, sequence, recompute", 2, {**SEQUENCE, "recompute": [LAYERS]}, BOTH, TWO_ROWS),
 ]
 MORE: list[Layout] = [
     ("1f1b, split in the encoder", 2, IN_ENCODER, BOTH, DEEP),
@@ -70,11 +70,11 @@ STACKED: dict[str, Any] = {
 }
 DOWN: dict[str, Any] = {"targets": [f"{EXPERTS}.down_proj"], "rank": 3, "alpha": 2}
 EXPERT_LAYOUTS: list[Layout] = [
-    ("experts, tp 2, sequence", 2, SEQUENCE, STACKED, MOE),
+    ("experts, ep 2, recompute", 2, {"ep": 2, "recompute": [LAYERS]}, STACKED, {**MOE, **TWO_ROWS}),
 ]
 MORE_EXPERTS: list[Layout] = [
     ("experts, fsdp 2", 2, {}, STACKED, MOE),
-    ("experts, ep 2, recompute", 2, {"ep": 2, "recompute": [LAYERS]}, STACKED, MOE),
+    ("experts, tp 2, sequence", 2, SEQUENCE, STACKED, MOE),
     ("experts, tp 2", 2, {"tp": 2}, STACKED, MOE),
     ("experts, tp 2, down alone", 2, {"tp": 2}, DOWN, MOE),
     ("experts, ulysses 2", 2, {"cp": 2}, STACKED, MOE),

@@ -24,7 +24,7 @@ WEIGHT = "text.layers.1.mlp.down.weight"
 
 
 def recipe(data: Path, out: Path, victims: list[str], policy: str) -> dict[str, Any]:
-    settings = chat_recipe(data, out, steps=STEPS, ema={"decay": 0.8}, generate_every=STEPS, generate_samples=4)
+    settings = chat_recipe(data, out, steps=STEPS, ema={"decay": 0.8}, generate_every=STEPS, generate_samples=2)
     settings["train"]["generate_tokens"] = 4
     settings["model"]["config"] = FOUR_LAYERS
     settings["data"] |= {"kind": "tests.toys.faults", "workers": 0, "options": {"nan_pixels": victims}}

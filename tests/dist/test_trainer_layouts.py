@@ -157,7 +157,7 @@ def test_four_then_one_then_two_ranks_see_the_same_samples_and_losses(
 ) -> None:
     _, values, folder = reference
     run_ranks(run_once, 4, recipe_of(data, tmp_path), {}, 1)
-    run_ranks(go_on, 1, str(tmp_path / "chat"), 2)
+    go_on(0, 1, str(tmp_path / "chat"), 2)
     resumed = run_ranks(go_on, 2, str(tmp_path / "chat"), None)[0]
     assert resumed == pytest.approx(values, rel=1e-5)
     assert samples_by_step(tmp_path / "chat") == samples_by_step(folder)
@@ -188,14 +188,14 @@ def test_mixed_precision_saves_after_an_evaluation(world: int, data: Path, tmp_p
 
 
 def whole_and_part(rank: int, world: int, data: Path, folder: Path) -> None:
-    run_once(rank, world, recipe_of(data, folder / "whole"), {}, None)
-    run_once(rank, world, recipe_of(data, folder / "part"), {}, 2)
+    run_once(rank, world, recipe_of(data, folder / "whole"), {"train.steps": 2}, None)
+    run_once(rank, world, recipe_of(data, folder / "part"), {"train.steps": 2}, 1)
 
 
 def test_two_ranks_resume_bitwise(data: Path, tmp_path: Path) -> None:
     run_ranks(whole_and_part, 2, data, tmp_path)
-    end_ranks()  # what goes on knows nothing but the files
+    end_ranks(2)  # what goes on knows nothing but the files
     run_ranks(go_on, 2, str(tmp_path / "part" / "chat"), None)
-    expected, resumed = (final_weights(tmp_path / run / "chat", STEPS) for run in ("whole", "part"))
+    expected, resumed = (final_weights(tmp_path / run / "chat", 2) for run in ("whole", "part"))
     assert expected.keys() == resumed.keys()
     assert all(torch.equal(resumed[name], expected[name]) for name in expected)

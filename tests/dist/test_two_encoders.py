@@ -13,6 +13,7 @@ import torch
 
 import tessera
 from tessera.tools.dry_run import dry_run, estimate_error
+from tests.dist.layout_cases import TWO_ROWS
 from tests.dist.layouts import STEPS, Case, measure
 from tests.toys.two_encoders import TwoEncoderConfig
 
@@ -34,19 +35,20 @@ def case(
     return Case(name, world, parallel, options, "encoders")
 
 
+WHOLE = {"tp": 2, "sequence_parallel": True, "encoders": {"image": {"tp": 1}, "audio": {"tp": 1}}}
+IN_FIRST = {"pp": 2, "layers": {"image": [1, 1], "audio": [0, 2], "text": [0, 2]}}
 CASES = [
-    case("tp 2, sequence parallel, both encoders whole", 2,
-         {"tp": 2, "sequence_parallel": True, "encoders": {"image": {"tp": 1}, "audio": {"tp": 1}}}),
     case("cp 2, patches shared, audio distributed", 2, {"cp": 2, "encoders": {"image": {"cp": 2}}}),
-    case("pp 2, split in the first encoder", 2,
-         {"pp": 2, "layers": {"image": [1, 1], "audio": [0, 2], "text": [0, 2]}}),
-]  # fmt: skip
-TWO_HEADS = [
     case("two heads, fsdp 2", 2, {}, heads=2),
-    case("two heads, tp 2, sequence parallel", 2, {"tp": 2, "sequence_parallel": True}, heads=2),
-    case("two heads, pp 2", 2, {"pp": 2, "layers": {"image": [2, 0], "audio": [1, 1], "text": [0, 2]}}, heads=2),
-]  # fmt: skip
+    case("two heads, tp 2, sequence parallel, both encoders whole", 2, WHOLE, heads=2),
+    case("two heads, pp 2, split in the first encoder", 2, IN_FIRST, heads=2),
+]
 MORE = [
+    case("tp 2, sequence parallel, both encoders whole", 2, WHOLE),
+    case("pp 2, split in the first encoder", 2, IN_FIRST),
+    case("two heads, tp 2, sequence parallel", 2, {"tp": 2, "sequence_parallel": True}, heads=2),
+    case("two heads, pp 2, split in the second encoder", 2,
+         {"pp": 2, "layers": {"image": [2, 0], "audio": [1, 1], "text": [0, 2]}}, heads=2),
     case("fsdp 2, no audio in any batch", 2, {}, ("image",)),
     case("cp 2, no input for either encoder", 2, {"cp": 2, "encoders": {"image": {"cp": 2}}}, ()),
     case("fsdp 2", 2, {}),
@@ -78,8 +80,8 @@ def check(cases: list[Case], folder: Path) -> None:
 
 
 def test_every_split_trains_like_one_process_with_one_head_and_with_two(tmp_path: Path) -> None:
-    # On two ranks of one row each has every row: four micro-batches go the ways of eight.
-    check([replace(each, model={**each.model, "train.global_batch": 4}) for each in [*CASES, *TWO_HEADS]], tmp_path)
+    # On two ranks of one row each has every row: two micro-batches go the ways of eight.
+    check([replace(each, model={**each.model, **TWO_ROWS}) for each in CASES], tmp_path)
 
 
 @pytest.mark.slow
