@@ -624,6 +624,7 @@ def check_throughput(printed: str, batch: int) -> None:
     assert "tokens per sample:" in printed
 
 
+@pytest.mark.slow  # a shell, torchrun and a rank; the same job is planned above, and its steps run in one process below
 def test_the_seeds_script_runs(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From weights that were converted to shards, as the guide says."""
     folder = tiny / "ckpt" / "qwen2_vl"
