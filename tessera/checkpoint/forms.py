@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +225,15 @@ def _join(joined: dict[str, list[str]], group: list[str], other: list[str]) -> l
 def native_shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a model's tensors by name."""
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def main_dtype(tensors: Iterable[Tensor | PlannedTensor]) -> torch.dtype:
+    """Return the floating point dtype that most weights have; float32 if there are no weights."""
+    sizes: dict[torch.dtype, int] = {}
+    for tensor in tensors:
+        if tensor.dtype.is_floating_point:
+            sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + prod(tensor.shape)
+    return max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)
 
 
 def check_folder_fit(

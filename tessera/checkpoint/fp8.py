@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from tessera.checkpoint.forms import main_dtype
 from tessera.config.pattern import matches
 from tessera.errors import TesseraError, nearest
 from tessera.weights.map import WeightMap
@@ -68,15 +69,12 @@ class Fp8Map(WeightMap):
         quantized = _divisible(kind, tensors, chosen)
         matrices = [name for name, tensor in tensors.items() if name not in quantized and tensor.dim() > 1]
         unquantized = [_module(foreign) for name in matrices for foreign in _foreign(weights, tensors, name)]
-        sizes: dict[torch.dtype, int] = {}
-        for name in quantized:
-            sizes[tensors[name].dtype] = sizes.get(tensors[name].dtype, 0) + tensors[name].numel()
         return cls(
             **vars(weights),
             kind="fp8" if kind == "fp8" else "fp8-block",
             quantized=quantized,
             unquantized=tuple(name for name in dict.fromkeys([_HEAD, *unquantized]) if name),
-            dtype=max(sizes, key=lambda dtype: sizes[dtype]),
+            dtype=main_dtype(tensors[name] for name in quantized),
         )
 
     def to_foreign_rows(self, native: Mapping[str, TensorRows]) -> dict[str, TensorRows]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tessera.checkpoint.files import DTYPES, Entry, box_slices
-from tessera.checkpoint.folder_tensors import FolderTensors
-from tessera.checkpoint.forms import NativeTensors, SafetensorsForm, StoredForm, fill_tensors
+from tessera.checkpoint.files import Entry, box_slices
+from tessera.checkpoint.forms import NativeTensors, SafetensorsForm, StoredForm, fill_tensors, main_dtype
 from tessera.checkpoint.publish import pretty_json
 from tessera.checkpoint.writer import plan_safetensors
 from tessera.runtime.collective import Ranks
@@ -47,13 +45,8 @@ def load_folder(
 
 def stored_dtype(folder: Path) -> torch.dtype:
     """Return the floating point dtype of most weights of a folder."""
-    counts: dict[torch.dtype, int] = {}
-    with FolderTensors(folder) as stored:
-        for name, kind in stored.kinds.items():
-            dtype = DTYPES.get(kind)
-            if dtype is not None and dtype.is_floating_point:
-                counts[dtype] = counts.get(dtype, 0) + prod(stored.shapes[name])
-    return max(counts, key=lambda dtype: counts[dtype]) if counts else torch.float32
+    with SafetensorsForm(folder) as stored:
+        return main_dtype(stored.tensors().values())
 
 
 # ---------------------------------------------------------------------------------------------- writing

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessera.checkpoint.files import Fault, free_bytes, no_fault, remove_folder
+from tessera.checkpoint.files import MANIFEST, Fault, free_bytes, no_fault, remove_folder
 from tessera.checkpoint.frozen import STATE_KEY, FrozenSource, FrozenWeights
 from tessera.checkpoint.publish import space_report
 from tessera.checkpoint.state import MODEL, state_to_json
@@ -354,6 +354,22 @@ class CheckpointManager:
             folder = frozen.checked_folder(ranks, self._frozen_source.folder, stored.path)
             self._frozen_source.read(folder, {name.removeprefix(MODEL): t for name, t in elsewhere.items()})
         return problems
+
+
+def load_checkpoint(
+    path: Path, tensors: Mapping[str, Tensor], frozen_source: FrozenSource | None = None
+) -> tuple[Path, dict[str, Any]]:
+    """Fill tensors from a checkpoint, or from the newest undamaged checkpoint of a run; return its path and state.
+
+    All files are verified. Every rank calls this.
+    """
+    if (path / MANIFEST).is_file():
+        return path, CheckpointManager(path.parent, keep=1, frozen_source=frozen_source).load(path, tensors)
+    manager = CheckpointManager(path / "checkpoints", keep=1, frozen_source=frozen_source)
+    state = manager.load_newest(tensors)
+    if state is None or manager.newest is None:
+        raise TesseraError("this run has no checkpoint", where=str(path), code="checkpoint.none-yet")
+    return manager.newest, state
 
 
 def _is_full(failure: CollectiveError) -> bool:

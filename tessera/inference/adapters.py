@@ -15,7 +15,7 @@ from tessera.core.spec import ModelSpec
 from tessera.errors import TesseraError
 from tessera.inference.found_model import find_model
 from tessera.inference.load import chosen_adapters
-from tessera.inference.weight_source import find_file
+from tessera.inference.weight_source import with_checkpoints
 from tessera.lora.exchange import is_adapters, open_adapters
 from tessera.lora.load import fill_adapters, part_of
 from tessera.lora.select import Adapters, tensor_shapes, weight_names
@@ -64,7 +64,7 @@ def load_adapters(source: Path, base: Path | None, dtype: str | None, trust: Tru
     for path, adapter in adapters.items():
         shapes |= tensor_shapes(path, adapter, tensors[weight_names(path, adapter)[0]].shape)
     tensors |= {name: torch.empty(shape, dtype=kind) for name, shape in shapes.items()}
-    where = source if in_file or model.origin == "checkpoint" else find_file(source, "checkpoints").parent
+    where = source if in_file else with_checkpoints(source)
     fill_adapters(where, tensors, adapters, parameters, weights, part, saved)
     return LoadedAdapters(spec, weights, adapters, tensors, model.section.path, saved)
 

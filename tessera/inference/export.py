@@ -13,11 +13,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from tessera.checkpoint.folder_tensors import FolderTensors
-from tessera.checkpoint.forms import NativeTensors, SafetensorsForm
+from tessera.checkpoint.forms import NativeTensors, SafetensorsForm, main_dtype
 from tessera.checkpoint.fp8 import Fp8Map
 from tessera.checkpoint.hf import gathered, plan_folder
 from tessera.checkpoint.publish import Origin
@@ -114,7 +113,7 @@ def trained_target(
     """Describe the Hugging Face folder of a trained model. `tensors`: the module's tensors, maybe on meta."""
     read = None if spec.processor is None else functools.partial(spec.processor, config)
     add_files = functools.partial(write_side_files, processor=processor, read=read, source=files, weights=files)
-    described = exported_config(config, base_config(files), main_dtype(tensors), spec.gives(REWARDS))
+    described = exported_config(config, base_config(files), main_dtype(tensors.values()), spec.gives(REWARDS))
     return FolderTarget(_as_in_base(table, spec, base), described, add_files)
 
 
@@ -177,12 +176,3 @@ def _as_in_base(weight_map: WeightMap, spec: ModelSpec, base: Path | None) -> We
             return weight_map.spelled_as(stored.shapes)
     except TesseraError:  # the base folder was damaged after the start of the run; use the default spelling
         return weight_map
-
-
-def main_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
-    """Return the floating point dtype that most weights have."""
-    sizes: dict[torch.dtype, int] = {}
-    for tensor in tensors.values():
-        if tensor.is_floating_point():
-            sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.numel()
-    return max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)

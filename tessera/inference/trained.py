@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from tessera.checkpoint.files import MANIFEST, box_slices
+from tessera.checkpoint.files import box_slices
 from tessera.checkpoint.forms import NativeTensors, SafetensorsForm, StoredForm, native_shapes
 from tessera.checkpoint.frozen import FrozenWeights
-from tessera.checkpoint.manager import CheckpointManager
+from tessera.checkpoint.manager import load_checkpoint
 from tessera.checkpoint.parts import SplitTensor
 from tessera.checkpoint.state import MODEL, model_tensors, tied_names
 from tessera.checkpoint.storage import split_tensors
@@ -23,7 +23,7 @@ from tessera.core.spec import ModelSpec
 from tessera.errors import TesseraError
 from tessera.inference.found_model import FoundModel
 from tessera.inference.load import chosen_adapters
-from tessera.inference.weight_source import find_file, float32_names
+from tessera.inference.weight_source import float32_names, with_checkpoints
 from tessera.lora.exchange import is_adapters, read_saved
 from tessera.lora.factors import layer_paths, merge_adapter
 from tessera.lora.load import part_of, read_adapters
@@ -50,20 +50,9 @@ def open_trained(path: Path, source: FoundModel, spec: ModelSpec, config: Sectio
     if is_adapters(path):
         form.open_adapters(path, hub, base)
     else:
-        base = form.open_checkpoint(_verified(path), base)
+        base = form.open_checkpoint(load_checkpoint(with_checkpoints(path), {}), base)
     form.open_base(base, hub, tied_names(module))
     return form
-
-
-def _verified(path: Path) -> tuple[Path, Mapping[str, object]]:
-    """Return a checkpoint, or the newest valid checkpoint of a run, and its state. All checksums are verified."""
-    if (path / MANIFEST).is_file():
-        return path, CheckpointManager(path.parent, keep=1).load(path, {})
-    manager = CheckpointManager(find_file(path, "checkpoints"), keep=1)
-    state = manager.load_newest({})
-    if state is None or manager.newest is None:
-        raise TesseraError("this run has no checkpoint", where=str(path), code="checkpoint.none-yet")
-    return manager.newest, state
 
 
 class TrainedForm(StoredForm):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tessera.checkpoint.files import MANIFEST
 from tessera.checkpoint.frozen import FrozenSource
 from tessera.checkpoint.hf import load_folder
-from tessera.checkpoint.manager import CheckpointManager
+from tessera.checkpoint.manager import CheckpointManager, load_checkpoint
 from tessera.checkpoint.state import MODEL, model_tensors
 from tessera.checkpoint.storage import TABLE, read_table
 from tessera.config.pattern import matches
@@ -45,6 +45,11 @@ def run_exists(folder: Path) -> bool:
 def find_file(folder: Path, name: str) -> Path:
     """Return the path of a file of a run, also if a killed --overwrite has left it in a subfolder."""
     return next((path for aside in ASIDE if (path := folder / aside / name).exists()), folder / name)
+
+
+def with_checkpoints(path: Path) -> Path:
+    """Return a checkpoint itself, and of a run the folder with its checkpoints, see `find_file`."""
+    return path if (path / MANIFEST).is_file() else find_file(path, "checkpoints").parent
 
 
 def saved_config(folder: Path) -> dict[str, Any] | None:
@@ -131,12 +136,8 @@ def fill_from(
     def read_frozen(folder: Path, frozen: Mapping[str, Tensor]) -> None:
         fill_from(folder, frozen, weight_map, tied, expected)
 
-    source = FrozenSource(base, read_frozen)
     named = {f"{MODEL}{name}": tensor for name, tensor in tensors.items()}
-    if origin == "checkpoint":
-        CheckpointManager(path.parent, keep=1, frozen_source=source).load(path, named)
-    elif CheckpointManager(path / "checkpoints", keep=1, frozen_source=source).load_newest(named) is None:
-        raise TesseraError("this run has no checkpoint", where=str(path), code="checkpoint.none-yet")
+    load_checkpoint(with_checkpoints(path), named, FrozenSource(base, read_frozen))
 
 
 def newest_names(path: Path) -> list[str]:
@@ -144,8 +145,8 @@ def newest_names(path: Path) -> list[str]:
 
     The tensors are not read. The list is empty if no checkpoint has an undamaged `tensors.json`.
     """
-    is_checkpoint = (path / MANIFEST).is_file()
-    newest = path if is_checkpoint else CheckpointManager(path / "checkpoints", keep=1).folders.newest_with(TABLE)
+    is_checkpoint, run = (path / MANIFEST).is_file(), with_checkpoints(path)
+    newest = path if is_checkpoint else CheckpointManager(run / "checkpoints", keep=1).folders.newest_with(TABLE)
     stored = {} if newest is None else read_table(newest).state_dict_metadata
     return [name.removeprefix(MODEL) for name in stored if name.startswith(MODEL)]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from tessera.checkpoint.files import MANIFEST, box_slices
-from tessera.checkpoint.manager import CheckpointManager
+from tessera.checkpoint.files import box_slices
+from tessera.checkpoint.manager import load_checkpoint
 from tessera.checkpoint.state import MODEL
 from tessera.checkpoint.weights import TensorSource, fill
 from tessera.config import saved_recipe
@@ -99,11 +99,7 @@ def fill_adapters(
     wanted.update(full if is_adapters(path) else saved)
     here = {name: tensor for name, tensor in tensors.items() if name in wanted}
     if not is_adapters(path):
-        named = {f"{MODEL}{name}": tensor for name, tensor in here.items()}
-        if (path / MANIFEST).is_file():
-            CheckpointManager(path.parent, keep=1).load(path, named)
-        elif CheckpointManager(path / "checkpoints", keep=1).load_newest(named) is None:
-            raise TesseraError("this run has no checkpoint yet", where=str(path), code="checkpoint.none-yet")
+        load_checkpoint(path, {f"{MODEL}{name}": tensor for name, tensor in here.items()})
         return
     paths, experts = layer_paths(parameters), expert_paths(parameters)
     Ranks.current().on_all(

@@ -28,6 +28,7 @@ from tessera.runtime.progress import WorkProgress
 from tessera.weights.layouts import CONFIG_FILE, detect_layout, no_such_folder
 
 _MOST = 20  # at most so many problems are printed
+_BATCH = 64  # samples that are answered together
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,6 @@ def compare(
     root: str | Path | None = None,
     max_samples: int | None = None,
     max_new_tokens: int = 32,
-    batch: int = 64,
 ) -> Agreement:
     """Check a Hugging Face folder, and return the result.
 
@@ -111,7 +111,7 @@ def compare(
     else:
         compared = f"unchanged since the export: {len(record.files)} files"
     proof = _proof(folder, family, prove, exported=record is not None)
-    answers = [] if data is None else _answers(folder, family, data, root, max_samples, max_new_tokens, batch)
+    answers = [] if data is None else _answers(folder, family, data, root, max_samples, max_new_tokens)
     return Agreement(answers, proof.problems + proof.warnings, (compared, proof.line))
 
 
@@ -133,7 +133,6 @@ def _answers(
     root: str | Path | None,
     max_samples: int | None,
     max_new_tokens: int,
-    batch: int,
 ) -> list[tuple[str, str, str]]:
     """Return the answers of Tessera and of transformers to the same messages and decoded images.
 
@@ -149,14 +148,14 @@ def _answers(
     )  # transformers decodes JPEG files in full size
     answers: list[str] = []
     with WorkProgress("answers of Tessera", len(samples), "samples") as progress:
-        for at in range(0, len(samples), batch):
-            group = samples[at : at + batch]
+        for at in range(0, len(samples), _BATCH):
+            group = samples[at : at + _BATCH]
             answers += answer_all(model, processor, group, max_new_tokens)
             progress.count(len(group))
     reference = TransformersReference(folder)
     inputs = [reference.inputs(question.sample.messages, _images(question)) for question in samples]
     with WorkProgress("answers of transformers", len(samples), "samples") as progress:
-        expected = reference.answer(inputs, max_new_tokens, batch, progress.count)
+        expected = reference.answer(inputs, max_new_tokens, _BATCH, progress.count)
     return [(q.sample.id, a, b) for q, a, b in zip(samples, answers, expected, strict=True)]
 
 

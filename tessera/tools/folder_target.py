@@ -11,12 +11,13 @@ from typing import Any
 from torch import Tensor
 
 from tessera.checkpoint.folder_tensors import FolderTensors
+from tessera.checkpoint.forms import main_dtype
 from tessera.config.reader import Section
 from tessera.core.outputs import REWARDS
 from tessera.core.spec import ModelSpec
 from tessera.diffusion.family import GenerationSpec
 from tessera.errors import TesseraError
-from tessera.inference.export import FolderTarget, main_dtype
+from tessera.inference.export import FolderTarget
 from tessera.models import is_original
 from tessera.models.files.exported_config import exported_config, with_dtype
 from tessera.models.files.side_files import copy_side_files, write_side_files
@@ -45,7 +46,7 @@ def hf_target(
     tensors of the module, maybe without data. If `folder` contains weights, the new folder has the same files, the same
     order of stacked experts, and a tied head if `folder` stores one.
     """
-    described = exported_config(config, raw, main_dtype(tensors), spec.gives(REWARDS))
+    described = exported_config(config, raw, main_dtype(tensors.values()), spec.gives(REWARDS))
     original = is_original(spec, folder)
     shapes, shards = ({}, {}) if original else _stored(folder)
     files: Callable[[Path], object] = functools.partial(copy_side_files, folder)
@@ -122,7 +123,7 @@ def original_target(
                 fix="name the original checkpoint of this model: --like FOLDER",
                 code="weights.original-differs",
             )
-    described = with_dtype(raw, main_dtype(tensors))
+    described = with_dtype(raw, main_dtype(tensors.values()))
     if "auto_map" in raw:  # the code files that auto_map names are copied too
         described["auto_map"] = raw["auto_map"]
     return FolderTarget(as_stored, described, functools.partial(copy_side_files, folder, code=True), shards)

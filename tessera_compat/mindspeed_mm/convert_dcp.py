@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tessera.checkpoint.files import box_slices
 from tessera.checkpoint.folder_tensors import FolderTensors
-from tessera.checkpoint.forms import NativeTensors, SafetensorsForm, StoredForm
+from tessera.checkpoint.forms import NativeTensors, SafetensorsForm, StoredForm, main_dtype
 from tessera.checkpoint.hf import plan_folder
 from tessera.checkpoint.legacy.dcp import plan_dcp
 from tessera.checkpoint.legacy.forms import EXPERT, DcpFolder
@@ -28,7 +28,6 @@ from tessera.checkpoint.weights import add_product
 from tessera.checkpoint.writer import WriteJob, write_weights
 from tessera.config.reader import read_mapping
 from tessera.errors import TesseraError
-from tessera.inference.export import main_dtype
 from tessera.inference.export_record import write_record
 from tessera.models.files.exported_config import with_dtype
 from tessera.models.files.side_files import copy_side_files
@@ -442,6 +441,6 @@ def _write_folder(
     with FolderTensors(like) as stored:
         files = stored.files
     blanks = native.blanks()
-    config = with_dtype(read_mapping(like / "config.json"), main_dtype(blanks))
+    config = with_dtype(read_mapping(like / "config.json"), main_dtype(blanks.values()))
     plan = plan_folder(blanks, table, config, shard_bytes, files)
     write_weights(target, WriteJob(native, table, plan, reopen, finish, made_from("hf", native.where)))

@@ -99,10 +99,10 @@ def chart(data: Histogram) -> str:
     return html.bar_chart(data.title, unit, bars, labels=labels, lines=lines, note=note)
 
 
-def bars(data: Histogram, width: int = 48) -> str:
-    """Return the histogram as one line of block characters."""
+def bars(data: Histogram) -> str:
+    """Return the histogram as one line of at most 48 block characters."""
     levels = " ▁▂▃▄▅▆▇█"
-    step = max(1, math.ceil(len(data.counts) / width))
+    step = max(1, math.ceil(len(data.counts) / 48))
     counts = [sum(data.counts[at : at + step]) for at in range(0, len(data.counts), step)]
     most = max(counts) or 1
     return "".join(levels[0 if not c else max(1, round(8 * c / most))] for c in counts)
