@@ -18,9 +18,9 @@ from tessera.errors import TesseraError
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "layouts.md"
 BEGIN, END = "<!-- coupling: begin -->", "<!-- coupling: end -->"
 
-TEXT = {"num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 4}
+TEXT = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4}
 VISION_LANGUAGE = {"family": "qwen2_vl", "preset": "quickstart", "config": {"text": TEXT, "tie_word_embeddings": False}}
-EXPERTS = {"family": "tests.toys.moe_decoder", "config": {"layers": 8, "balance": 0.0}}
+EXPERTS = {"family": "tests.toys.moe_decoder", "config": {"layers": 4, "balance": 0.0}}
 LAYERS = "text.layers.{*}"
 
 

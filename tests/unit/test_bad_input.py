@@ -34,7 +34,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def recipe(data: Path, tmp_path: Path) -> Path:
     path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(chat_recipe(data, tmp_path / "runs", steps=3)))
+    path.write_text(yaml.safe_dump(chat_recipe(data, tmp_path / "runs", steps=3, global_batch=1)))
     return path
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -13,7 +17,8 @@ from tessera.errors import TesseraError
 from tessera.models import FAMILIES
 from tessera.parallel.comm_estimate import estimate_communication
 from tessera.parallel.communication import CommVolume, merge_volumes, readable
-from tessera.tools.dry_run import estimate_error, run_role
+from tessera.tools.dry_run import estimate_error, main, run_role
+from tests.dist.spawn import fork_context
 
 LAYERS = ["text.layers.{*}", "vision.blocks.{*}"]
 TEXT = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -74,6 +79,27 @@ def test_encoder_outputs_are_gathered_with_the_width_that_the_stream_declares() 
     assert line.bytes == plan.microbatches * plan.rows["vision"] * 2 * (3 * 96) * 4
 
 
+def answered(request: str) -> str:
+    """Return what the child process of a dry run prints."""
+    sys.stdin, output = io.StringIO(request), io.StringIO()
+    with contextlib.redirect_stdout(output):
+        main()
+    return output.getvalue()
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Roles run in processes that need not import torch again."""
+
+    def run(words: list[str], *, input: str, **_: Any) -> subprocess.CompletedProcess[str]:
+        assert words[1:] == ["-m", main.__module__]
+        with fork_context().Pool(1) as pool:
+            return subprocess.CompletedProcess(words, 0, pool.apply(answered, (input,)), "")
+
+    monkeypatch.setattr("tessera.tools.dry_run.subprocess.run", run)
+
+
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("compute", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_experts_are_counted_as_if_tokens_chose_evenly(compute: str) -> None:
     toy = {

@@ -51,22 +51,33 @@ def recipe(data: Path, out: Path, **ema: Any) -> dict[str, Any]:
     return settings
 
 
+@pytest.fixture(scope="module")
+def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Follow, tessera.Run]:
+    """A run with the average of every step, and the same average in plain words."""
+    follow = Follow(0.6)
+    return follow, tessera.train(recipe(data, tmp_path_factory.mktemp("whole")), callbacks=[follow])
+
+
 @pytest.mark.parametrize("every", [1, 2])
-def test_it_is_the_average_that_was_asked_for(data: Path, tmp_path: Path, every: int) -> None:
-    follow = Follow(0.6, every)
-    run = tessera.train(recipe(data, tmp_path, every=every), callbacks=[follow])
+def test_it_is_the_average_that_was_asked_for(
+    data: Path, tmp_path: Path, every: int, whole: tuple[Follow, tessera.Run]
+) -> None:
+    follow, run = whole
+    if every != 1:
+        follow = Follow(0.6, every)
+        run = tessera.train(recipe(data, tmp_path, every=every), callbacks=[follow])
     tensors = saved(run)
     for name, expected in follow.average.items():
         torch.testing.assert_close(tensors[f"ema.{name}"], expected, rtol=1e-5, atol=1e-7)
     assert any(not torch.equal(tensors[f"ema.{n}"], tensors[f"model.{n}"]) for n in follow.average)
 
 
-def test_a_resume_goes_on_with_it_bitwise(data: Path, tmp_path: Path) -> None:
-    whole = saved(tessera.train(recipe(data, tmp_path / "whole")))
+def test_a_resume_goes_on_with_it_bitwise(data: Path, tmp_path: Path, whole: tuple[Follow, tessera.Run]) -> None:
+    expected = saved(whole[1])
     part = tessera.train(recipe(data, tmp_path / "part"), callbacks=[StopAt(3)])
     tensors = saved(tessera.resume(part.folder))
-    assert whole.keys() == tensors.keys()
-    assert all(torch.equal(whole[name], tensors[name]) for name in whole)
+    assert expected.keys() == tensors.keys()
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in expected.items())
 
 
 @pytest.mark.slow

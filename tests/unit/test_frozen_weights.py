@@ -30,7 +30,7 @@ def folder(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recipe(data: Path, out: Path, path: Path | None, steps: int = 4, **model: Any) -> dict[str, Any]:
-    settings = chat_recipe(data, out, steps=steps)
+    settings = chat_recipe(data, out, steps=steps, global_batch=1)
     settings["data"] |= {"eval": [], "workers": 0, "balance": False}
     settings["optim"]["lr"] = 1e-2
     settings["model"] = settings["model"] if path is None else {"path": str(path)}
