@@ -96,6 +96,11 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_sessionfinish() -> None:
+    if "tests.dist.spawn" in sys.modules:
+        sys.modules["tests.dist.spawn"].end_ranks()
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Seconds by folder and the files that take most, so that a suite which grows slow says where."""
     folders: Counter[str] = Counter()

@@ -9,9 +9,11 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +22,9 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import tessera
 from tessera.checkpoint.manager import CheckpointManager
+from tessera.config.run_config import CheckpointSection
 from tessera.core.callback import Callback
+from tessera.training.saves import Saved, Saves
 from tests.errors import raises
 from tests.toys.chat_set import chat_recipe, write_chat_set
 
@@ -94,6 +98,27 @@ def test_a_prepared_save_does_not_plan_again_unless_the_tensors_have_changed(
     assert CheckpointManager(tmp_path, 3).resume(into) == (3, {})
     assert same_bits(into, grown)
     assert len(plans) == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "prepared"),
+    [
+        ({}, True),
+        ({"every": 5}, True),
+        ({"every": 5, "asynchronous": False}, False),
+        ({"every": 0}, False),
+        ({"at_end": False}, False),
+    ],
+)
+def test_only_a_run_that_saves_on_its_way_prepares_for_it(settings: dict[str, Any], prepared: bool) -> None:
+    manager = mock.Mock()
+    saved: Saved = (1, {}, {}, "")
+    saves = Saves(manager, CheckpointSection(**settings), lambda: saved, lambda _: nullcontext(), lambda _: None)
+    saves.prepare(has_state=False)
+    assert not manager.prepare.called
+    saves.prepare(has_state=True)
+    saves.prepare(has_state=True)
+    assert manager.prepare.call_count == int(prepared)
 
 
 def test_a_failed_write_is_raised_when_it_is_finished(tmp_path: Path) -> None:
