@@ -23,8 +23,9 @@ STEPS, BAD, FLIPPED = 6, 3, 5
 WEIGHT = "text.layers.1.mlp.down.weight"
 
 
-def recipe(data: Path, out: Path, victims: list[str], policy: str) -> dict[str, Any]:
-    settings = chat_recipe(data, out, steps=STEPS, ema={"decay": 0.8}, generate_every=STEPS, generate_samples=2)
+def recipe(data: Path, out: Path, victims: list[str], policy: str, rows: int = 4) -> dict[str, Any]:
+    settings = chat_recipe(data, out, steps=STEPS, global_batch=rows, generate_every=STEPS, generate_samples=2)
+    settings["train"]["ema"] = {"decay": 0.8}
     settings["train"]["generate_tokens"] = 4
     settings["model"]["config"] = FOUR_LAYERS
     settings["data"] |= {"kind": "tests.toys.faults", "workers": 0, "options": {"nan_pixels": victims}}
@@ -61,18 +62,28 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def victim(data: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    settings = recipe(data, tmp_path_factory.mktemp("look"), [], "off")
-    run = train(settings, {"train.steps": BAD, "train.generate_every": 0, "guard.coverage": "off"})
-    ids = [name for _, names in read_ledger(run.folder)[BAD] for name in names]
-    return next(name for name in reversed(ids) if int(name.split("-")[1]) % 3)
+def victim(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
+    """By the rows of a step, each looked for when it is first asked for."""
+
+    @functools.cache
+    def look(rows: int) -> str:
+        settings = recipe(data, tmp_path_factory.mktemp("look"), [], "off", rows)
+        run = train(settings, {"train.steps": BAD, "train.generate_every": 0, "guard.coverage": "off"})
+        ids = [name for _, names in read_ledger(run.folder)[BAD] for name in names]
+        return next(name for name in reversed(ids) if int(name.split("-")[1]) % 3)
+
+    return look
 
 
 @pytest.fixture(scope="module")
-def alone(data: Path, victim: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
-    """By policy, each trained when it is first asked for."""
-    out = tmp_path_factory.mktemp("one")
-    return functools.cache(lambda policy: faulty(0, 1, recipe(data, out / policy, [victim], policy), {}))
+def alone(data: Path, victim: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], dict[str, Any]]:
+    """By policy and rows of a step, each trained when it is first asked for."""
+
+    @functools.cache
+    def result(policy: str, rows: int) -> dict[str, Any]:
+        return faulty(0, 1, recipe(data, tmp_path_factory.mktemp("one"), [victim(rows)], policy, rows), {})
+
+    return result
 
 
 CASES = [
@@ -90,19 +101,19 @@ CASES = [
 
 @pytest.mark.parametrize(("policy", "world", "parallel"), CASES, ids=str)
 def test_any_layout_names_and_survives_the_same_faults(
-    policy: str, world: int, parallel: dict[str, Any], data: Path, victim: str, tmp_path: Path, alone: Any
+    policy: str, world: int, parallel: dict[str, Any], data: Path, victim: Any, tmp_path: Path, alone: Any
 ) -> None:
-    expected = alone(policy)
-    result = run_ranks(faulty, world, recipe(data, tmp_path, [victim], policy), parallel, timeout=240)[0]
+    expected, bad_sample = alone(policy, world), victim(world)
+    result = run_ranks(faulty, world, recipe(data, tmp_path, [bad_sample], policy, world), parallel, timeout=240)[0]
     assert facts(result["events"]) == facts(expected["events"])
     bad, flipped = result["events"][0], result["events"][-1]
-    assert (bad["step"], bad["samples"]) == (BAD, [victim])
+    assert (bad["step"], bad["samples"]) == (BAD, [bad_sample])
     assert bad["module"].startswith("forward of vision.patch_embed")
     assert [one["name"] for one in flipped["parameters"]] == [WEIGHT]
     assert result["losses"] == pytest.approx(expected["losses"], rel=1e-4)
     assert result["held_out"] == pytest.approx(expected["held_out"], rel=1e-4)
     assert result["answers"] == expected["answers"]
-    assert result["quarantine"] == expected["quarantine"] == ([] if policy == "skip" else [victim])
+    assert result["quarantine"] == expected["quarantine"] == ([] if policy == "skip" else [bad_sample])
     assert result["average"].keys() == expected["average"].keys()
     for name, value in expected["average"].items():
         assert result["average"][name] == pytest.approx(value, rel=1e-4), name
