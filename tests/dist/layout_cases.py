@@ -102,7 +102,7 @@ TENSOR = [
         "tp 2 x fsdp 2, sequence, clipped, untied, recompute all but products",
         4,
         {**SEQUENCE, **ALL_BUT_PRODUCTS},
-        {**UNTIED, **CLIPPED},
+        {**UNTIED, **CLIPPED, **TWO_ROWS},
     ),
     Case("tp 4, sequence", 4, {**SEQUENCE, "tp": 4}, FOUR_HEADS, slow=True),
 ]
@@ -231,7 +231,7 @@ def experts(
 UNBALANCED = {"balance": 0.0}
 DEEPER = {**UNBALANCED, "layers": 4}
 EXPERTS = [
-    experts("experts, other micro-batches", 1, {}, {"train.micro_batch": 4}),
+    experts("experts, other micro-batches", 1, {}, {"train.micro_batch": 4}, rows=4),
     experts("ep 2", 2, {"ep": 2}, slow=True),
     experts("ep 2, no balance loss, recompute", 2, {"ep": 2, "recompute": [LAYERS]}, rows=4, **UNBALANCED),
     experts("experts, tp 2, sequence, no balance loss", 2, SEQUENCE, **UNBALANCED, slow=True),
