@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ import pytest
 from PIL import Image
 
 from tessera.config.run_config import SourceSection, load_config
-from tessera.core.sample import MediaSize, Sample
+from tessera.core.sample import Sample
 from tessera.tools.data_doctor.collect import ladder
 from tessera.tools.data_doctor.diagnosis import Diagnosis
 from tessera.tools.data_doctor.examine import ForModel, examine, for_model, for_recipe, sets_as_in
@@ -28,7 +26,7 @@ from tessera.tools.data_doctor.histogram import bars, chart, histogram, short
 from tests.errors import raises
 from tests.toys.chat_set import chat_recipe, write_chat_set
 from tests.toys.generation_set import pipeline_folder, processor_of, write_image, write_video
-from tests.unit.data_cases import LetterProcessor, pictures, png_header, row, seen, write_jsonl
+from tests.unit.data_cases import LetterProcessor, TroubleProcessor, pictures, png_header, row, seen, write_jsonl
 
 ROOT = Path(__file__).parents[2]
 
@@ -364,19 +362,11 @@ def test_nothing_from_data_becomes_markup_or_a_terminal_code(tmp_path: Path, wit
     assert json.loads(diagnosis.json())["findings"]
 
 
-@dataclass(frozen=True)
-class Deadly(LetterProcessor):
-    def measure(self, sample: Sample, sizes: Sequence[MediaSize]) -> dict[str, int]:
-        if sample.id == "deadly":
-            os.kill(os.getpid(), signal.SIGSEGV)
-        return super().measure(sample, sizes)
-
-
 def test_a_sample_that_kills_its_reader_is_named(tmp_path: Path) -> None:
     rows = [row(f"question {n}", f"answer {n}", id=str(n)) for n in range(8)]
-    rows[5]["id"] = "deadly"
+    rows[5] = row("question", "CRASH", id="deadly")
     file = write_jsonl(tmp_path / "set.jsonl", rows)
-    diagnosis = examine([SourceSection(path=file)], Deadly(), length=100, workers=1, samples=2)
+    diagnosis = examine([SourceSection(path=file)], TroubleProcessor(), length=100, workers=1, samples=2)
     findings = diagnosis.findings
     assert findings["stuck"].count == 1
     assert findings["stuck"].locations[0].where == "set.jsonl:6"
