@@ -92,16 +92,16 @@ def test_an_export_that_is_replaced_survives_a_kill_at_any_point(
         pytest.skip("this file system cannot exchange folders")
     ended, number = False, 0
     while not ended:
-        target, left = tmp_path / str(number) / "out", number
+        target, remaining = tmp_path / str(number) / "out", number
         publish(target, write("old"))  # type: ignore[arg-type]
         write_folder(target.parent / ".trash-out~00000000")  # an earlier process was killed while it removed this one
         staging = begin(target, True)
         (staging.path / "weights").write_text("new")
 
         def fault(point: str) -> None:
-            nonlocal left
-            left -= 1
-            if left < 0:
+            nonlocal remaining
+            remaining -= 1
+            if remaining < 0:
                 raise Killed
 
         try:
