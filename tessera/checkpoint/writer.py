@@ -250,25 +250,25 @@ class PlannedFolder:
         Each chunk is read back after its write and compared.
         """
         slices, checksums = self._plan.divide(name, tensor), dict[int, int]()
-        for place in self._plan.places[name]:
-            handle, position, checksum = self._handles[place.file], place.offset, 0
-            for chunk in slices[place.slice].chunks():
-                if place.checksums and place.slice not in checksums:
+        for planned in self._plan.places[name]:
+            handle, position, checksum = self._handles[planned.file], planned.offset, 0
+            for chunk in slices[planned.slice].chunks():
+                if planned.checksums and planned.slice not in checksums:
                     checksum = crc32(chunk, checksum)
                 _write_at(handle, chunk.data, position)
                 again = np.empty_like(chunk)
                 if not _read_at(handle, again, position) or not same_bytes(chunk, again):
                     raise TesseraError(
                         f"{name} was read back with other bytes than were written",
-                        where=str(self._folder / place.file),
+                        where=str(self._folder / planned.file),
                         fix="try again, and check the disk if it happens again; nothing was published",
                         code="output.bytes-differ",
                     )
                 position += len(chunk)
-            if position - place.offset >= _WORTH_A_REQUEST:
-                begin_write_back(handle, place.offset, position - place.offset)
-            checksum = checksums.setdefault(place.slice, checksum)
-            for at in place.checksums:
+            if position - planned.offset >= _WORTH_A_REQUEST:
+                begin_write_back(handle, planned.offset, position - planned.offset)
+            checksum = checksums.setdefault(planned.slice, checksum)
+            for at in planned.checksums:
                 _write_at(handle, checksum.to_bytes(4, "little"), at)
 
     def sync(self) -> None:

@@ -105,13 +105,13 @@ def _by_expert(
 
 def _home(source: FoundModel, parts: Path | None) -> Path:
     """Return the diffusers folder with VAE and text encoders: `parts`, or the folder of the model."""
-    place = parts or source.parts or source.section.path
-    home = None if place is None else pipeline_folder(place)
+    folder = parts or source.parts or source.section.path
+    home = None if folder is None else pipeline_folder(folder)
     if home is not None:
         return home
     raise TesseraError(
         "the VAE and the text encoders of the pipeline are missing",
-        where="the model" if place is None else str(place),
+        where="the model" if folder is None else str(folder),
         fix="name a diffusers folder that contains them: --parts FOLDER",
         code="generation.parts-missing",
     )

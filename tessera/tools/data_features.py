@@ -178,13 +178,13 @@ def _prepare(
         for name, frozen in setup.frozen.items()
         if frozen.plan is None  # skip a frozen copy of the model, which has a plan
     }
-    place = chosen.folder or config.model.path
-    assert place is not None, "the task loaded its encoders from there"
-    place = pipeline_folder(place) or place
-    edit = edit_of_folder(place, family.edits)
+    home = chosen.folder or config.model.path
+    assert home is not None, "the task loaded its encoders from there"
+    home = pipeline_folder(home) or home
+    edit = edit_of_folder(home, family.edits)
     facts = {
         "form": form_facts(family, edit),
-        "components": component_hashes(place, family),
+        "components": component_hashes(home, family),
         "options": {
             **processor.options.model_dump(mode="json"),
             "given": task.options.given,
@@ -195,5 +195,5 @@ def _prepare(
         "length": rows.length,
     }
     each_empty = edit is not None or family.captions_read_frames  # whether the empty caption differs between samples
-    parts = PipelineFolder(place, family.vaes)
+    parts = PipelineFolder(home, family.vaes)
     return Encoders(family, components, parts, task.options.given, stores_empty=each_empty), rows, facts

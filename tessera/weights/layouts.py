@@ -215,9 +215,9 @@ def folder_layout(folder: Path) -> FolderLayout:
     return detect_layout(folder) or FolderLayout(folder)
 
 
-def pipeline_folder(place: Path) -> Path | None:
-    """Return `place` if it is a diffusers folder, or its parent if `place` is a component; otherwise None."""
-    return next((folder for folder in (place, place.parent) if DiffusersFolder.detect(folder)), None)
+def pipeline_folder(path: Path) -> Path | None:
+    """Return `path` if it is a diffusers folder, or its parent if `path` is a component; otherwise None."""
+    return next((folder for folder in (path, path.parent) if DiffusersFolder.detect(folder)), None)
 
 
 def _weight_map(index: Path) -> dict[str, str]:

@@ -109,8 +109,8 @@ def _tensors(folder: Path, metadata: Described) -> dict[str, DcpTensor]:
         if name not in files:
             check_inside(folder / name, folder)
             files[name] = folder / name
-        place = (files[name], _natural(where["offset"]), _natural(where["length"]))
-        stored[_text(index.state["fqn"]), str(_size(index.state["offset"]))] = place
+        span = (files[name], _natural(where["offset"]), _natural(where["length"]))
+        stored[_text(index.state["fqn"]), str(_size(index.state["offset"]))] = span
     tensors = {}
     for name, described in metadata.state["state_dict_metadata"].items():
         if described.name.name != "TensorStorageMetadata":

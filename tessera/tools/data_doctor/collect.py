@@ -222,8 +222,8 @@ class Collection:
         sample = examined.read(row)
         text = "" if sample is None else (check_texts(sample).answer or "")[:80]
         detail = f"{counts[most] / answered:.0%} of the last answers are {text!r}"
-        place = SampleLocation(examined.source.location(row), "" if sample is None else sample.id, detail)
-        _set(findings, "one-answer", int(counts[most]), [place])
+        location = SampleLocation(examined.source.location(row), "" if sample is None else sample.id, detail)
+        _set(findings, "one-answer", int(counts[most]), [location])
 
 
 def _set(findings: dict[str, Finding], kind: str, count: int, places: Iterable[SampleLocation]) -> None:
