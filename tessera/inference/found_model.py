@@ -61,12 +61,8 @@ def find_model(
         check_config_numbers(folder_layout(base).config(), base)
         return FoundModel(origin, section, kind or stored_dtype(base), base, {}, Limits())
     if family is not None:
-        raise TesseraError(
-            "a run names its family itself",
-            where="family",
-            fix="leave it out",
-            code="model.family-of-run",
-        )
+        what = "a run names its family itself"
+        raise TesseraError(what, where="family", fix="leave it out", code="model.family-of-run")
     recipe = saved_config(folder) if origin == "run" else None  # the model section is taken from the newest checkpoint
     settings = load_config(recipe or read_saved(folder / CONFIG))
     check_trusted(folder, model_code(settings.model), trust)
