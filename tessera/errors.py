@@ -43,7 +43,7 @@ class TesseraError(Exception):
         self.allowed = None if allowed is None else [str(item) for item in allowed]
         self.nearest = nearest
         self.fix = fix
-        self.code = code  # stable: tests and docs/reference/errors.md name errors by it
+        self.code = code  # stable: tests and docs/reference/error-codes.md name errors by it
         super().__init__(self.render())
 
     def render(self) -> str:

@@ -233,6 +233,10 @@ class Manifest:
         return json.dumps({**content, "checksum": _checksum(content)}, indent=1).encode()
 
 
+class NewerFormatError(TesseraError):
+    """Report a checkpoint in a format of a newer Tessera. It is not damaged, so it is neither skipped nor removed."""
+
+
 def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
@@ -245,11 +249,11 @@ def read_manifest(folder: Path) -> Manifest:
         if claimed != _checksum(content):
             raise ValueError("its checksum differs from its content")
         if content["format"] != FORMAT or content["version"] > VERSION:
-            raise TesseraError(
-                f"the checkpoint has format {content['format']}, version {content['version']}",
+            raise NewerFormatError(
+                f"a newer Tessera wrote this checkpoint: format {content['format']}, version {content['version']}",
                 where=str(path),
                 allowed=[f"{FORMAT} up to version {VERSION}"],
-                fix="use the version of Tessera that wrote it, or a newer one",
+                fix="update Tessera, or move this checkpoint out of the run folder to use an older one",
                 code="checkpoint.newer-format",
             )
         files = tuple(FileRecord(name, int(f["size"]), str(f["sha256"])) for name, f in content["files"].items())

@@ -23,6 +23,7 @@ from tessera.checkpoint.files import (
     Fault,
     FileRecord,
     Manifest,
+    NewerFormatError,
     problems_in,
     read_manifest,
     remove_folder,
@@ -42,6 +43,17 @@ def step_of(path: Path) -> int | None:
     """Return the step in a checkpoint's folder name; None for other names."""
     match = _NAME.fullmatch(path.name)
     return None if match is None else int(match.group(1))
+
+
+def _is_newer(path: Path) -> bool:
+    """Return whether a newer Tessera wrote a checkpoint."""
+    try:
+        read_manifest(path)
+    except NewerFormatError:
+        return True
+    except TesseraError:
+        pass
+    return False
 
 
 class StepFolders:
@@ -70,11 +82,13 @@ class StepFolders:
     def newest_with(self, name: str) -> Path | None:
         """Return the newest checkpoint whose file `name` is undamaged; None if there is none.
 
-        Other files are not read.
+        Other files are not read. Raise if a newer Tessera wrote one of the checkpoints.
         """
         for path, _ in self.newest_first():
             try:
                 records = [record for record in read_manifest(path).files if record.name == name]
+            except NewerFormatError:
+                raise
             except TesseraError:
                 continue
             if records and not problems_in(path, records):
@@ -136,12 +150,13 @@ class StepFolders:
         """Remove all checkpoints but the newest `keep` and the protected one.
 
         Older checkpoints of the step of `newest`, and checkpoints without a readable manifest, are also removed.
+        Checkpoints of a newer Tessera stay.
         """
         step = newest.name.split(".")[0]
         worth = [path for path, serial in older if serial is not None and path.name.split(".")[0] != step]
         stay = {*worth[: self._keep - 1], *(path for path in worth if step_of(path) == self.protected_step)}
         for path, _ in older:
-            if path not in stay:
+            if path not in stay and not _is_newer(path):
                 self._remove(path)
 
     def _remove(self, path: Path) -> bool:

@@ -26,6 +26,7 @@ from tessera.checkpoint.files import (
     DamagedFileError,
     FileRecord,
     Manifest,
+    NewerFormatError,
     RecordedFile,
     box_slices,
     data_positions,
@@ -195,6 +196,8 @@ def open_checkpoint(ranks: Ranks, path: Path, step: int | None = None) -> tuple[
     def read() -> list[str]:
         try:
             manifest = read_manifest(path)
+        except NewerFormatError:
+            raise
         except TesseraError as error:
             return [error.what] if ranks.rank == 0 else []
         manifests.append(manifest)

@@ -350,6 +350,28 @@ def test_only_damaged_ones_is_an_error(tmp_path: Path) -> None:
         CheckpointManager(tmp_path, 1).resume(blank())
 
 
+def test_a_checkpoint_of_a_newer_tessera_is_refused_and_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "checkpoints"
+    older = save(folder, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr("tessera.checkpoint.files.VERSION", 99)
+        newer = save(folder, 2)
+    manager = CheckpointManager(folder, 1)
+    uses: list[Callable[[], object]] = [
+        lambda: manager.resume(blank()),
+        lambda: manager.load_newest(blank()),
+        lambda: manager.load(newer, blank()),
+        lambda: newest_names(tmp_path),  # the recipe of the newest checkpoint is looked up in the same way
+    ]
+    for use in uses:
+        with raises("checkpoint.newer-format", newer.name):
+            use()
+    manager.load(older, blank())  # named explicitly
+    saved = [save(folder, step, keep=1) for step in (2, 3)]
+    manager.protect(3)
+    assert set(folder.glob("step-*")) == {newer, saved[1]}
+
+
 # ---------------------------------------------------------------------------------------------- cannot be written
 
 
