@@ -41,6 +41,16 @@ class LossTerm:
     count: str
     weight: float = 1.0
 
+    def __post_init__(self) -> None:
+        """Raise if the sum is not a tensor."""
+        if not isinstance(self.sum, Tensor):
+            raise TesseraError(
+                f"the sum of the loss term {self.name!r} is a {type(self.sum).__name__}, not a tensor",
+                where="Task.losses",
+                fix="give the summed loss as a scalar tensor; `total, count = linear_cross_entropy(...)` returns two",
+                code="task.loss-not-tensor",
+            )
+
 
 @dataclass(frozen=True)
 class Metric:

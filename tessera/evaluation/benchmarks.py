@@ -125,11 +125,19 @@ def read_rows(path: Path) -> Iterator[BenchmarkRow]:
                     code="evaluation.unknown-columns",
                 )
             for row in reader:
-                images[row["index"]] = row["image"] if len(row["image"]) > 64 else images.get(row["image"], "")
+                cell, where = row["image"] or "", f"{path}: index {row['index']}"
+                if len(cell) <= 64 and cell not in images:
+                    raise TesseraError(
+                        f"the image cell {cell!r} of this row is no image and no index of a row above it",
+                        where=where,
+                        fix="write the image in base64, or the index of a row above with the same image",
+                        code="evaluation.image-not-base64",
+                    )
+                images[row["index"]] = cell if len(cell) > 64 else images[cell]
                 yield BenchmarkRow(
                     row["index"],
                     row["question"],
-                    tuple(_images(images[row["index"]], f"{path}: index {row['index']}")),
+                    tuple(_images(images[row["index"]], where)),
                     {letter: row[letter] for letter in LETTERS if row.get(letter)},
                     _answers(row["answer"]),
                 )

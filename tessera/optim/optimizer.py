@@ -29,6 +29,8 @@ from tessera.runtime.gradients import scale_gradients
 from tessera.runtime.modules import clean_name, local_shard
 from tessera.runtime.torch_internals import foreach_norm
 
+NOT_OFFLOADED = ("adafactor", "muon")  # they sum over ranks, or multiply matrices, in their updates
+
 
 def parameter_groups(module: nn.Module, section: OptimSection, names: Collection[str] = ()) -> list[dict[str, Any]]:
     """Return the groups of all trained parameters. If several patterns match a parameter, the last one counts. Vectors
@@ -82,6 +84,17 @@ def parameter_groups(module: nn.Module, section: OptimSection, names: Collection
     ]
 
 
+def check_offload(section: OptimSection) -> None:
+    """Raise if the optimizer cannot update weights in host memory (`parallel.offload`)."""
+    if section.name in NOT_OFFLOADED:
+        raise TesseraError(
+            f"{section.name} updates weights on the device, and with parallel.offload they are in host memory",
+            where="optim.name",
+            fix="optim.name=adamw or lion, or parallel.offload=false",
+            code="recipe.optimizer-offload",
+        )
+
+
 def build_optimizer(
     module: nn.Module,
     section: OptimSection,
@@ -107,13 +120,6 @@ def build_optimizer(
     elif section.name == "lion":
         optimizer = Lion(groups, section.betas)
     elif section.name == "adafactor":
-        if offloaded:
-            raise TesseraError(
-                "adafactor sums over ranks in its update, and with parallel.offload weights are in host memory",
-                where="optim.name",
-                fix="optim.name=adamw or lion, or parallel.offload=false: its state is small",
-                code="recipe.optimizer-offload",
-            )
         optimizer = Adafactor(groups)
     else:
         how = {
@@ -121,13 +127,6 @@ def build_optimizer(
             "together": devices.supports(device, "triton") and not offloaded,
         }
         if section.name == "muon":
-            if offloaded:
-                raise TesseraError(
-                    "muon multiplies matrices, and with parallel.offload they are in host memory",
-                    where="optim.name",
-                    fix="optim.name=adamw, or parallel.offload=false",
-                    code="recipe.optimizer-offload",
-                )
             optimizer = Muon(groups, section.betas, section.eps, momentum=section.momentum, **how)
         else:
             optimizer = AdamW(groups, section.betas, section.eps, **how)

@@ -37,14 +37,20 @@ def best_callbacks(config: RunConfig, has_eval: bool, checkpoints: CheckpointMan
             fix="set data.eval to files with held-out samples",
             code="recipe.no-held-out-data",
         )
-    if not config.train.eval_interval and not config.train.generate_every:
-        raise TesseraError(
-            "the run evaluates only once, at its end: there are no checkpoints to compare",
-            where=where,
-            fix="set how often to evaluate, such as train.eval_every=1epoch or train.eval_every=200",
-            code="recipe.held-out-never-measured",
-        )
     return callbacks
+
+
+def check_measured(config: RunConfig) -> None:
+    """Raise if a key of `best_callbacks` is set, and the run evaluates only once."""
+    keep, stop = config.checkpoint.best, config.train.early_stop
+    if (keep is None and stop is None) or config.train.eval_interval or config.train.generate_every:
+        return
+    raise TesseraError(
+        "the run evaluates only once, at its end: there are no checkpoints to compare",
+        where="checkpoint.keep_best" if keep is not None else "train.early_stop",
+        fix="set how often to evaluate, such as train.eval_every=1epoch or train.eval_every=200",
+        code="recipe.held-out-never-measured",
+    )
 
 
 class Best:

@@ -22,7 +22,7 @@ from tessera.data.media.read import ChatProcessor, read_media
 from tessera.data.sources.source import Question, open_source, questions
 from tessera.errors import TesseraError
 from tessera.inference.generate import GenerativeModel, OwnGeneration, Sampling, generate_tokens
-from tessera.parallel.mesh import CONTEXT, DATA, Mesh
+from tessera.parallel.mesh import DATA, Mesh
 from tessera.parallel.pipeline_stages import LocalStages, PipelinedModel
 from tessera.parallel.plan import Plan
 from tessera.runtime.files import write_jsonl
@@ -135,13 +135,6 @@ class GenerationEval(Callback):
 
 def generating_model(spec: ModelSpec, module: nn.Module, plan: Plan, mesh: Mesh, device: torch.device) -> object:
     """Return the model of a run in the form that `inference.generate` calls."""
-    if plan.axes.size(CONTEXT) > 1:
-        raise TesseraError(
-            "answers cannot be generated with parallel.cp above 1: growing prompts are not split over ranks",
-            where="train.generate_every",
-            fix="set train.generate_every=0, or parallel.cp=1",
-            code="layout.generation-with-cp",
-        )
     if spec.generate is not None:
         return OwnGeneration(module, spec.generate)
     if isinstance(module, LocalStages):

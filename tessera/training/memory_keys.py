@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tessera.config.run_config import RunConfig
+from tessera.optim.optimizer import NOT_OFFLOADED
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def memory_keys(config: RunConfig, ranks: int, blocks: Sequence[str]) -> list[Me
         settings = {"parallel.block_offload": True, **({} if recomputed else {"parallel.recompute": patterns})}
         why = "frozen weights wait in host memory and come one block ahead of their use"
         keys.append(MemoryKey(settings, why, "held"))
-    if not parallel.offload:
+    if not parallel.offload and config.optim.name not in NOT_OFFLOADED:
         why = "weights and optimizer state wait in host memory, and steps take longer"
         keys.append(MemoryKey({"parallel.offload": True}, why, "held"))
     if lora is None:

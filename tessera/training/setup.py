@@ -26,15 +26,16 @@ from tessera.lora.select import Adapters, spelled_out
 from tessera.models import build_on_meta, resolve
 from tessera.models.files.exported_config import exported_config
 from tessera.models.module import spec_of_object
-from tessera.optim.optimizer import state_bytes
+from tessera.optim.optimizer import check_offload, parameter_groups, state_bytes
 from tessera.parallel.frozen import FrozenBytes, frozen_bytes
 from tessera.parallel.make_plan import make_plan, parameter_bytes
-from tessera.parallel.mesh import DATA
+from tessera.parallel.mesh import CONTEXT, DATA
 from tessera.parallel.plan import Plan, Workload
 from tessera.parallel.plan_text import DescribedPlan
 from tessera.runtime import device as devices
 from tessera.tasks import build_task
 from tessera.tasks.language import LanguageTask
+from tessera.training.best import check_measured
 from tessera.training.passes import training_of
 from tessera.weights.layouts import detect_layout
 
@@ -145,6 +146,7 @@ def build_meta_model(config: RunConfig, world_size: int, objects: Objects = NONE
         workload=_workload(config, spec, model_config),
         state=state_bytes(config.optim, module),
     )
+    _check_keys(config, spec, module, plan, objects)
     task.bind(spec, model_config)
     task.check(config, module)
     frozen = {
@@ -162,6 +164,21 @@ def build_meta_model(config: RunConfig, world_size: int, objects: Objects = NONE
         ),
     )
     return ModelSetup(spec, model_config, module, plan, lora, adapters, task, frozen)
+
+
+def _check_keys(config: RunConfig, spec: ModelSpec, module: nn.Module, plan: Plan, objects: Objects) -> None:
+    """Raise if a key outside of `parallel` does not fit the model or its layout."""
+    parameter_groups(module, config.optim, [shard.name for shard in plan.param_shards if shard.trained])
+    if config.parallel.offload and objects.optimizer is None:
+        check_offload(config.optim)
+    check_measured(config)
+    if config.train.generate_every and plan.axes.size(CONTEXT) > 1 and not isinstance(spec, GenerationSpec):
+        raise TesseraError(
+            "answers cannot be generated with parallel.cp above 1: growing prompts are not split over ranks",
+            where="train.generate_every",
+            fix="set train.generate_every=0, or parallel.cp=1",
+            code="layout.generation-with-cp",
+        )
 
 
 def _model_and_task(config: RunConfig, objects: Objects) -> tuple[ModelSpec, Any, Task]:

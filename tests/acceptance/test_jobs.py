@@ -35,7 +35,7 @@ from tessera.cli.main import app
 from tessera.config.reader import dump_yaml
 from tessera.config.run_config import load_config
 from tessera.errors import TesseraError
-from tessera.evaluation.benchmarks import anls, chosen_letter, relaxed
+from tessera.evaluation.benchmarks import anls, chosen_letter, read_rows, relaxed
 from tessera.runtime.distributed import free_port
 from tessera_compat.mindspeed_mm.arguments import parse_args
 from tessera_compat.mindspeed_mm.config_files import read_job_yaml
@@ -796,6 +796,17 @@ def test_a_benchmark_is_evaluated(tiny: Path, monkeypatch: pytest.MonkeyPatch, c
     Path("evaluate.json").write_text(json.dumps(settings))
     with raises("evaluation.unknown-benchmark", "ai2d_test"):
         evaluate(["--mm-model", "evaluate.json", "--load", "ckpt/tiny/hf"])
+
+
+def test_an_image_cell_that_names_no_row_is_refused_with_table_and_row(tmp_path: Path) -> None:
+    image = base64.b64encode(bytes(60)).decode()
+    table = tmp_path / "bench.tsv"
+    for cell in ("7", ""):
+        table.write_text(f"index\tquestion\timage\tanswer\n0\ta\t{image}\tx\n1\tb\t0\tx\n2\tc\t{cell}\tx\n")
+        rows = read_rows(table)
+        assert next(rows).images == next(rows).images
+        with raises("evaluation.image-not-base64", f"{table}: index 2"):
+            next(rows)
 
 
 def test_scores_of_benchmarks() -> None:

@@ -145,6 +145,8 @@ def test_a_task_that_returns_a_tensor_is_told_what_to_return(tmp_path: Path) -> 
 
     with raises("task.losses-type"):
         tessera.train(recipe(tmp_path), model=Net(), task=Mean(), dataset=Points())
+    with raises("task.loss-not-tensor", "text"):
+        LossTerm("text", (torch.ones(()), torch.ones(())), "labels")  # type: ignore[arg-type]
 
 
 def test_a_module_of_the_users_own_is_had_back_with_its_trained_weights(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from tessera.optim.lion import Lion
 from tessera.optim.muon import Muon, matrices_of, orthogonalize
 from tessera.optim.optimizer import build_optimizer, clip_gradients, lr_factor, parameter_groups
 from tessera.runtime.modules import StackedExperts
+from tessera.training.memory_keys import memory_keys
 from tests.close import assert_as_close
 from tests.errors import raises
 
@@ -177,16 +178,34 @@ def test_keys_without_effect_are_told(settings: dict[str, Any], error: str) -> N
         load_config(RECIPE, settings)
 
 
-def test_muon_refuses_vectors_and_weights_in_host_memory() -> None:
+def test_muon_refuses_vectors() -> None:
     with raises("recipe.muon-not-matrix"):
         build_optimizer(
             net(),
             OptimSection.model_validate({"name": "muon", "groups": [{"pattern": "norm", "optimizer": "muon"}]}),
             CPU,
         )
-    for name in ("muon", "adafactor"):
-        with raises("recipe.optimizer-offload"):
-            build_optimizer(net(), OptimSection.model_validate({"name": name}), CPU, offloaded=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"optim.name": "muon", "parallel.offload": True}, "recipe.optimizer-offload"),
+        ({"optim.name": "adafactor", "parallel.offload": True}, "recipe.optimizer-offload"),
+        ({"optim.groups": [{"pattern": "nothing", "lr": 0.1}]}, "recipe.pattern-matches-nothing"),
+        ({"train.early_stop": {}}, "recipe.held-out-never-measured"),
+        ({"train.generate_every": 2, "parallel.cp": 2}, "layout.generation-with-cp"),
+    ],
+)
+def test_the_plan_refuses_what_a_run_refuses(settings: dict[str, Any], error: str) -> None:
+    with raises(error):
+        plan(RECIPE, settings, world=2)
+
+
+def test_offload_is_not_advised_where_it_is_refused() -> None:
+    for name, advised in (("lion", True), ("muon", False)):
+        keys = memory_keys(load_config(RECIPE, {"optim.name": name}), 1, [])
+        assert any("parallel.offload" in key.settings for key in keys) is advised
 
 
 def test_the_plan_counts_the_state_of_each_optimizer() -> None:

@@ -192,7 +192,7 @@ def test_a_best_metric_without_evaluations_to_choose_from_is_refused(data: Path,
     recipe["checkpoint"] = {"keep_best": "loss"}
     with raises("recipe.held-out-never-measured"):
         tessera.train(recipe)
-    recipe["data"]["eval"] = []
+    recipe["train"]["eval_every"], recipe["data"]["eval"] = 1, []
     with raises("recipe.no-held-out-data"):
         tessera.train(recipe)
 
