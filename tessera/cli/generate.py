@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tessera.cli.run import TrustFlag, check_output, check_path
+from tessera.cli.run import FamilyOption, TrustFlag, check_output, check_path
 from tessera.errors import TesseraError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ Images = Annotated[
 ]
 
 # Argument names of this command: SHARED for all models, the others for one kind of model each.
-SHARED = ("model", "question", "image", "seed", "device", "trust", "adapter", "strength")
+SHARED = ("model", "question", "image", "seed", "device", "trust", "family", "adapter", "strength")
 ANSWERS = ("video", "system", "max_new_tokens", "temperature", "top_k", "top_p")
 SAMPLING = (  # fields of a `Request`
     *("negative", "height", "width", "frames", "fps", "steps", "guidance", "guidance_2", "true_guidance"),
@@ -41,6 +41,7 @@ def generate(
     seed: Annotated[int, typer.Option("--seed")] = 0,
     device: Annotated[str, typer.Option("--device")] = "auto",
     trust: TrustFlag = False,
+    family: FamilyOption = None,
     adapter: Annotated[
         list[Path] | None, typer.Option("--adapter", help="LoRA file or PEFT folder; may be given again")
     ] = None,
@@ -119,7 +120,7 @@ def _run(ctx: typer.Context, options: Mapping[str, Any]) -> None:
     from tessera.inference.load_pipeline import generates_media
 
     adapters = _strengths(options.get("adapter"), options.get("strength"), "--strength")
-    if not generates_media(options["model"], trust):
+    if not generates_media(options["model"], trust, options.get("family")):
         _refuse(options, "this model generates text", (*SHARED, *ANSWERS))
         if options["seed"] and not options.get("temperature"):
             _refuse({"seed": options["seed"]}, "at temperature 0 the likeliest token is taken", ["temperature"])
@@ -135,7 +136,7 @@ def _run(ctx: typer.Context, options: Mapping[str, Any]) -> None:
         )
     check_output(options["out"], "--out")
     request = _request(options)  # check the request before ranks start
-    loading = {name: options[name] for name in ("dtype", "parts") if name in options}
+    loading = {name: options[name] for name in ("dtype", "family", "parts") if name in options}
     loading |= {"device": device, "trust": trust, "adapters": adapters}
     loading["adapters_2"] = _strengths(options.get("adapter_2"), options.get("strength_2"), "--strength-2")
     if _started(ctx, nproc):
@@ -285,6 +286,7 @@ def _answer(options: Mapping[str, Any], adapters: Mapping[Path, float]) -> None:
         videos=options.get("video", []),
         device=options["device"],
         trust=options.get("trust", False),
+        family=options.get("family"),
         on_text=lambda text: typer.echo(text, nl=False),
         seed=options["seed"],
         adapters=adapters,

@@ -19,7 +19,7 @@ from tessera.cli.chat import chat
 from tessera.cli.data import data_app
 from tessera.cli.generate import generate
 from tessera.cli.hub import download, push
-from tessera.cli.run import Overrides, TrustFlag, check_output, check_path, write_output
+from tessera.cli.run import FamilyOption, Overrides, TrustFlag, check_output, check_path, write_output
 from tessera.config.extensions import extension_names, extensions, find_hint
 from tessera.errors import TesseraError, reported
 from tessera.runtime.launcher import launcher_blamed
@@ -242,10 +242,7 @@ def evaluate(
 def compare(
     folder: Annotated[Path, typer.Argument(help="Hugging Face folder")],
     data: Annotated[Path | None, typer.Option("--data", help="chat samples that both sides answer")] = None,
-    family: Annotated[
-        str | None,
-        typer.Option("--family", help="as in a recipe: a built-in, or the import path of your own"),
-    ] = None,
+    family: FamilyOption = None,
     prove: ProveOption = "auto",
     root: Annotated[Path | None, typer.Option("--root", help="folder that media paths are under")] = None,
     max_samples: Annotated[int | None, typer.Option("--max-samples")] = None,

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 TrustFlag = Annotated[
     bool, typer.Option("--trust", help="import and call what a folder names that you did not make; see SECURITY.md")
 ]
+FamilyOption = Annotated[
+    str | None, typer.Option("--family", help="as in a recipe: a built-in, or the import path of your own")
+]
 
 
 def complete_key(incomplete: str) -> list[str]:

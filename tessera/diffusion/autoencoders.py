@@ -84,10 +84,20 @@ class Autoencoder(nn.Module):
 
     def spare_memory(self, *, tiling: bool, slicing: bool) -> None:
         """Save memory: compute large frames in overlapping tiles, and the videos of a batch one by one. An option that
-        is False keeps the default of the VAE class."""
+        is False keeps the default of the VAE class. The module of a VAE has `enable_tiling` and `enable_slicing`, or
+        the options are refused."""
         for chosen, name in ((tiling, "tiling"), (slicing, "slicing")):
-            if chosen:
-                getattr(self.vae, f"enable_{name}")()
+            if not chosen:
+                continue
+            enable = getattr(self.vae, f"enable_{name}", None)
+            if enable is None:
+                raise TesseraError(
+                    f"the VAE of this model has no {name}",
+                    where=f"{type(self.vae).__name__}.enable_{name}",
+                    fix=f"leave the option for VAE {name} out, or write this method",
+                    code="generation.vae-option-not-supported",
+                )
+            enable()
 
     def encode(self, videos: Sequence[Tensor]) -> list[Tensor]:
         """Return the latents [C, f, h, w] of each video [F, H, W, 3], in float32. `videos`: uint8, or floats between -1

@@ -305,6 +305,7 @@ def generate(
     system: str | None = None,
     max_new_tokens: int = 256,
     adapters: AdapterPaths | None = None,
+    family: str | None = None,
     device: str | torch.device = "auto",
     trust: bool = False,
     on_text: Callable[[str], None] | None = None,
@@ -312,11 +313,11 @@ def generate(
 ) -> str:
     """Load a model, ask it one question and return the answer. To ask more than once, `load` the model once.
 
-    `on_text` is called with each new part of the answer. `adapters` and `trust`: see `load`. `sampling`: temperature,
-    top_k, top_p, seed.
+    `on_text` is called with each new part of the answer. `adapters`, `family` and `trust`: see `load`. `sampling`:
+    temperature, top_k, top_p, seed.
     """
     Sampling(**sampling)  # raise for wrong values before the model is loaded
-    loaded, processor = load(model, device=device, adapters=adapters, trust=trust)
+    loaded, processor = load(model, device=device, adapters=adapters, family=family, trust=trust)
     conversation = Chat(loaded, processor, system, max_new_tokens, sampling)
     return conversation.ask(question, images=images, videos=videos, on_text=on_text)
 

@@ -32,9 +32,9 @@ from tessera.models import resolve
 from tessera.weights.layouts import DiffusersFolder, pipeline_folder
 
 
-def generates_media(path: Path, trust: Trust = False) -> bool:
-    """Return whether the model at a path generates images or videos. Weights are not read."""
-    return isinstance(resolve(find_model(local_model(path), None, trust).section)[0], GenerationSpec)
+def generates_media(path: Path, trust: Trust = False, family: str | None = None) -> bool:
+    """Return whether the model at a path generates images or videos. Weights are not read. `family`: see `load`."""
+    return isinstance(resolve(find_model(local_model(path), None, trust, family=family).section)[0], GenerationSpec)
 
 
 def load_pipeline(
@@ -45,6 +45,7 @@ def load_pipeline(
     adapters: AdapterPaths | None = None,
     adapters_2: AdapterPaths | None = None,
     base: str | Path | None = None,
+    family: str | None = None,
     shards: str | Path | None = None,
     parts: str | Path | None = None,
     parallel: Mapping[str, Any] | None = None,
@@ -60,10 +61,10 @@ def load_pipeline(
     are those of `load`. With `parallel`, all ranks must make the same calls, and all ranks get the samples.
     """
     folder = local_model(path)
-    source = find_model(folder, dtype, trust, None if base is None else Path(base))
+    source = find_model(folder, dtype, trust, None if base is None else Path(base), family)
     spec, config = resolve(source.section)
-    family = family_of(spec, config)
-    if family is None:
+    generation = family_of(spec, config)
+    if generation is None:
         raise TesseraError(
             f"{spec.name} is a language model, not a pipeline for images or videos",
             where=str(folder),
@@ -71,7 +72,7 @@ def load_pipeline(
             code="generation.model-generates-text",
         )
     home = _home(source, None if parts is None else Path(parts))
-    how: dict[str, Any] = {"base": base, "shards": shards, "parallel": parallel, "trust": trust}
+    how: dict[str, Any] = {"base": base, "family": family, "shards": shards, "parallel": parallel, "trust": trust}
     boundary = DiffusersFolder(home).index.get("boundary_ratio")
     if not (SECOND in DiffusersFolder(home).components() and isinstance(boundary, (int, float))):
         if adapters_2 is not None:
@@ -82,16 +83,15 @@ def load_pipeline(
                 code="adapter.model-has-one-expert",
             )
         model, _ = load(folder, device, source.dtype, adapters=adapters, **how)
-        return Pipeline([(model, 0.0)], family, home, model.device, source.dtype, model.passes)
+        return Pipeline([(model, 0.0)], generation, home, model.device, source.dtype, model.passes)
     second = part_of(source.section.path) == SECOND
     first_merged, second_merged = _by_expert(adapter_strengths(adapters), adapter_strengths(adapters_2))
     strengths, others = (second_merged, first_merged) if second else (first_merged, second_merged)
     model, _ = load(folder, device, source.dtype, adapters=strengths, **how)
-    other, _ = load(
-        home / (FIRST if second else SECOND), device, source.dtype, adapters=others, parallel=parallel, trust=trust
-    )
+    both = {"family": family, "parallel": parallel, "trust": trust}
+    other, _ = load(home / (FIRST if second else SECOND), device, source.dtype, adapters=others, **both)
     experts = [(other, 1000.0 * boundary), (model, 0.0)] if second else [(model, 1000.0 * boundary), (other, 0.0)]
-    return Pipeline(experts, family, home, model.device, source.dtype, model.passes)
+    return Pipeline(experts, generation, home, model.device, source.dtype, model.passes)
 
 
 def _by_expert(

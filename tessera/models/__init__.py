@@ -78,7 +78,10 @@ def _advice(with_code: bool) -> str:
         )
     if importlib.util.find_spec("transformers") is None:
         return "pip install 'tessera-mm[hf]': then transformers may have a class for it"
-    return "the installed transformers has no class for it either: model.family=module trains your own class"
+    return (
+        "the installed transformers has no class for it either: name your own family (model.family, --family), or "
+        "train your own class with model.family=module"
+    )
 
 
 def resolve(section: ModelSection) -> tuple[ModelSpec, Section]:

@@ -71,6 +71,11 @@ def test_it_trains_exports_and_samples(folder: Path, tmp_path: Path) -> None:
     (sample,) = tessera.pipeline(run.folder, device="cpu", parts=folder, trust=True).generate("a red square", seed=3)
     assert sample.frames.shape == (1, 16, 24, 3)
     assert sample.frames.std() > 1, "a flat image says nothing"
+    again = tessera.pipeline(exported, device="cpu", family=FAMILY, parts=folder)
+    (same,) = again.generate("a red square", seed=3)
+    assert np.array_equal(same.frames, sample.frames)
+    with raises("generation.vae-option-not-supported", "enable_tiling"):
+        again.generate("a red square", vae_tiling=True)
     squares = sample.frames[0].reshape(4, 4, 6, 4, 3)
     assert np.array_equal(squares, np.broadcast_to(squares[:, :1, :, :1], squares.shape)), "its own VAE decoded it"
 
