@@ -1,7 +1,7 @@
 """Publish a folder by one rename: files are written to a staging folder beside the target.
 
-An earlier target is exchanged with the staging folder and removed. A killed process leaves a folder `.staging-NAME~*`,
-and the earlier target or the new one. The next export to the same target removes that folder.
+A killed process leaves its staging folder `.staging-NAME~*` and no target. The next export to the same target removes
+that staging folder.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import errno
 import fcntl
 import hashlib
 import json
-import logging
 import os
 import shutil
 import uuid
@@ -25,14 +24,12 @@ from tessera.checkpoint.files import Fault, free_bytes, no_fault, remove_folder,
 from tessera.errors import TesseraError
 from tessera.runtime.collective import Ranks
 from tessera.runtime.files import read_json_mapping
-from tessera.runtime.libc import exchange
 from tessera.runtime.progress import human_bytes
 
 MARK = "tessera_export.json"  # file that marks an export of Tessera, and records its source
 _MAX_RECORD_BYTES = 256 << 20
 
 Origin = Mapping[str, str]  # see `made_from`
-_log = logging.getLogger("tessera")
 
 
 def made_from(form: str, source: str | Path) -> Origin:
@@ -164,7 +161,7 @@ def _is_export(folder: Path, origin: Origin | None) -> bool:
 
 
 def show(staging: Path, folder: Path, fault: Fault, origin: Origin | None, overwrite: bool) -> None:
-    """Rename a complete staging folder to the target, and remove an earlier target."""
+    """Rename a complete staging folder to the target, and remove the old target."""
     check_target(folder, overwrite, origin)  # check again: another process may have published meanwhile
     mark = staging / MARK
     # An exported Hugging Face folder has the file already. Keep its text (one tensor per line) and add the origin.
@@ -175,44 +172,23 @@ def show(staging: Path, folder: Path, fault: Fault, origin: Origin | None, overw
     write_file(mark, record, fault)
     sync_folder(staging, fault)
     if folder.is_dir():
-        _replace(folder, staging, fault)
-    else:
-        rename(staging, folder, fault)
+        _remove_trash(folder)  # of killed processes: `_recover` must not restore a folder that is half removed
+        rename(folder, folder.parent / f".trash-{folder.name}~{uuid.uuid4().hex[:8]}", fault)
+    rename(staging, folder, fault)
+    _remove_trash(folder)  # the old export: after a kill between the two renames, `_recover` restores it
     _remove_abandoned(folder)
 
 
-def _replace(folder: Path, staging: Path, fault: Fault) -> None:
-    """Replace an earlier target, and remove it."""
-    for path in _trash(folder):  # of killed processes; `_recover` must not restore one of these
+def _remove_trash(folder: Path) -> None:
+    for path in folder.parent.glob(f".trash-{escape(folder.name)}~*"):
         remove_folder(path)
-    fault(f"exchange {folder.name}")
-    if exchange(staging, folder):
-        fault(f"exchanged {folder.name}")
-        sync_folder(folder.parent, fault)
-        _remove_replaced(staging)  # which is the earlier target now
-        return
-    # The file system cannot exchange folders: after a kill between the two renames, `_recover` restores the target.
-    trash = folder.parent / f".trash-{folder.name}~{uuid.uuid4().hex[:8]}"
-    rename(folder, trash, fault)
-    rename(staging, folder, fault)
-    _remove_replaced(trash)
-
-
-def _remove_replaced(path: Path) -> None:
-    remove_folder(path)
-    if path.exists():  # another user's folder
-        _log.warning("the replaced folder cannot be removed: it is %s now", path)
-
-
-def _trash(folder: Path) -> list[Path]:
-    return list(folder.parent.glob(f".trash-{escape(folder.name)}~*"))
 
 
 def _recover(folder: Path) -> None:
     """Remove staging folders of killed processes. Restore the old target after a kill between the two renames."""
     _remove_abandoned(folder)
     if not folder.exists() and not any(folder.parent.glob(f".staging-{escape(folder.name)}~*")):
-        for path in _trash(folder)[:1]:
+        for path in list(folder.parent.glob(f".trash-{escape(folder.name)}~*"))[:1]:
             rename(path, folder)
 
 

@@ -1,18 +1,15 @@
-"""Call functions of the C library that Python lacks: `memcmp`, `renameat2` and `sync_file_range`."""
+"""Call two functions of the C library that Python lacks: `memcmp` and `sync_file_range`."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import os
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE
-_WORKING_FOLDER, _EXCHANGE = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
 
 
 def same_bytes(first: NDArray[np.uint8], second: NDArray[np.uint8]) -> bool:
@@ -22,17 +19,6 @@ def same_bytes(first: NDArray[np.uint8], second: NDArray[np.uint8]) -> bool:
     assert first.flags.c_contiguous
     assert second.flags.c_contiguous
     return _memcmp()(first.ctypes.data, second.ctypes.data, first.nbytes) == 0
-
-
-def exchange(first: Path, second: Path) -> bool:
-    """Exchange two files or folders by one atomic rename. Return False where that fails or is not available.
-
-    Other systems than Linux and some network file systems do not support it.
-    """
-    function = _renameat2()
-    if function is None:
-        return False
-    return function(_WORKING_FOLDER, os.fsencode(first), _WORKING_FOLDER, os.fsencode(second), _EXCHANGE) == 0
 
 
 def begin_write_back(handle: int, offset: int, length: int) -> None:
@@ -52,18 +38,6 @@ def _memcmp() -> Callable[[int, int, int], int]:
     function.restype = ctypes.c_int
     compare: Callable[[int, int, int], int] = function
     return compare
-
-
-@functools.cache
-def _renameat2() -> Callable[[int, bytes, int, bytes, int], int] | None:
-    try:
-        function = ctypes.CDLL(None).renameat2
-    except AttributeError:
-        return None
-    function.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
-    function.restype = ctypes.c_int
-    rename: Callable[[int, bytes, int, bytes, int], int] = function
-    return rename
 
 
 @functools.cache

@@ -94,10 +94,10 @@ def test_killed_at_twenty_moments_nothing_is_published(
 def test_killed_while_an_earlier_export_is_replaced_one_of_both_is_there(
     folder: Path, expected: tuple[Path, list[str]], tmp_path: Path
 ) -> None:
-    """At every point of publishing: the old folder or the new one; without `renameat2`, the old one may be aside."""
+    """At every point of publishing: the old folder, the new one, or (between two renames) the old one aside."""
     whole, points = expected
     first = next(number for number, point in enumerate(points) if point.startswith("rename "))
-    for number in range(first, len(points) + 3):  # more points than without an earlier folder, which is replaced
+    for number in range(first, len(points) + 3):  # three more points: the old folder is moved aside
         target = shutil.copytree(whole, tmp_path / str(number) / "mm")
         (target / "old").touch()
         process = fork_context().Process(target=killed_at, args=(number, folder, target))
