@@ -33,7 +33,7 @@ from tessera.config.run_config import DataSection, ModelSection, SourceSection
 from tessera.core.row_source import RowSource
 from tessera.core.sample import Part
 from tessera.core.spec import Processor
-from tessera.data.index.build import build_index
+from tessera.data.index.build import IndexMaker
 from tessera.data.kinds import KINDS, RowRequest
 from tessera.data.loader.loader import Loader
 from tessera.data.media.files import Limits
@@ -302,16 +302,8 @@ def index_speed(data: Path, processor: Any, folder: Path, scale: Scale) -> Itera
     many.write_text("\n".join(lines) + "\n")
     for workers in (1, 2):
         began = time.perf_counter()
-        index = build_index(
-            [SourceSection(path=many)],
-            processor,
-            length=LENGTH,
-            truncate="never",
-            limits=Limits(),
-            on_bad_sample="fail",
-            cache_folder=folder / f"many-{workers}",
-            workers=workers,
-        )
+        maker = IndexMaker(processor, LENGTH, Limits(), "fail", folder / f"many-{workers}", workers=workers)
+        index = maker.index([SourceSection(path=many)])
         seconds = time.perf_counter() - began
         facts = {"case": "index rows/s", "workers": workers, "value": round(len(index) / seconds), "rows": len(index)}
         yield {**facts, "of": "one picture, two turns; starting the processes included"}

@@ -120,6 +120,9 @@ def raised(nodes: list[ast.AST], where: str, names: set[str], with_own_code: set
         if not isinstance(node, ast.Call):
             continue
         name = initializers.get(id(node), last_name(node.func))
+        if name == "fail" and len(node.args) == 2:  # of a bad record: fail(code, reason)
+            code = str(node.args[0].value) if isinstance(node.args[0], ast.Constant) else ""
+            yield Raised(f"{where}:{node.lineno}", code, template(node.args[1], nodes[0]), "")
         if name not in names:
             continue
         around = [scope for scope in scopes if scope.lineno <= node.lineno <= (scope.end_lineno or 0)]

@@ -56,6 +56,22 @@ _CODES_BY_CURE = {
     "run the command again": "output.interrupted media.download-failed",
     "index the data again, and do not change files while a run reads them": """
         data.archive-changed data.length-differs data.sample-changed weights.source-changed""",
+    "write one <image>, <video> or <audio> for each file that the row lists, and name the column of the files": """
+        data.placeholder-count data.media-column-unknown""",
+    "add what the message names to the row, or remove the row": """
+        data.no-answer data.no-caption data.no-media data.no-question data.no-rejected-answer data.no-role
+        data.no-text data.no-text-file data.no-turns data.empty-caption data.empty-turn data.nothing-trained""",
+    "use a known role, or name yours under `columns` of the data set": "data.unknown-speaker",
+    "write the row as docs/reference/data-sets.md shows for its format": """
+        data.bad-answer data.bad-history data.bad-label data.bad-media-value data.bad-part data.bad-tools
+        data.bad-turn data.not-a-caption data.not-a-text data.pair-differs-early data.rejected-images
+        data.record-not-an-object data.several-rejected-answers data.two-system-prompts""",
+    "export the data set again": """
+        data.bad-file-name data.bad-tar-member data.damaged-csv data.not-utf8 data.record-too-large""",
+    "check the file, its permissions and the disk": "data.unreadable-sample",
+    "see guard.jsonl in the run folder; nothing has to be done": "data.sample-excluded",
+    "train on the data set as it is: this conversion cannot write the row": """
+        data.media-not-a-file data.not-in-mllm-format""",
     "correct or remove the sample; by default a run skips it and lists it in quarantine.jsonl": """
         data.empty-answer data.invalid-unicode data.nested-too-deeply data.not-a-pair data.not-an-edit-image
         data.number-not-finite data.processor-refuses data.reserved-characters data.row-not-storable

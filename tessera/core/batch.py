@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from tessera.core.sample import BadSample
+
 IGNORE = -100  # the label of a position that is not trained on
 EMBEDDING_NOISE = "embedding_noise"  # name of a batch tensor that training adds to the token embeddings
 
@@ -64,7 +66,7 @@ class Batch:
     rows: tuple[tuple[int, int], ...] = ()  # (row index, number of its samples), in the order of `sample_ids`
     counts: dict[str, int] = field(default_factory=dict)
     seeds: tuple[int, ...] = ()  # one per row, so that random numbers of a task do not depend on the layout
-    problems: tuple[tuple[str, str], ...] = ()  # (id, reason) of masked samples, for quarantine.jsonl
+    problems: tuple[BadSample, ...] = ()  # masked samples, for quarantine.jsonl
     outputs: tuple[str, ...] = ()  # names of hidden states that the model should return (see `core.outputs`)
     flops: float = 0.0  # FLOPs of one forward and backward pass over the rows that this rank reports
 

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 
 from tessera.core.batch import Batch
+from tessera.core.sample import BadSample
 from tessera.errors import TesseraError
 
 ENDLESS = 1 << 40  # number of rows of an epoch if the length of the data is unknown
@@ -20,8 +21,8 @@ class RowSource(ABC):
     """
 
     @property
-    def bad_samples(self) -> Sequence[tuple[str, str]]:
-        """Return (id, reason) of samples that were left out before training began; a long list may be shortened."""
+    def bad_samples(self) -> Sequence[BadSample]:
+        """Return samples that were left out before training began; a long list may be shortened."""
         return ()
 
     @property

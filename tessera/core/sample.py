@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -49,6 +51,22 @@ class Sample:
 
     def media(self) -> list[Part]:
         return [part for message in self.messages for part in message.parts if part.kind != "text"]
+
+
+class BadSample(NamedTuple):
+    """Hold why a sample is not trained on. `code`: as listed in docs/reference/error-codes.md."""
+
+    id: str
+    reason: str
+    code: str = ""  # "": written by an earlier version, or by a data set of the user
+
+    def __str__(self) -> str:
+        return f"{self.id}: {self.reason}" + (f" [{self.code}]" if self.code else "")
+
+
+def count_codes(codes: Iterable[str]) -> str:
+    """Return how often each code occurs, such as "3 media.no-such-file, 1 data.empty-turn"."""
+    return ", ".join(f"{count} {code or 'without a code'}" for code, count in Counter(codes).most_common())
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Sequence
 
 from tessera.config.run_config import SourceSection
+from tessera.core.sample import BadSample
 from tessera.errors import TesseraError
 
 KEY = "data.max_bad_share"
@@ -20,14 +21,14 @@ _DOUBT = math.log(1e6)  # if the true share of bad samples is at the limit, a ru
 
 
 def check_measured(
-    bad: int, total: int, limit: float, sections: Sequence[SourceSection], reasons: Sequence[tuple[str, str]] = ()
+    bad: int, total: int, limit: float, sections: Sequence[SourceSection], first: Sequence[BadSample] = ()
 ) -> None:
     """Raise if too large a share of the measured samples is bad. A single bad sample never ends a run.
 
-    `sections`: the data sets of the samples. `reasons`: (id, reason) of the first bad samples.
+    `sections`: the data sets of the samples. `first`: some of the bad samples.
     """
     if bad > max(1.0, limit * total):
-        listed = "".join(f"\n    {id}: {reason}" for id, reason in reasons[:3])
+        listed = "".join(f"\n    {bad_sample}" for bad_sample in first[:3])
         names = ", ".join(str(section.path) for section in sections)
         raise TesseraError(
             f"{bad} of {total} samples are unusable; {KEY} allows {limit:.0%}"

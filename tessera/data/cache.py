@@ -7,12 +7,15 @@ be deleted at any time: run folders have copies or hard links of their indexes.
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 import logging
 import os
 import shutil
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 log = logging.getLogger("tessera")
 
@@ -22,10 +25,18 @@ _TRIM_EVERY_S = 24 * 3600.0
 
 
 def user_cache(kind: str) -> Path:
-    """Return the cache folder of one kind of files: below TESSERA_CACHE, or below ~/.cache/tessera."""
-    chosen = os.environ.get(CACHE_VARIABLE)
+    """Return the cache folder of one kind of files: below TESSERA_CACHE, or below ~/.cache/tessera.
+
+    If the user has no home folder, the path cannot be written, and `share` warns.
+    """
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(chosen or os.path.join(home, "tessera")).expanduser().absolute() / kind
+    folder = os.path.expanduser(os.environ.get(CACHE_VARIABLE) or os.path.join(home, "tessera"))
+    return Path(os.devnull if folder.startswith("~") else folder).absolute() / kind
+
+
+def digest_of(facts: Any) -> str:
+    """Return a hash of JSON values. It is the name of a file that was made of them."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def share(file: Path) -> None:

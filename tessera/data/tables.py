@@ -18,7 +18,7 @@ import numpy as np
 import safetensors.numpy
 from safetensors import SafetensorError, safe_open
 
-from tessera.data.cache import adopt, share, unique_name
+from tessera.data.cache import adopt, digest_of, share, unique_name
 from tessera.errors import TesseraError
 
 log = logging.getLogger("tessera")
@@ -84,11 +84,14 @@ def write_tables(file: Path, arrays: Mapping[str, np.ndarray], about: Mapping[st
     file.parent.mkdir(parents=True, exist_ok=True)
     beside = unique_name(file)
     dense = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-    beside.write_bytes(b"")
-    permissions = beside.stat().st_mode  # as the umask sets them; safetensors would deny other users to read
-    safetensors.numpy.save_file(dense, beside, metadata={**about, _HASH: _content_hash(dense, about)})
-    beside.chmod(permissions)
-    os.replace(beside, file)
+    try:
+        beside.write_bytes(b"")
+        permissions = beside.stat().st_mode  # as the umask sets them; safetensors would deny other users to read
+        safetensors.numpy.save_file(dense, beside, metadata={**about, _HASH: _content_hash(dense, about)})
+        beside.chmod(permissions)
+        os.replace(beside, file)
+    finally:
+        beside.unlink(missing_ok=True)  # left by an error, such as a full disk
 
 
 def open_tables(file: Path, key: str) -> Tables | None:
@@ -171,7 +174,7 @@ def cached_tables(
     is_valid: Callable[[AnyTables], bool],
 ) -> AnyTables:
     """Return the arrays that `make` returns, from a cache if possible. `facts`: JSON of all that `make` depends on."""
-    key = hashlib.sha256(json.dumps([_ARRAY_FORMAT, name, facts], sort_keys=True).encode()).hexdigest()
+    key = digest_of([_ARRAY_FORMAT, name, facts])
     file = None if cache_folder is None else cache_folder.absolute() / f"{name}-{key[:32]}.safetensors"
     tables: AnyTables | None = None if file is None else open_or_adopt(file, key)
     if tables is None or not is_valid(tables):

@@ -9,7 +9,7 @@ assistant   answer, then each call: <tool_call> {"name": ..., "arguments": {...}
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 BEFORE_TOOLS = (
@@ -21,25 +21,16 @@ AFTER_TOOLS = (
     "<tool_call></tool_call> XML tags:\n<tool_call>\n"
     '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
 )
-_BLANK = "\n\n"  # text between a system prompt and the list of tools
+BLANK = "\n\n"  # text between a system prompt and the list of tools
 
 
 def with_listing(system: str, listing: str) -> str:
-    return f"{system}{_BLANK}{listing}" if system else listing
-
-
-def listing_of(tools: Iterable[Any]) -> str:
-    return BEFORE_TOOLS + "".join("\n" + json.dumps(tool, ensure_ascii=False) for tool in tools) + AFTER_TOOLS
+    return f"{system}{BLANK}{listing}" if system else listing
 
 
 def lists_only_tools(system: str) -> bool:
     """Return whether a system message is only the list of tools. Then the family's default prompt comes first."""
     return system.startswith(BEFORE_TOOLS)
-
-
-def call_of(name: str, arguments: str) -> str:
-    """Return the text of a call between <tool_call> tags. `arguments` are JSON text."""
-    return f'<tool_call>\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": {arguments}}}\n</tool_call>'
 
 
 # ---------------------------------------------------------------------------------------------- from records
@@ -48,7 +39,8 @@ def call_of(name: str, arguments: str) -> str:
 def with_tools(system: str, tools: Any) -> str:
     """Append the list of tools to a system message. `tools`: a list, or its JSON text; others raise `ValueError`."""
     listed = _listed(tools)
-    return with_listing(system, listing_of(listed)) if listed else system
+    lines = "".join("\n" + json.dumps(tool, ensure_ascii=False) for tool in listed)
+    return with_listing(system, BEFORE_TOOLS + lines + AFTER_TOOLS) if listed else system
 
 
 def _listed(tools: Any) -> Sequence[Any]:
@@ -85,7 +77,8 @@ def format_calls(calls: Any) -> str:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise ValueError("a call in tool_calls has no function name")
-        texts.append(call_of(function["name"], _arguments(function.get("arguments", {}))))
+        name, arguments = json.dumps(function["name"], ensure_ascii=False), _arguments(function.get("arguments", {}))
+        texts.append(f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>')
     return "\n".join(texts)
 
 
@@ -98,36 +91,3 @@ def _arguments(arguments: Any) -> str:
     except (ValueError, RecursionError):
         raise ValueError(f"arguments of a call are not readable as JSON: {arguments!r:.40}") from None
     return arguments
-
-
-# ---------------------------------------------------------------------------------------------- the same in Jinja
-
-
-def _string(text: str) -> str:
-    """Return text as a Jinja string expression: a plain line end after a Jinja tag would be dropped."""
-    return "{{ '" + text.replace("\n", "\\n") + "' }}"
-
-
-JINJA_BLANK = _string(_BLANK)
-JINJA_LISTING = "{{ listing() }}"
-JINJA_MACRO = (
-    "{% macro listing() %}"
-    + _string(BEFORE_TOOLS)
-    + "{% for tool in tools %}"
-    + _string("\n")
-    + "{{ tool | tojson }}{% endfor %}"
-    + _string(AFTER_TOOLS)
-    + "{% endmacro %}"
-)
-# The `tool_calls` of a message, one per line.
-JINJA_CALLS = (
-    "{% for call in message.tool_calls %}{% set call = call.function or call %}"
-    "{% if message.content or not loop.first %}"
-    + _string("\n")
-    + "{% endif %}"
-    + _string('<tool_call>\n{"name": "')
-    + "{{ call.name }}"
-    + _string('", "arguments": ')
-    + "{% if call.arguments is string %}{{ call.arguments }}"
-    "{% else %}{{ call.arguments | default({}) | tojson }}{% endif %}" + _string("}\n</tool_call>") + "{% endfor %}"
-)

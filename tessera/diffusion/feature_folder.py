@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tessera.core.sample import StoredTensors
+from tessera.core.sample import BadSample, StoredTensors
 from tessera.data.sources.container import Container, FolderReader, RawRecord, RecordError
 from tessera.errors import TesseraError, first_line
 from tessera.runtime.crc32 import crc32
@@ -113,14 +113,14 @@ def of_other_features(file: Path) -> TesseraError:
     )
 
 
-def shard_content(file: Path, key: str) -> tuple[list[dict[str, Any]], list[tuple[str, str]]]:
+def shard_content(file: Path, key: str) -> tuple[list[dict[str, Any]], list[BadSample]]:
     """Return the descriptions of the samples in a shard, and the unusable samples with reasons. Raise if the shard is
     damaged, or does not belong to the features with this key."""
     check_regular(file)
     try:
         with safe_open(file, framework="pt") as shard:
             about = shard_about(shard)
-        samples, problems = about[SAMPLES], [(str(id), str(reason)) for id, reason in about[PROBLEMS]]
+        samples, problems = about[SAMPLES], [BadSample(*map(str, words)) for words in about[PROBLEMS]]
         if not isinstance(samples, list) or not all(isinstance(sample, dict) for sample in samples):
             raise ValueError("it has no description of its samples")
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -258,7 +258,8 @@ class FeatureFolder(Container):
             stored = StoredSample(file, self.manifest.key, f"{at}.", shapes, grids, id, crc)
             return RawRecord({"id": id, FEATURES: stored})
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise RecordError(self.location(number), f"damaged features: {first_line(error)}") from None
+            what = f"damaged features: {first_line(error)}"
+            raise RecordError(what, where=self.location(number), code="data.damaged-features") from None
 
 
 FOLDER = FolderReader(MANIFEST, FeatureFolder)

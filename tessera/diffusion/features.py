@@ -19,6 +19,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from tessera.core.batch import Batch
+from tessera.core.sample import BadSample
 from tessera.diffusion.batches import latent_lengths
 from tessera.diffusion.encoders import Encoders
 from tessera.diffusion.feature_folder import (
@@ -51,7 +52,7 @@ class Shard:
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     samples: list[dict[str, Any]] = field(default_factory=list)
-    problems: list[tuple[str, str]] = field(default_factory=list)
+    problems: list[BadSample] = field(default_factory=list)
 
     def add(self, encoders: Encoders, batch: Batch, length: int) -> None:
         """Add the samples of a batch. Every row of `length` tokens contains one sample, then padding."""
@@ -156,7 +157,7 @@ def keep_plan(folder: Path, facts: Mapping[str, Any]) -> None:
     publish(folder / PLAN, json.dumps({"facts": facts}, indent=1).encode())
 
 
-def complete_shard(file: Path, key: str) -> tuple[list[dict[str, Any]], list[tuple[str, str]]] | None:
+def complete_shard(file: Path, key: str) -> tuple[list[dict[str, Any]], list[BadSample]] | None:
     """Return the descriptions of samples, and the unusable samples, of a complete shard; None if it must be written."""
     try:
         return shard_content(file, key) if file.is_file() else None

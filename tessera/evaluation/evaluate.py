@@ -13,13 +13,14 @@ from tessera.config.reader import build
 from tessera.config.run_config import SourceSection, load_config
 from tessera.config.saved_recipe import read_saved
 from tessera.config.trust import Trust
-from tessera.data.media.answer_images import with_copies
-from tessera.data.sources.source import Question, Source, open_source, questions
+from tessera.data.sources.source import Source, open_source
 from tessera.errors import TesseraError, first_line
 from tessera.evaluation.benchmarks import SUFFIX, benchmark_of, score_table
 from tessera.hub.config import local_model, local_source
+from tessera.inference.answer_images import with_copies
 from tessera.inference.load import load
 from tessera.inference.loaded import LoadedModel, LoadedProcessor
+from tessera.inference.questions import Question, questions
 from tessera.observe.report.page import write_report
 from tessera.runtime.files import write_jsonl
 from tessera.runtime.progress import WorkProgress

@@ -199,7 +199,9 @@ class ModelScope:
     def entries(self, name: str, kind: str, revision: str) -> list[dict[str, Any]]:
         """Return the files of a repository as dicts of ModelScope's API."""
         entries = self.api.legacy.list_repo_files(repo_id=name, repo_type=kind, revision=revision, recursive=True)
-        return [one for one in entries if isinstance(one, dict) and one.get("Path") and one.get("Type") != "tree"]
+        return [
+            entry for entry in entries if isinstance(entry, dict) and entry.get("Path") and entry.get("Type") != "tree"
+        ]
 
     def fetch(self, id: HubId, commit: str, names: Sequence[str], to: Path | None) -> Path:
         folder = to or self._folder(id.at(commit))

@@ -305,8 +305,8 @@ def _digest(path: Path, digest: Any) -> str:
 
 def _remove(path: Path, folder: Path) -> None:
     """Delete a file. If it is a symbolic link into the cache, delete its target too; other targets stay."""
-    for place in (path,) if leads_out(path, folder) else (path.resolve(), path):
-        place.unlink(missing_ok=True)
+    for target in (path,) if leads_out(path, folder) else (path.resolve(), path):
+        target.unlink(missing_ok=True)
 
 
 # ---------------------------------------------------------------------------------------------- streamed files
@@ -373,9 +373,9 @@ def fetch_shard(
     path = folder / file.name
     with _one_at_a_time(path.with_name(path.name + ".part"), id):
         copy = client.cached(id)
-        for place in (folder, *([] if copy is None else [copy])):
-            if _is_there(place, file):
-                return place / file.name
+        for holder in (folder, *([] if copy is None else [copy])):
+            if _is_there(holder, file):
+                return holder / file.name
         for wait in (*waits, None):
             try:
                 if reason := _offline_reason():

@@ -16,9 +16,10 @@ Split = Literal["train", "eval"]
 MODEL_SUFFIXES = ("safetensors", "json", "txt", "model", "jinja")
 RECORD_SUFFIXES = ("parquet", "jsonl", "json", "csv", "tsv", "tar", "txt")  # the most preferred format first
 _INLINE = ("parquet", "tar")  # formats that contain their media
-_IMAGES = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "avif")
-_VIDEOS = ("mp4", "webm", "mkv", "mov", "avi", "m4v", "mpg", "mpeg")
-_MEDIA = (*_IMAGES, *_VIDEOS, "wav", "flac", "mp3", "ogg", "opus", "m4a", "aac")
+IMAGES = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "avif")
+VIDEOS = ("mp4", "webm", "mkv", "mov", "avi", "m4v", "mpg", "mpeg")
+AUDIOS = ("wav", "flac", "mp3", "ogg", "opus", "m4a", "aac")
+_MEDIA = (*IMAGES, *VIDEOS, *AUDIOS)
 DATA_SUFFIXES = (*RECORD_SUFFIXES, "caption", *_MEDIA)
 _METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 _ABOUT = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json")  # metadata, not records
@@ -31,6 +32,7 @@ _SPLIT_WORDS = tuple(word for words in _SPLITS.values() for word in words)
 
 
 def suffix_of(name: str) -> str:
+    """Return the part of a file name after its last dot, in lower case."""
     base, dot, suffix = name.rpartition("/")[2].rpartition(".")
     return suffix.lower() if base and dot else ""
 

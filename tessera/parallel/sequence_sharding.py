@@ -18,6 +18,7 @@ from torch import Tensor
 from tessera.core.batch import Batch, Segments
 from tessera.core.model_plan import Stream
 from tessera.core.row_source import RowSource
+from tessera.core.sample import BadSample
 from tessera.errors import TesseraError
 from tessera.parallel.mesh import CONTEXT, DATA, Axes
 
@@ -318,7 +319,7 @@ class RankDataset(RowSource):
         source.check_ranks(axes.position(rank, DATA), axes.size(DATA))
 
     @property
-    def bad_samples(self) -> Sequence[tuple[str, str]]:
+    def bad_samples(self) -> Sequence[BadSample]:
         return self.source.bad_samples
 
     @property

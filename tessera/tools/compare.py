@@ -14,13 +14,13 @@ from tessera.config.run_config import ModelSection
 from tessera.data.media.files import Limits
 from tessera.data.media.read import decode
 from tessera.data.media.video_frames import VideoSampling
-from tessera.data.sources.source import Question, questions
 from tessera.errors import TesseraError
 from tessera.evaluation.evaluate import answer_all, held_out_sources
 from tessera.hub.config import local_model
 from tessera.inference.export_record import changes_since, read_record
 from tessera.inference.load import load
 from tessera.inference.proof import Proof, Prove, check_choice, prove_folder
+from tessera.inference.questions import Question, questions
 from tessera.inference.reference import TransformersReference
 from tessera.lora.exchange import is_adapters
 from tessera.models import resolve

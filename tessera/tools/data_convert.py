@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,17 +13,13 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from tessera.config.run_config import SourceSection
-from tessera.core.sample import PLAIN, Part, Sample
+from tessera.core.sample import PLAIN, BadSample, Part, Sample, count_codes
 from tessera.data.media.files import ArchiveMember, folder_of, resolve
-from tessera.data.sources.container import RecordError
+from tessera.data.sources.container import RecordError, bad_sample
 from tessera.data.sources.source import Source, open_source
 from tessera.errors import TesseraError
 
 SHOWN = 5  # keep the reasons of the first so many skipped rows
-
-
-class MissingMediaError(RecordError):
-    """Report that a record names a media file that does not exist."""
 
 
 @dataclass
@@ -31,25 +28,24 @@ class Converted:
 
     out: Path
     written: int = 0
-    missing: int = 0  # rows with a missing media file
-    bad: int = 0  # rows that cannot be read
-    reasons: list[tuple[str, str]] = field(default_factory=list)  # (id, reason) of the first skipped rows
+    skipped: Counter[str] = field(default_factory=Counter)  # number of skipped rows by the code of the reason
+    first: list[BadSample] = field(default_factory=list)  # the first skipped rows
     root: Path | None = None  # value of `root` for the new data set in a recipe; None: no `root` is needed
 
     def leave_out(self, error: RecordError) -> None:
         """Count a skipped row."""
-        self.missing += isinstance(error, MissingMediaError)
-        self.bad += not isinstance(error, MissingMediaError)
-        if len(self.reasons) < SHOWN:
-            self.reasons.append((error.id, error.reason))
+        bad = bad_sample(str(error.where), error)
+        self.skipped[bad.code] += 1
+        if len(self.first) < SHOWN:
+            self.first.append(bad)
 
     def lines(self) -> list[str]:
         """Return the result as lines for the terminal."""
-        left_out = f", skipped {self.missing} with missing media and {self.bad} that cannot be read"
-        out = [f"{self.out}: {self.written} rows written" + (left_out if self.missing or self.bad else "")]
+        skipped = f", {self.skipped.total()} skipped: {count_codes(self.skipped.elements())}" if self.skipped else ""
+        out = [f"{self.out}: {self.written} rows written{skipped}"]
         if self.root is not None:
             out.append(f"  the images are outside of the folder of this file: set root: {self.root} in the recipe")
-        return out + [f"  {id}: {reason}" for id, reason in self.reasons]
+        return out + [f"  {bad}" for bad in self.first]
 
 
 def convert(
@@ -64,7 +60,7 @@ def convert(
                 try:
                     resolve(part.value, source.root)
                 except TesseraError as error:
-                    raise MissingMediaError(sample.id, error.what) from None
+                    raise RecordError(error.what, where=sample.id, code=error.code) from None
         return _messages_row(sample)
 
     return _convert(source, out, overwrite, row_of, begin="", between="\n", end="\n")
@@ -107,7 +103,7 @@ def convert_llava(
         for path in row["images"] if check_images else ():
             inner, _, name = path.removeprefix(f"{prefix}/").rpartition("/")
             if inner.startswith("/") or ".." in Path(inner).parts or name not in names_in(inner):
-                raise MissingMediaError(sample.id, f"no such image: {path}")
+                raise RecordError(f"no such image: {path}", where=sample.id, code="media.no-such-file")
         return row
 
     source = open_source(SourceSection(path=Path(annotations), format="llava", root=base if base.is_dir() else None))
@@ -148,8 +144,7 @@ def _convert(
             file.write((between if done.written else begin) + json.dumps(row, ensure_ascii=False))
             done.written += 1
         if done.written == 0:
-            counts = f"{done.missing} with missing media, {done.bad} that cannot be read"
-            reasons = "; ".join(dict.fromkeys(reason for _, reason in done.reasons))
+            counts, reasons = count_codes(done.skipped.elements()), "; ".join(map(str, done.first))
             raise TesseraError(
                 f"all rows were skipped ({counts}): {reasons}", where=str(done.out), code="data.no-row-written"
             )
@@ -162,9 +157,8 @@ def _mllm_row(sample: Sample, prefix: str) -> dict[str, Any]:
     messages: list[dict[str, str]] = []
     for message in sample.messages:
         if message.role not in ("user", "assistant"):
-            raise RecordError(
-                sample.id, f"a message has the role {message.role!r}: the mllm format has user and assistant only"
-            )
+            what = f"a message has the role {message.role!r}: the mllm format has user and assistant only"
+            raise RecordError(what, where=sample.id, code="data.not-in-mllm-format")
         text = ""
         for part in message.parts:
             if part.kind == "image" and isinstance(part.value, str):
@@ -173,7 +167,8 @@ def _mllm_row(sample: Sample, prefix: str) -> dict[str, Any]:
             elif part.kind == "text":
                 text += part.value
             else:
-                raise RecordError(sample.id, f"a part is {part.kind}: the mllm format has text and image files only")
+                what = f"a part is {part.kind}: the mllm format has text and image files only"
+                raise RecordError(what, where=sample.id, code="data.not-in-mllm-format")
         messages.append({"role": message.role, "content": text})
     return {"images": images, "messages": messages}
 
@@ -205,8 +200,9 @@ def _plain_row(sample: Sample) -> dict[str, Any]:
 def _value(id: str, part: Part) -> str:
     if isinstance(part.value, str):
         return part.value
-    what = "inside a tar file" if isinstance(part.value, ArchiveMember) else "inside the data file"
-    raise RecordError(id, f"{part.kind} {what}: a row of text can only name files; train on this set as it is")
+    holder = "a tar file" if isinstance(part.value, ArchiveMember) else "the data file"
+    what = f"{part.kind} inside {holder}: a row of text can only name files; train on this set as it is"
+    raise RecordError(what, where=id, code="data.media-not-a-file")
 
 
 @contextmanager

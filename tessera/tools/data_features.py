@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save
 
 from tessera.config.run_config import ParallelSection, RunConfig
+from tessera.core.sample import BadSample, count_codes
 from tessera.core.task import FrozenModule
 from tessera.data.index.measure import default_workers
 from tessera.data.kinds import KINDS, RowRequest
@@ -52,11 +53,11 @@ class Features:
     samples: int = 0
     before: int = 0  # samples in files that an earlier run has written
     missing: int = 0
-    bad: list[tuple[str, str]] = field(default_factory=list)
+    bad: list[BadSample] = field(default_factory=list)
     bad_count: int = 0
     seconds: float = 0.0
 
-    def note(self, problems: Sequence[tuple[str, str]]) -> None:
+    def note(self, problems: Sequence[BadSample]) -> None:
         """Count samples that could not be decoded."""
         self.bad += problems
         self.bad_count += len(problems)
@@ -64,9 +65,9 @@ class Features:
     def lines(self) -> list[str]:
         rate = f", {self.samples / self.seconds:.2f} a second" if self.samples and self.seconds else ""
         lines = [f"{self.samples} samples written{rate}; {self.before} were there before"]
-        lines += [f"left out: {id}: {reason}" for id, reason in self.bad[:20]]
+        lines += [f"left out: {bad}" for bad in self.bad[:20]]
         if self.bad_count > 20:
-            lines.append(f"and {self.bad_count - 20} more are left out")
+            lines.append(f"{self.bad_count} are left out: {count_codes(bad.code for bad in self.bad)}")
         if self.missing:
             return [*lines, f"{self.missing} of {self.shards} shards are still to be made, by other ranks"]
         return [*lines, f"{self.folder / MANIFEST}: {self.shards} shards. Train with data.train={self.folder}"]

@@ -16,12 +16,13 @@ from tessera.core.callback import Callback, StepResult, TrainerHandle
 from tessera.core.row_source import RowSource
 from tessera.core.spec import ModelSpec, Processor
 from tessera.data.loader.loader import RowReader, workers_per_rank
-from tessera.data.media.answer_images import with_copies
 from tessera.data.media.files import limits_of
 from tessera.data.media.read import ChatProcessor, read_media
-from tessera.data.sources.source import Question, open_source, questions
+from tessera.data.sources.source import open_source
 from tessera.errors import TesseraError
+from tessera.inference.answer_images import with_copies
 from tessera.inference.generate import GenerativeModel, OwnGeneration, Sampling, generate_tokens
+from tessera.inference.questions import Question, questions
 from tessera.parallel.mesh import DATA, Mesh
 from tessera.parallel.pipeline_stages import LocalStages, PipelinedModel
 from tessera.parallel.plan import Plan

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from tessera.core.batch import Batch
 from tessera.core.callback import Callback, StepResult, TrainerHandle
+from tessera.core.sample import BadSample, count_codes
 from tessera.data.bad_share import check_any_used, check_read
 from tessera.errors import few_names
 from tessera.runtime.files import (
@@ -174,7 +175,7 @@ def read_masked(folder: Path) -> dict[int, list[str]]:
 
 def masked_samples(batch: Batch) -> list[str]:
     """Return the ids of the masked samples of a batch: samples with a problem, which are not trained on."""
-    bad = {id for id, _ in batch.problems}
+    bad = {problem[0] for problem in batch.problems}
     return [id for id in batch.sample_ids if id in bad] if bad else []
 
 
@@ -225,20 +226,20 @@ class Quarantine(Callback):
 
     def __init__(
         self,
-        from_index: Iterable[tuple[str, str]] = (),
+        from_index: Iterable[BadSample] = (),
         in_all: int = 0,
         max_bad_share: float = 1.0,
         guarded: Callable[[], Container[str]] = tuple,
     ) -> None:
         """Take the samples that the data index left out. `from_index`: the first of them, with reasons. `in_all`: how
         many they are. `guarded`: returns the ids that the guard leaves out; they do not count as unusable."""
-        self._from_index = list(from_index)  # samples with unusable media headers, known before training
+        self._from_index = [BadSample(*bad) for bad in from_index]  # known before training
         self._unlisted = max(0, in_all - len(self._from_index))
         self._max_bad_share, self._guarded = max_bad_share, guarded
         self._samples = 0  # number of samples that this rank has read, repeated ones included
         self._used = 0  # number of samples that were trained on
         self._unusable: set[str] = set()
-        self._listed: set[str] = set()
+        self._listed: dict[str, str] = {}  # id of each listed sample -> code of the reason
         self._read = 0  # number of bytes of `quarantine.jsonl` that this rank has read
         self._record = JsonLines(Path())  # replaced in `on_start`, when the folder is known
 
@@ -247,13 +248,13 @@ class Quarantine(Callback):
         if trainer.world.is_main:
             if trainer.step == 0:  # remove the file of an attempt that failed before its first checkpoint
                 self._record.path.unlink(missing_ok=True)
-            for sample, reason in self._from_index:
-                self.note(sample, reason)
+            for bad in self._from_index:
+                self.note(bad)
 
     def on_step_end(self, trainer: TrainerHandle, result: StepResult) -> None:
         for batch in result.microbatches:
-            for sample, reason in batch.problems:
-                self.note(sample, reason, result.step)
+            for bad in batch.problems:
+                self.note(BadSample(*bad), result.step)  # a data set of the user may give (id, reason)
             self._samples += len(batch.sample_ids)
             masked = [id for id in masked_samples(batch) if id not in self._guarded()]
             self._used += len(batch.sample_ids) - len(masked)
@@ -262,24 +263,23 @@ class Quarantine(Callback):
             check_any_used(self._samples if trainer.world.size == 1 else len(self._unusable))
         check_read(len(self._unusable), self._samples, self._max_bad_share)
 
-    def note(self, sample: str, reason: str, step: int | None = None) -> None:
+    def note(self, bad: BadSample, step: int | None = None) -> None:
         """Write an unusable sample to the file once. `step`: first step that read it; None: the index left it out."""
-        if sample not in self._listed:
+        if bad.id not in self._listed:
             self._catch_up()
-        if sample in self._listed:
+        if bad.id in self._listed:
             return
-        self._listed.add(sample)
-        row = {"id": sample, "reason": reason}
-        self._record.write(row if step is None else {**row, "step": step})
+        self._listed[bad.id] = bad.code
+        self._record.write(bad._asdict() if step is None else {**bad._asdict(), "step": step})
         if len(self._listed) <= 5:
-            log.warning("skipped sample %s: %s", sample, reason)
+            log.warning("skipped sample %s", bad)
 
     def on_end(self, trainer: TrainerHandle) -> None:
         self._catch_up()
         if self._listed and trainer.world.is_main:
             total, count = len(self._listed) + self._unlisted, len(self._listed)
-            lists = f"{count} of them" if self._unlisted else "them"
-            log.warning("skipped samples: %d; quarantine.jsonl in the run folder lists %s", total, lists)
+            codes, lists = count_codes(self._listed.values()), f"{count} of them" if self._unlisted else "them"
+            log.warning("skipped samples: %d (%s); quarantine.jsonl in the run folder lists %s", total, codes, lists)
         self._record.close()
 
     def _catch_up(self) -> None:
@@ -292,7 +292,7 @@ class Quarantine(Callback):
                     break
                 row = parse_row(line)
                 if row is not None and "id" in row:  # damaged lines are skipped
-                    self._listed.add(str(row["id"]))
+                    self._listed.setdefault(str(row["id"]), str(row.get("code", "")))
                 self._read += len(line)
 
     def on_error(self, trainer: TrainerHandle, error: BaseException) -> None:

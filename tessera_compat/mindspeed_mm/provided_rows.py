@@ -17,7 +17,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from tessera.core.batch import Batch
-from tessera.data.custom.items import Given
+from tessera.data.custom.items import PassedObject
 from tessera.data.custom.rows import LoaderBatches, distributed_sampler, starts_anywhere
 from tessera.errors import TesseraError
 from tessera_compat.mindspeed_mm.forward_step import MicroBatch
@@ -43,7 +43,7 @@ class ProvidedRows(LoaderBatches):
     """
 
     def __init__(self, name: str, *, seed: int, samples: int, cp: int = 1) -> None:
-        super().__init__(Given.of(()), (), seed=seed)
+        super().__init__(PassedObject.of(()), (), seed=seed)
         self.name, self.samples, self.cp = name, samples, cp
         self.bound = False
         self._position, self._ranks = 0, 1
@@ -88,7 +88,7 @@ class ProvidedRows(LoaderBatches):
                 fix="make it with num_replicas=mpu.get_data_parallel_world_size(), rank=mpu.get_data_parallel_rank()",
                 code="job.sampler-ranks",
             )
-        super().__init__(Given.of(data), data, seed=self.seed)
+        super().__init__(PassedObject.of(data), data, seed=self.seed)
         self.bound, self._first = True, None
 
     def guarded(self, rows: Sequence[int], lost: Mapping[int, str], note: Callable[[int], None]) -> Batch:

@@ -158,7 +158,7 @@ def test_from_a_file_to_batches(processor: Qwen2VLProcessor, tmp_path: Path) -> 
     with Loader(source, global_batch=len(source), workers=1) as loader:
         batches = next(loader)
     assert sorted(i for b in batches for i in b.sample_ids) == sorted(row["id"] for row in rows)
-    assert [i for b in batches for i, _ in b.problems] == ["p2"]
+    assert [bad.id for b in batches for bad in b.problems] == ["p2"]
     assert sum(b.counts["samples"] for b in batches) == 6
     assert sum(b.counts["images"] for b in batches) == 5
     for batch in batches:

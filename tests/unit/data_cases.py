@@ -43,7 +43,7 @@ class LetterProcessor:
 
     def measure(self, sample: Sample, sizes: Sequence[MediaSize]) -> dict[str, int]:
         if any(size.width > 100 * size.height for size in sizes):
-            raise TesseraError("too wide")
+            raise TesseraError("too wide", code="media.image-too-narrow")
         tokens, trained = self._letters(sample)
         media = sum(size.width * size.height * size.frames // 100 for size in sizes)
         return {"samples": 1, "tokens": len(tokens) + media, "trained": sum(trained), "images": len(sizes)}

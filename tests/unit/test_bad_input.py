@@ -185,12 +185,12 @@ def test_bad_samples_are_counted_listed_and_skipped(run: Any, tmp_path: Path) ->
     code, said = run("train", path, "data.max_bad_share=1")
     assert code == 0, said
     listed = [json.loads(line) for line in (tmp_path / "runs/chat/quarantine.jsonl").read_text().splitlines()]
-    reasons = {item["id"]: item["reason"] for item in listed}
-    assert set(bad) <= set(reasons)
-    assert len(reasons) == len(bad) + 1
-    assert "pixels" in reasons["bomb"]
-    assert "outside" in reasons["outside"]
-    assert f"skipped samples: {len(reasons)};" in said
+    codes = {item["id"]: item["code"] for item in listed}
+    assert set(bad) <= set(codes)
+    assert len(codes) == len(bad) + 1
+    assert codes["bomb"] == "media.too-many-pixels"
+    assert codes["outside"] in ("media.outside-root", "media.path-leads-up")
+    assert f"skipped samples: {len(codes)} (" in said
 
     code, said = run("train", path, "data.on_bad_sample=fail", "name=strict")
     assert code == 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import time
 from pathlib import Path
@@ -15,9 +17,12 @@ from PIL import Image
 from tessera.config.run_config import SourceSection
 from tessera.data import cache
 from tessera.data.index import build as build_module
-from tessera.data.index.build import build_index
+from tessera.data.index.build import IndexMaker
+from tessera.data.index.measure import bad_rows
 from tessera.data.index.split import SplitIndex
 from tessera.data.media.files import Limits
+from tessera.data.tables import MemoryTables, Tables, keep_tables, write_tables
+from tests.errors import raises
 
 
 @pytest.fixture(autouse=True)
@@ -38,9 +43,8 @@ def build(path: Path, run: Path, **options: Any) -> tuple[SplitIndex, int]:
     tally.write_bytes(b"")
     chosen = {"length": 64, "limits": Limits(), "on_bad_sample": "skip", "workers": 0, **options}
     processor = TroubleProcessor(tally=tally)
-    return build_index(
-        [SourceSection(path=path)], processor, cache_folder=run / "index", **chosen
-    ), tally.stat().st_size
+    maker = IndexMaker(processor, cache_folder=run / "index", **chosen)
+    return maker.index([SourceSection(path=path)]), tally.stat().st_size
 
 
 def test_a_second_run_measures_only_what_it_compares(records: Path, tmp_path: Path) -> None:
@@ -109,6 +113,42 @@ def test_a_cache_that_cannot_be_written_costs_a_warning(
     assert (measured, len(index)) == (100, 100)
     assert [cache.CACHE_VARIABLE in message for message in caplog.messages if "cache" in message] == [True]
     assert build(records, tmp_path / "first")[1] == 0
+
+
+def test_a_user_without_a_home_folder_gets_the_same_warning(
+    records: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv(cache.CACHE_VARIABLE)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a user id without a name
+    monkeypatch.chdir(tmp_path)
+    cache.warn_once.cache_clear()
+    assert build(records, tmp_path / "first")[1] == 100
+    assert [cache.CACHE_VARIABLE in message for message in caplog.messages if "cache" in message] == [True]
+    assert not (tmp_path / "~").exists()
+
+
+def test_a_full_disk_leaves_no_part_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(tensors: Any, file: Path, metadata: Any) -> None:
+        file.write_bytes(b"part")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("safetensors.numpy.save_file", fill)
+    with raises("data.index-not-writable"):
+        keep_tables(tmp_path / "a.safetensors", MemoryTables({"a": np.arange(3)}, {"key": "k"}))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_index_of_a_version_without_codes_is_measured_again(tmp_path: Path, shared: Path) -> None:
+    path = write_jsonl(tmp_path / "b.jsonl", [row("q", "a"), row("q", "", id="bad")])
+    build(path, tmp_path / "first")
+    (file,) = shared.glob("index-*.safetensors")
+    tables = Tables(file)
+    arrays = {name: np.array(array) for name, array in tables.items()}
+    arrays["bad"] = np.frombuffer(json.dumps([[1, "bad", "nothing to train on"]]).encode(), np.uint8)
+    write_tables(file, arrays, tables.about)
+    assert bad_rows(Tables(file))[0].sample == ("bad", "nothing to train on", "")
+    assert [bad.code for bad in build(path, tmp_path / "second")[0].bad] == ["data.nothing-trained"]
 
 
 def test_files_that_nobody_uses_are_removed(records: Path, tmp_path: Path, shared: Path) -> None:

@@ -41,7 +41,7 @@ def test_llava_instruct_becomes_the_mllm_form(tmp_path: Path, coco: Path) -> Non
         {"id": "king", "image": "000000033471.jpg", "conversations": [{"from": "king", "value": "<image>"}]},
     )
     done = convert_llava(annotations, coco, tmp_path / "out" / "mllm.json")
-    assert (done.written, done.missing, done.bad) == (4, 2, 1)
+    assert (done.written, done.skipped) == (4, {"media.no-such-file": 2, "data.unknown-speaker": 1})
     rows = json.loads((tmp_path / "out" / "mllm.json").read_text(encoding="utf-8"))
     assert rows[0] == {
         "images": [f"{coco}/train2017/000000033471.jpg"],
@@ -54,8 +54,8 @@ def test_llava_instruct_becomes_the_mllm_form(tmp_path: Path, coco: Path) -> Non
         "images": [],
         "messages": [{"role": "user", "content": "Hé?"}, {"role": "assistant", "content": "Yes."}],
     }
-    assert done.reasons[0][1] == f"no such image: {coco}/train2017/000000000000.jpg"
-    assert "skipped 2 with missing media and 1" in done.lines()[0]
+    assert f"{coco}/train2017/000000000000.jpg" in done.first[0].reason
+    assert "3 skipped: 2 media.no-such-file, 1 data.unknown-speaker" in done.lines()[0]
     # What was written can be trained on, with the root that is named.
     assert done.root == coco
     assert f"root: {coco}" in done.lines()[1]
@@ -114,4 +114,4 @@ def test_missing_media_can_be_looked_for(tmp_path: Path) -> None:
     pictures(tmp_path, ["a.png"])
     path = write_jsonl(tmp_path / "a.jsonl", [seen("a.png"), seen("gone.png"), {"conversations": []}])
     done = convert(SourceSection(path=path), tmp_path / "b.jsonl", check_media=True)
-    assert (done.written, done.missing, done.bad) == (1, 1, 1)
+    assert (done.written, done.skipped) == (1, {"media.no-such-file": 1, "data.no-turns": 1})

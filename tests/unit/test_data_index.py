@@ -21,12 +21,11 @@ from PIL import Image, ImageFile
 from tessera.config.run_config import SourceSection
 from tessera.core.sample import PLAIN, MediaSize, Message, Part, Sample
 from tessera.data.index import measure as measure_module
-from tessera.data.index.build import build_index
+from tessera.data.index.build import IndexMaker
 from tessera.data.index.measure import MAX_BAD
 from tessera.data.index.split import SplitIndex, TruncateToLength, Truncation, find_repeats
 from tessera.data.media.files import Limits
 from tessera.data.order.order import PackingConfig, Samples, row_table
-from tessera.data.sources.container import RecordError
 from tessera.data.tables import Tables
 from tessera.errors import TesseraError
 from tests.dist.spawn import fork_context
@@ -36,7 +35,7 @@ from tests.errors import raises
 def build(path: Path | Sequence[Path], *, processor: LetterProcessor | None = None, **options: Any) -> SplitIndex:
     paths = [path] if isinstance(path, Path) else path
     chosen = {"length": 64, "limits": Limits(), "on_bad_sample": "skip", "cache_folder": None, **options}
-    return build_index([SourceSection(path=p) for p in paths], processor or LetterProcessor(), **chosen)
+    return IndexMaker(processor or LetterProcessor(), **chosen).index([SourceSection(path=p) for p in paths])
 
 
 def many(folder: Path, count: int, name: str = "many.jsonl") -> Path:
@@ -86,7 +85,7 @@ def test_several_processes_find_what_one_finds(tmp_path: Path) -> None:
     for other in (together, cached_index, again):
         assert_same(other, alone)
     assert alone.bad_count == len(alone.bad) == 2500 // 15
-    assert [id for id, _ in alone.bad[:2]] == ["p10", "p25"]
+    assert [bad.id for bad in alone.bad[:2]] == ["p10", "p25"]
     assert not list((tmp_path / "cache").glob("*.parts"))
 
 
@@ -176,8 +175,9 @@ def test_a_row_that_kills_its_reader_is_a_bad_row(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "l.jsonl", rows)
     index = build(path, processor=TroubleProcessor(), workers=2, cache_folder=tmp_path / "cache")
     assert len(index) == 396
-    assert [id for id, _ in index.bad] == ["l.jsonl:71", "l.jsonl:72", "l.jsonl:301", "l.jsonl:400"]
-    assert all("signal 11" in reason or "SIGSEGV" in reason for _, reason in index.bad)
+    assert [bad.id for bad in index.bad] == ["l.jsonl:71", "l.jsonl:72", "l.jsonl:301", "l.jsonl:400"]
+    assert {bad.code for bad in index.bad} == {"data.item-ends-worker"}
+    assert all("SIGSEGV" in bad.reason for bad in index.bad)
     again = build(path, processor=TroubleProcessor(), workers=0, cache_folder=tmp_path / "cache")
     assert_same(again, index)
     with raises("data.bad-sample", "l.jsonl:71"):
@@ -191,7 +191,7 @@ def test_a_row_that_takes_too_long_is_a_bad_row_until_it_gets_more_time(tmp_path
     # The limit leaves the other rows time on a crowded machine.
     hasty = build(path, processor=TroubleProcessor(slow=600), workers=workers, timeout_s=1.5, cache_folder=cache)
     assert [s.id for _, s in everything(hasty)] == ["x", "y"]
-    assert hasty.bad == (("slow", "took longer than 1.5 s"),)
+    assert hasty.bad == (("slow", "took longer than 1.5 s", "data.sample-too-slow"),)
     assert len(build(path, processor=TroubleProcessor(slow=600), workers=0, timeout_s=1.5, cache_folder=cache)) == 2
     patient = build(path, processor=TroubleProcessor(slow=0), workers=workers, timeout_s=300.0, cache_folder=cache)
     assert len(patient) == 3
@@ -203,9 +203,9 @@ def test_a_row_that_never_lets_go_is_a_bad_row(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "l.jsonl", [row("q", "a", id="x"), row("q", "STUCK"), row("q", "b", id="y")])
     index = build(path, processor=TroubleProcessor(), workers=1, timeout_s=1.5)
     assert [s.id for _, s in everything(index)] == ["x", "y"]
-    ((id, reason),) = index.bad
-    assert id == "l.jsonl:2"
-    assert "1.5 s" in reason
+    (bad,) = index.bad
+    assert (bad.id, bad.code) == ("l.jsonl:2", "data.item-ends-worker")
+    assert "1.5 s" in bad.reason
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -225,7 +225,7 @@ def test_by_policy_the_first_bad_row_is_named(tmp_path: Path, workers: int) -> N
             )
         assert raised.value.fix is not None
     index = build(path, processor=TroubleProcessor(), workers=workers, cache_folder=tmp_path / "cache")
-    assert [id for id, _ in index.bad] == ["first", "later"]
+    assert [bad.id for bad in index.bad] == ["first", "later"]
     with raises("data.bad-sample"):
         build(path, processor=TroubleProcessor(), on_bad_sample="fail", cache_folder=tmp_path / "cache")
 
@@ -316,7 +316,7 @@ def test_an_index_is_named_by_what_it_was_made_from(tmp_path: Path) -> None:
         tally.write_bytes(b"")
         section = SourceSection(path=path, **{k: options.pop(k) for k in ("weight", "max_samples") if k in options})
         chosen = {"length": 64, "limits": Limits(), "on_bad_sample": "skip", "cache_folder": cache, **options}
-        build_index([section], processor, **chosen)
+        IndexMaker(processor, **chosen).index([section])
         return tally.stat().st_size
 
     assert measured() == 80
@@ -425,18 +425,18 @@ def test_a_file_that_changes_after_indexing_is_noticed(tmp_path: Path) -> None:
     write_jsonl(path, same_places)
     for sample in range(5):
         if sample in (1, 3):
-            with pytest.raises(RecordError, match=f"l.jsonl:{sample + 1}: this row changed since it was indexed"):
+            with raises("data.sample-changed", f"l.jsonl:{sample + 1}"):
                 index.read(sample)
         else:
             assert index.read(sample)[0].id == f"s{sample}"
     longer = [row("before", "all others", id="new"), *(row("q", f"a{i}", id=f"s{i}") for i in range(5))]
     write_jsonl(path, longer)
     for sample in range(5):
-        with pytest.raises((RecordError, TesseraError)):
+        with pytest.raises(TesseraError):
             index.read(sample)
     write_jsonl(path, longer[:1])
     for sample in range(5):
-        with pytest.raises((RecordError, TesseraError)):
+        with pytest.raises(TesseraError):
             index.read(sample)
 
 
@@ -445,7 +445,7 @@ def test_rows_without_ids_are_known_by_what_they_say(tmp_path: Path) -> None:
     index = build(path)
     write_jsonl(path, [row("q", "one"), row("q", "six")])
     assert index.read(0)[0].id == "l.jsonl:1"
-    with pytest.raises(RecordError, match="changed since it was indexed"):
+    with raises("data.sample-changed"):
         index.read(1)
 
 
@@ -522,7 +522,7 @@ def test_long_samples_are_dropped_and_named_or_cut(tmp_path: Path, caplog: pytes
     assert "0 samples cut by turns, 3 dropped" in caplog.records[-1].getMessage()
     assert [s.id for _, s in everything(dropped)] == ["short", "last"]
     assert dropped.bad == tuple(
-        (id, f"{tokens} tokens do not fit into data.length 40")
+        (id, f"{tokens} tokens do not fit into data.length 40", "data.sample-too-long")
         for id, tokens in (("two", 85), ("none", 105), ("asked", 105))
     )
     with caplog.at_level(logging.INFO, "tessera"):
@@ -535,7 +535,7 @@ def test_long_samples_are_dropped_and_named_or_cut(tmp_path: Path, caplog: pytes
         (20, "last", 2),
     ]
     assert cut.column("trained").tolist() == [5, 10, 5, 10]
-    assert cut.bad == (("none", "a sample of 105 tokens, whose first exchange alone is longer than data.length 40"),)
+    assert [(bad.id, bad.code) for bad in cut.bad] == [("none", "data.sample-too-long")]
     assert len({dropped.identity, cut.identity, build(path, length=41, truncate="turns").identity}) == 3
     assert_same(travelled(cut), cut)
 

@@ -210,7 +210,7 @@ def test_samples_that_kill_their_reader_leave_holes(workers: int) -> None:
         *(("0", "1"), (), ("20", "21")),
         *(("30",), ("40", "41"), ("50", "51")),
     ]
-    assert [id for id, _ in batches[1].problems] == ["10", "11"]
+    assert [bad[0] for bad in batches[1].problems] == ["10", "11"]
     assert batches[3].problems[0][1].startswith("its worker process died of signal 9 (SIGKILL)")
 
 

@@ -20,7 +20,7 @@ from test_data_sources_asked import png
 from tessera.config.reader import build
 from tessera.config.run_config import DataSection, SourceSection
 from tessera.core.sample import Part
-from tessera.data.index.build import build_index
+from tessera.data.index.build import IndexMaker
 from tessera.data.media.files import Limits, limits_of
 from tessera.data.media.read import decode, probe
 from tessera.data.media.urls import UrlPolicy, download, fetch_image, is_allowed
@@ -244,7 +244,7 @@ def test_only_named_hosts_are_asked(server: tuple[str, list[str]], policy: UrlPo
     with raises("media.host-not-allowed", "data.urls.hosts"):
         download("http://evilexample.org/a.png", replace(policy, hosts=("example.org",)))
     assert server[1] == []
-    assert download(f"{server[0]}/a.png", replace(policy, hosts=("127.0.0.1",))) == png()
+    assert download(f"{server[0]}/a.png", replace(policy, hosts=("127.0.0.1",)))[0] == png()
 
 
 def test_samples_whose_image_cannot_be_fetched_are_listed(
@@ -253,12 +253,9 @@ def test_samples_whose_image_cannot_be_fetched_are_listed(
     rows = [row("<image>What?", "Red.", images=[f"{server[0]}/{name}.png"], id=name) for name in ("a", "none", "page")]
     rows.append(row(f"<img>{server[0]}/a.png</img>", "Red.", id="tag"))
     section = SourceSection(path=write_jsonl(tmp_path / "rows.jsonl", rows))
-    index = build_index(
-        [section], LetterProcessor(), length=1000, limits=Limits(urls=policy), on_bad_sample="skip",
-        cache_folder=tmp_path / "index", workers=0,
-    )  # fmt: skip
+    maker = IndexMaker(LetterProcessor(), 1000, Limits(urls=policy), "skip", tmp_path / "index", workers=0)
+    index = maker.index([section])
     assert len(index.parts[0]) == 2
-    assert {id: reason.split(":")[0] for id, reason in index.parts[0].bad} == {
-        "none": "download failed", "page": "not an image"
-    }  # fmt: skip
+    codes = {bad.id: bad.code for bad in index.parts[0].bad}
+    assert codes == {"none": "media.download-failed", "page": "media.not-an-image"}
     assert json.loads(json.dumps(index.identity))

@@ -215,48 +215,48 @@ def test_mixed_forms_are_an_error_of_the_set(tmp_path: Path) -> None:
     both = {"text": "plain", **row("q", "a")}
     assert single_sample(tmp_path, both, format="text").messages[0].role == PLAIN
     # A row that has the keys of no form is that row's own trouble.
-    with pytest.raises(RecordError, match="messages is not a list"):
+    with raises("data.no-turns", "messages"):
         opened(tmp_path, [row("q", "a"), {"unknown": 1}]).read(1)
 
 
 @pytest.mark.parametrize(
     ("bad", "reason"),
     [
-        ({"conversations": seen("a")["conversations"], "image": ["a", "b"]}, "1 <image> placeholders, 2 images"),
-        ({**seen("a"), "image": []}, "1 <image> placeholders, 0 images"),
-        ({"conversations": seen("a")["conversations"]}, "1 <image> placeholders, 0 images"),
-        ({**SHAREGPT, "videos": []}, "files differ: 1 <video> placeholders, 0 videos"),
-        ({"messages": []}, "messages is empty"),
-        ({"messages": "hello"}, "not a list of turns"),
-        ({"messages": ["hello"]}, "not an object"),
-        ({"messages": [{"role": "king", "content": "x"}]}, "unknown role 'king'"),
-        ({"messages": [{"from": "user", "value": "x"}]}, "a turn has no 'role', it has ['from', 'value']"),
-        ({"messages": [{"role": "user", "content": 5}]}, "content is a int"),
-        ({"messages": [{"role": "user", "content": [{"type": "smell"}]}]}, "unknown type of part 'smell'"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "must be a path"),
-        ({"messages": [{"role": "user", "content": "\ud800"}]}, "not valid Unicode"),
-        ({"messages": [{"role": "user", "content": "<image>"}], "images": []}, "1 <image> placeholders, 0 images"),
-        ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "tool_calls is a int"),
-        ({**row("a", "b"), "tools": "{"}, "tools are not readable as JSON"),
-        ({**row("a", "b"), "tools": [5]}, "tools must be a JSON list"),
-        ({**row("a", "b"), "system": 5}, "system is a int"),
-        ({**SHAREGPT, "system": "Twice."}, "a system prompt is given twice"),
-        ({"conversations": [{"from": "dog", "value": "x"}], "image": "a"}, "unknown speaker 'dog'"),
-        ({"conversations": [{"from": "gpt", "value": None}], "image": "a"}, "not a text"),
-        ({"instruction": "a", "output": ""}, "output is empty"),
-        ({"instruction": "a", "output": ["b"]}, "output is not a text"),
-        ({"instruction": "", "output": "b"}, "instruction is empty"),
-        ({"instruction": "a", "output": "b", "history": [["x"]]}, "list of pairs"),
-        ({"text": "  "}, "no text under 'text'"),
-        ({"text": "<image>", "images": ["a", "b"]}, "1 <image> placeholders, 2 images"),
+        ({"conversations": seen("a")["conversations"], "image": ["a", "b"]}, "data.placeholder-count 1 <image>"),
+        ({**seen("a"), "image": []}, "data.placeholder-count"),
+        ({"conversations": seen("a")["conversations"]}, "data.placeholder-count"),
+        ({**SHAREGPT, "videos": []}, "data.placeholder-count <video>"),
+        ({"messages": []}, "data.no-turns messages"),
+        ({"messages": "hello"}, "data.no-turns messages"),
+        ({"messages": ["hello"]}, "data.bad-turn"),
+        ({"messages": [{"role": "king", "content": "x"}]}, "data.unknown-speaker 'king'"),
+        ({"messages": [{"from": "user", "value": "x"}]}, "data.no-role ['from', 'value']"),
+        ({"messages": [{"role": "user", "content": 5}]}, "data.not-a-text content"),
+        ({"messages": [{"role": "user", "content": [{"type": "smell"}]}]}, "data.bad-part 'smell'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "data.bad-media-value"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "data.invalid-unicode"),
+        ({"messages": [{"role": "user", "content": "<image>"}], "images": []}, "data.placeholder-count"),
+        ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "data.bad-tools tool_calls"),
+        ({**row("a", "b"), "tools": "{"}, "data.bad-tools"),
+        ({**row("a", "b"), "tools": [5]}, "data.bad-tools"),
+        ({**row("a", "b"), "system": 5}, "data.not-a-text system"),
+        ({**SHAREGPT, "system": "Twice."}, "data.two-system-prompts"),
+        ({"conversations": [{"from": "dog", "value": "x"}], "image": "a"}, "data.unknown-speaker 'dog'"),
+        ({"conversations": [{"from": "gpt", "value": None}], "image": "a"}, "data.not-a-text"),
+        ({"instruction": "a", "output": ""}, "data.empty-turn output"),
+        ({"instruction": "a", "output": ["b"]}, "data.not-a-text"),
+        ({"instruction": "", "output": "b"}, "data.empty-turn instruction"),
+        ({"instruction": "a", "output": "b", "history": [["x"]]}, "data.bad-history"),
+        ({"text": "  "}, "data.no-text 'text'"),
+        ({"text": "<image>", "images": ["a", "b"]}, "data.placeholder-count"),
     ],
 )
 def test_rows_that_cannot_be_used(tmp_path: Path, bad: dict[str, Any], reason: str) -> None:
+    code, *named = reason.split(" ", 1)
     source = opened(tmp_path, [{**bad, "id": "it"}])
-    with pytest.raises(RecordError) as raised:
+    with raises(code, *named) as raised:
         source.read(0)
-    assert reason in raised.value.reason
-    assert raised.value.id == "it"
+    assert raised.value.where == "it"
 
 
 def test_a_form_that_cannot_be_told(tmp_path: Path) -> None:

@@ -67,7 +67,8 @@ def test_members_that_are_not_read(
     first, bad, last = outcomes(path)
     assert isinstance(first, Sample)
     assert isinstance(bad, RecordError)
-    assert reason in bad.reason
+    assert bad.code == "data.bad-tar-member"
+    assert reason in bad.what
     assert isinstance(last, Sample)
     assert os.listdir(tmp_path) == ["s.tar"]
 

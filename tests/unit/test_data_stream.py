@@ -174,14 +174,14 @@ def test_samples_that_are_left_out_and_those_that_crash_are_told_by_file(hub: Hu
     rows = streamed(tmp_path / "index", max_bad_share=1)
     length = epoch_of(rows)
     problems = [one for row in range(2 * length) for one in rows.batch([row]).problems]
-    assert [name for name, _ in problems] == ["bad"] * FILES
+    assert [(bad.id, bad.code) for bad in problems] == [("bad", "data.no-turns")] * FILES
     noted: list[int] = []
     rows.guarded(range(length), {}, noted.append)
     assert len(set(noted)) == len(noted) == FILES * SAMPLES
     lost = rows.guarded(range(length), {noted[7]: "it crashed"}, noted.append)
-    assert [why for _, why in lost.problems if why != dict(problems)["bad"]] == ["it crashed"]
+    assert [bad.reason for bad in lost.problems if bad.code == "data.item-ends-worker"] == ["it crashed"]
     name = lost.problems[-1][0] if lost.problems[-1][1] == "it crashed" else "0-0"
-    assert [one for one, _ in rows.without({name: "asked"}).batch(range(length)).problems].count(name) == 1
+    assert [bad.id for bad in rows.without({name: "asked"}).batch(range(length)).problems].count(name) == 1
 
 
 def test_a_file_without_a_usable_sample_is_passed_over(

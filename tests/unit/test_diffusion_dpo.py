@@ -60,8 +60,7 @@ def test_a_pair_is_two_segments_of_one_row_and_of_one_size(data: Path, pipeline:
     assert batch.counts["pairs"] == 3
     assert batch.counts["samples"] == 3
     assert batch.segments["latents"].lengths == (4,) * 6
-    ((_, why),) = rows.bad_samples
-    assert "different sizes" in why
+    assert [bad.code for bad in rows.bad_samples] == ["data.pair-sizes-differ"]
     with raises("data.too-many-bad-samples", "generation_preference"):
         rows_of(data, pipeline, "generation")
 

@@ -295,7 +295,7 @@ def test_an_image_beyond_the_table_of_positions_is_left_out(tmp_path: Path, pipe
     rows = [{"path": f"{name}.png", "cap": "red", "id": name} for name in ("small", "large")]
     family = SD3Family(channels=4, patch=(1, 2, 2), joint=True, table=3)
     packed = rows_of(processor_of(pipeline, family), str(write_jsonl(tmp_path / "s.jsonl", rows)))
-    assert packed.bad_samples == (("large", "an image has 2 x 4 tokens, and the model has positions for 3 x 3"),)
+    assert [(bad.id, bad.code) for bad in packed.bad_samples] == [("large", "generation.size-has-no-positions")]
 
 
 def test_every_row_has_one_length_and_every_sample_is_in_one(tmp_path: Path, pipeline: Path) -> None:
@@ -327,7 +327,7 @@ def test_captions_are_cut_or_left_out(tmp_path: Path, pipeline: Path, caplog: py
     assert sorted(batch.segments["text_ids"].lengths) == [0, 2, 8]
     assert batch["text_ids"].tolist().count(1) == 2  # the end that the tokenizer writes is kept
     packed = rows_of(processor_of(pipeline, long_captions="leave_out"), path, length=16)
-    assert packed.bad_samples == (("long", "the caption has 21 tokens; the model reads at most 8"),)
+    assert [(bad.id, bad.code) for bad in packed.bad_samples] == [("long", "generation.caption-over-tokens")]
 
 
 def test_several_text_encoders(tmp_path: Path) -> None:
@@ -381,34 +381,33 @@ def test_bad_samples_are_named_with_the_reason(tmp_path: Path, pipeline: Path) -
     (tmp_path / "head.mp4").write_bytes(whole[:100])
     (tmp_path / "sound.wav").write_bytes(b"RIFF")
     cases = {
-        "empty caption": ({"path": "good.png", "cap": "  "}, "the caption is empty"),
-        "no caption": ({"path": "good.png"}, "no caption under 'cap' or 'caption'"),
-        "number": ({"path": "good.png", "cap": 3}, "the caption under 'cap' must be a text, not a int (3)"),
-        "huge caption": ({"path": "good.png", "cap": "red " * 50_000}, "the caption has 199,999 characters"),
-        "control word": ({"path": "good.png", "cap": "red </s> blue"}, "contains </s>"),
-        "no media": ({"cap": "red"}, "no image or video to learn: add its file under 'path' or 'images'"),
-        "two": ({"images": ["good.png", "good.png"], "cap": "red"}, "has 2 parts"),
-        "missing": ({"path": "gone.mp4", "cap": "red"}, "no such file"),
-        "audio": ({"path": "sound.wav", "cap": "red"}, "must be an image or a video"),
-        "zero": ({"path": "empty.mp4", "cap": "red"}, "empty.mp4"),
-        "cut": ({"path": "head.mp4", "cap": "red"}, "head.mp4"),
-        "short": ({"path": "short.mp4", "cap": "red"}, "1 frames are taken from a video of 3, fewer than min_frames 5"),
-        "large": ({"path": "large.png", "cap": "red"}, "64 tokens do not fit into data.length 16"),
-        "thin": ({"path": "thin.png", "cap": "red"}, "smaller than one patch of 16x16"),
-        "surrogate": ({"path": "\ud800.png", "cap": "red"}, "not valid Unicode"),
-        "outside": ({"path": "../good.png", "cap": "red"}, "'..'"),
-        "turns": ({"messages": [{"role": "user", "content": "red"}]}, "the assistant, not user"),
+        "empty caption": ({"path": "good.png", "cap": "  "}, "data.empty-caption"),
+        "no caption": ({"path": "good.png"}, "data.no-caption"),
+        "number": ({"path": "good.png", "cap": 3}, "data.not-a-text"),
+        "huge caption": ({"path": "good.png", "cap": "red " * 50_000}, "generation.caption-too-long"),
+        "control word": ({"path": "good.png", "cap": "red </s> blue"}, "generation.control-word-in-caption"),
+        "no media": ({"cap": "red"}, "data.no-media"),
+        "two": ({"images": ["good.png", "good.png"], "cap": "red"}, "data.not-a-caption"),
+        "missing": ({"path": "gone.mp4", "cap": "red"}, "media.no-such-file"),
+        "audio": ({"path": "sound.wav", "cap": "red"}, "data.bad-media-value"),
+        "zero": ({"path": "empty.mp4", "cap": "red"}, "media.unreadable-file"),
+        "cut": ({"path": "head.mp4", "cap": "red"}, "media.unreadable-file"),
+        "short": ({"path": "short.mp4", "cap": "red"}, "media.too-few-frames"),
+        "large": ({"path": "large.png", "cap": "red"}, "data.sample-too-long"),
+        "thin": ({"path": "thin.png", "cap": "red"}, "media.smaller-than-patch"),
+        "surrogate": ({"path": "\ud800.png", "cap": "red"}, "media.not-a-path"),
+        "outside": ({"path": "../good.png", "cap": "red"}, "media.path-leads-up"),
+        "turns": ({"messages": [{"role": "user", "content": "red"}]}, "data.not-a-caption"),
         "words": (
             {"messages": [{"role": "user", "content": "red"}, {"role": "assistant", "content": "no"}]},
-            "one image",
+            "data.not-a-caption",
         ),
     }
     rows = [{**row, "id": name} for name, (row, _) in cases.items()]
     rows += [{"path": "good.png", "cap": "red", "id": "fine"}, {"path": "good.mp4", "cap": "red", "id": "moving"}]
     path = str(write_jsonl(tmp_path / "s.jsonl", rows))
     packed = rows_of(processor_of(pipeline, min_frames=5), path, length=16, max_bad_share=1)
-    reasons = dict(packed.bad_samples)
-    assert {name: reasons[name] for name in cases if cases[name][1] not in reasons.get(name, "")} == {}
+    assert {bad.id: bad.code for bad in packed.bad_samples} == {name: code for name, (_, code) in cases.items()}
     assert len(packed.index) == 2
     with raises("data.bad-sample"):
         rows_of(processor_of(pipeline), path, length=16, on_bad_sample="fail")
@@ -423,8 +422,8 @@ def test_a_video_that_ends_early_is_masked_and_named(tmp_path: Path, pipeline: P
     rows = [{"path": name, "cap": "red", "id": name} for name in ("good.mp4", "torn.mkv")]
     packed = rows_of(processor_of(pipeline, num_frames=29), str(write_jsonl(tmp_path / "s.jsonl", rows)), length=64)
     batch = packed.batch([0])
-    assert [id for id, _ in (*batch.problems, *packed.bad_samples)] == ["torn.mkv"]
-    assert "damaged video" in dict((*batch.problems, *packed.bad_samples))["torn.mkv"]
+    bad = [*batch.problems, *packed.bad_samples]
+    assert [(sample.id, sample.code) for sample in bad] == [("torn.mkv", "media.damaged-file")]
     assert len(batch["trained"]) == 12  # of the other one
     assert batch["frames"].shape == (9 * 32 * 32, 3)
 
@@ -489,7 +488,7 @@ def test_a_family_of_images_leaves_videos_out(tmp_path: Path, pipeline: Path) ->
     write_video(tmp_path / "v.mp4", 5)
     rows = [{"path": name, "cap": "red", "id": name} for name in ("a.png", "v.mp4")]
     packed = rows_of(processor_of(pipeline, JOINT), str(write_jsonl(tmp_path / "s.jsonl", rows)), length=32)
-    assert packed.bad_samples == (("v.mp4", "the sample is a video, and the VAE of this model encodes only images"),)
+    assert [(bad.id, bad.code) for bad in packed.bad_samples] == [("v.mp4", "media.video-for-image-model")]
 
 
 def test_every_generation_family_has_this_processor() -> None:

@@ -108,46 +108,49 @@ def test_media_and_other_names() -> None:
 @pytest.mark.parametrize(
     ("row", "told"),
     [
-        ({"prompt": "Who?", "chosen": "I."}, "rejected must be a text"),
-        ({"chosen": "I.", "rejected": "You."}, "question is missing"),
+        ({"prompt": "Who?", "chosen": "I."}, "data.bad-answer rejected"),
+        ({"chosen": "I.", "rejected": "You."}, "data.no-question"),
         (
             {**SPELLINGS["swift"], "rejected_messages": [{"role": "assistant", "content": "He."}]},
-            "under rejected_response and rejected_messages",
+            "data.several-rejected-answers rejected_response rejected_messages",
         ),
-        ({**SPELLINGS["alpaca"], "rejected_response": "He."}, "under rejected and rejected_response"),
+        (
+            {**SPELLINGS["alpaca"], "rejected_response": "He."},
+            "data.several-rejected-answers rejected rejected_response",
+        ),
         (
             {
                 "chosen": [*ASK, {"role": "assistant", "content": "I."}],
                 "rejected": [ASK[1], {"role": "assistant", "content": "You."}],
             },
-            "differ before",
+            "data.pair-differs-early",
         ),
-        ({"messages": ASK, "chosen": {"role": "user", "content": "I."}, "rejected": "You."}, "text of the assistant"),
-        ({"messages": ASK, "rejected_response": "You."}, "must end with the chosen answer"),
-        ({"messages": "Who?", "rejected_response": "You."}, "must end with the chosen answer"),
-        ({"query": "Who?", "rejected_response": "You."}, "chosen answer is missing"),
+        ({"messages": ASK, "chosen": {"role": "user", "content": "I."}, "rejected": "You."}, "data.bad-answer"),
+        ({"messages": ASK, "rejected_response": "You."}, "data.no-answer"),
+        ({"messages": "Who?", "rejected_response": "You."}, "data.no-answer"),
+        ({"query": "Who?", "rejected_response": "You."}, "data.no-answer"),
         (
             {"messages": [*ASK, {"role": "assistant", "content": "I."}], "rejected_response": None},
-            "rejected answer is missing",
+            "data.no-rejected-answer",
         ),
-        ({"query": "Who?", "response": "I.", "rejected_response": ["You.", "He."]}, "has 2 answers"),
-        ({"query": "Who?", "response": "I.", "rejected_response": 3}, "rejected must be a text"),
+        ({"query": "Who?", "response": "I.", "rejected_response": ["You.", "He."]}, "data.several-rejected-answers 2"),
+        ({"query": "Who?", "response": "I.", "rejected_response": 3}, "data.bad-answer rejected"),
         (
             {"query": "Who?", "response": "I.", "rejected_response": "You.", "rejected_images": ["b.png"]},
-            "rejected_images is not supported",
+            "data.rejected-images",
         ),
     ],
 )
 def test_rows_that_are_no_pairs_are_told(row: dict[str, Any], told: str) -> None:
-    with pytest.raises(RecordError, match=told):
+    with raises(told):
         parse(row, "preference", column_map("preference", {}))
 
 
 @pytest.mark.parametrize(
     ("format", "beside", "told"),
     [
-        ("preference", {"rejected_response": "You."}, "rejected answer is missing"),
-        ("unpaired_preference", {"label": True}, "label"),
+        ("preference", {"rejected_response": "You."}, "data.no-rejected-answer"),
+        ("unpaired_preference", {"label": True}, "data.bad-label"),
     ],
 )
 def test_a_row_without_its_pair_or_label_is_a_bad_row_among_others_and_a_wrong_set_alone(
@@ -158,7 +161,7 @@ def test_a_row_without_its_pair_or_label_is_a_bad_row_among_others_and_a_wrong_s
     path.write_text("\n".join(json.dumps(row) for row in (plain, plain | beside)))
     samples = [one for _, one in open_source(SourceSection(path=path, format=format)).scan(range(2))]
     assert isinstance(samples[0], RecordError)
-    assert told in samples[0].reason
+    assert samples[0].code == told
     assert isinstance(samples[1], Sample)
     path.write_text(json.dumps(plain))
     with raises("data.mixed-formats"):

@@ -15,7 +15,6 @@ from tessera.config.run_config import load_config
 from tessera.core.batch import IGNORE, Batch
 from tessera.core.task import Task
 from tessera.data.kinds.unpaired_preference import RatedAnswer, with_answer_of
-from tessera.data.sources.container import RecordError
 from tessera.data.sources.fields import column_map
 from tessera.data.sources.formats import parse
 from tessera.lora.modules import without_adapters
@@ -209,16 +208,16 @@ def test_every_spelling_of_a_rated_answer_means_the_same(name: str, tag: dict[st
 @pytest.mark.parametrize(
     ("row", "told"),
     [
-        ({"prompt": "Who?", "completion": "I."}, "true or false"),
-        ({"prompt": "Who?", "completion": "I.", "label": "perhaps"}, "true or false"),
-        ({"prompt": "Who?", "completion": "I.", "label": 0.5}, "true or false"),
-        ({"prompt": "Who?", "label": True}, "answer is missing"),
-        ({"completion": "I.", "label": True}, "question is missing"),
-        ({"messages": [{"role": "user", "content": "Who?"}], "label": True}, "the last turn"),
+        ({"prompt": "Who?", "completion": "I."}, "data.bad-label"),
+        ({"prompt": "Who?", "completion": "I.", "label": "perhaps"}, "data.bad-label"),
+        ({"prompt": "Who?", "completion": "I.", "label": 0.5}, "data.bad-label"),
+        ({"prompt": "Who?", "label": True}, "data.no-answer"),
+        ({"completion": "I.", "label": True}, "data.no-question"),
+        ({"messages": [{"role": "user", "content": "Who?"}], "label": True}, "data.bad-answer"),
     ],
 )
 def test_rows_that_are_no_rated_answers_are_told(row: dict[str, Any], told: str) -> None:
-    with pytest.raises(RecordError, match=told):
+    with raises(told):
         parse(row, "unpaired_preference", column_map("unpaired_preference", {}))
 
 

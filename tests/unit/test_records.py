@@ -14,6 +14,7 @@ from tessera.config.reader import build
 from tessera.config.run_config import DataSection, SourceSection
 from tessera.core.batch import Batch
 from tessera.core.callback import StepResult
+from tessera.core.sample import BadSample
 from tessera.data.bad_share import check_measured, check_read
 from tessera.errors import TesseraError
 from tessera.runtime.files import read_jsonl
@@ -26,17 +27,19 @@ def rank(folder: Path, main: bool) -> Any:
 
 
 def test_ranks_list_a_sample_once_and_count_what_all_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    first, other = Quarantine([("a", "from its header")], in_all=4), Quarantine([("a", "from its header")], in_all=4)
+    header = BadSample("a", "from its header", "media.unreadable-file")
+    first, other = Quarantine([header], in_all=4), Quarantine([header], in_all=4)
     main, second = rank(tmp_path, True), rank(tmp_path, False)
     first.on_start(main)
     other.on_start(second)
-    other.note("b", "truncated")
-    first.note("b", "truncated")
-    other.note("c", "gone")
+    other.note(BadSample("b", "truncated", "media.damaged-file"))
+    first.note(BadSample("b", "truncated", "media.damaged-file"))
+    other.note(BadSample("c", "truncated, too", "media.damaged-file"))
     other.on_end(second)
     first.on_end(main)
     assert [row["id"] for row in read_jsonl(tmp_path / "quarantine.jsonl")] == ["a", "b", "c"]
-    assert "skipped samples: 6; quarantine.jsonl in the run folder lists 3 of them" in caplog.text
+    assert "skipped samples: 6 (2 media.damaged-file, 1 media.unreadable-file)" in caplog.text
+    assert "lists 3 of them" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from tessera.data.media.answer_images import with_copies
+from tessera.inference.answer_images import with_copies
 from tessera.observe.report.page import write_report
 from tessera.runtime.files import read_jsonl, write_jsonl
 

@@ -17,12 +17,12 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from tessera.config.registry import Maker, check_arguments, check_callable, import_object
 from tessera.config.run_config import DataSection
 from tessera.core.batch import Batch
-from tessera.core.sample import Encoded, Sample
+from tessera.core.sample import BadSample, Encoded, Sample
 from tessera.core.spec import Processor
 from tessera.data.media.files import limits_of
 from tessera.data.media.read import ChatProcessor, read_media
 from tessera.data.order.packed_rows import COUNTS, hole
-from tessera.data.sources.container import RecordError, bad_sample_error, reason_of
+from tessera.data.sources.container import RecordError, bad_sample, bad_sample_error, excluded
 from tessera.data.sources.fields import RecordSchema
 from tessera.data.sources.formats import parse
 from tessera.data.workers.worker import time_limit
@@ -47,7 +47,7 @@ class ImportedObject:
     where: str = "data.options"
 
     def make(self) -> Any:
-        imported = self.find()
+        imported = import_object(self.path, self.where)
         if not (inspect.isclass(imported) or inspect.isroutine(imported) or isinstance(imported, functools.partial)):
             if self.arguments:
                 raise TesseraError(
@@ -63,29 +63,26 @@ class ImportedObject:
 
     def function(self) -> Any:
         """Return the imported function itself, such as a collate function. It is not called here."""
-        function = self.find()
+        function = import_object(self.path, self.where)
         check_callable(function, self.path, self.where)
         return function
 
-    def find(self) -> Any:
-        return import_object(self.path, self.where)
-
 
 @dataclass(frozen=True)
-class Given(ImportedObject):
+class PassedObject(ImportedObject):
     """Hold an object that the caller passed in. Worker processes get a pickled copy."""
 
     value: Any = None
 
     @staticmethod
-    def of(value: Any) -> Given:
-        return Given(f"the {type(value).__name__} that was given", where="dataset", value=value)
+    def of(value: Any) -> PassedObject:
+        return PassedObject(f"the {type(value).__name__} in the call", where="dataset", value=value)
 
     def make(self) -> Any:
         return self.value
 
 
-KNOWN = (
+ITEM_TYPES = (
     "tessera.core.sample.Sample",
     "a dict in a known form (messages, conversations, instruction and output, text)",
     "tessera.core.sample.Encoded",
@@ -114,7 +111,7 @@ class ItemBatcher:
     """Make micro-batches of items of the user's data set. `name` is the name of the data set in error messages.
 
     `left_out` maps ids of samples to skip to the reasons. A skipped conversation is replaced by masked tokens. Tensors
-    of unknown meaning cannot be masked: the item is removed from its micro-batch, unless it is the only one. Skipped
+    of unknown meaning cannot be masked: the item is removed from its micro-batch, unless it is the only draw. Skipped
     items are not replaced by other items.
     """
 
@@ -129,18 +126,18 @@ class ItemBatcher:
     def batch(self, drawn: Sequence[DrawnItem], collate: Collate | None = None) -> Batch:
         batch = self._collated(drawn, collate)
         gone = self._gone(batch, drawn, collate)
-        rest = [one for number, one in enumerate(drawn) if number not in gone]
+        rest = [draw for number, draw in enumerate(drawn) if number not in gone]
         if not gone or not rest:
             return batch
-        problems = [(name, self.left_out[name]) for names in gone.values() for name in names]
+        problems = [excluded(name, self.left_out) for names in gone.values() for name in names]
         batch = self._collated(rest, collate)
-        rows = {**{one.row: 0 for one in drawn}, **dict(batch.rows)}
+        rows = {**{draw.row: 0 for draw in drawn}, **dict(batch.rows)}
         return replace(batch, rows=tuple(rows.items()), problems=(*batch.problems, *problems))
 
     def _gone(self, batch: Batch, drawn: Sequence[DrawnItem], collate: Collate | None) -> dict[int, tuple[str, ...]]:
         """Return the positions of the items to skip, with their ids.
 
-        If the batch does not have one id per item, either all items are skipped or none.
+        If the batch does not have draw id per item, either all items are skipped or none.
         """
         ids = batch.sample_ids
         if not any(name in self.left_out for name in ids) or (collate is None and self._is_language(drawn[0].item)):
@@ -153,7 +150,7 @@ class ItemBatcher:
 
     def _collated(self, drawn: Sequence[DrawnItem], collate: Collate | None) -> Batch:
         if collate is not None:
-            return self._labelled(self.as_batch(collate([one.item for one in drawn]), drawn[0].number), drawn)
+            return self._labelled(self.as_batch(collate([draw.item for draw in drawn]), drawn[0].number), drawn)
         first = drawn[0].item
         if isinstance(first, Batch):
             if len(drawn) > 1:
@@ -166,13 +163,13 @@ class ItemBatcher:
             return self._labelled(first, drawn)
         if self._is_language(first):
             return self._chat(drawn)
-        named = [self._fields(one.item, one.number, _NUMBERS) for one in drawn]
-        ids = [str(fields.pop("id", one.number)) for fields, one in zip(named, drawn, strict=True)]
+        named = [self._fields(draw.item, draw.number, _NUMBERS) for draw in drawn]
+        ids = [str(fields.pop("id", draw.number)) for fields, draw in zip(named, drawn, strict=True)]
         try:
             collated = default_collate(named)
         except (TypeError, RuntimeError, KeyError) as error:
             raise TesseraError(
-                f"items {drawn[0].number} to {drawn[-1].number} of {self.name} cannot be stacked into one batch: "
+                f"items {drawn[0].number} to {drawn[-1].number} of {self.name} cannot be stacked into draw batch: "
                 f"{first_line(error)}",
                 where="data.options",
                 fix="set data.options.collate_fn, or train.micro_batch=1",
@@ -192,14 +189,14 @@ class ItemBatcher:
 
     def _labelled(self, batch: Batch, drawn: Sequence[DrawnItem], ids: Sequence[str] = ()) -> Batch:
         """Return a batch with sample ids, row indices, number of samples and seeds. Fields that are set stay."""
-        ids = batch.sample_ids or tuple(ids) or tuple(str(one.number) for one in drawn)
+        ids = batch.sample_ids or tuple(ids) or tuple(str(draw.number) for draw in drawn)
         each = [1] * len(drawn) if len(ids) == len(drawn) else [len(ids)] + [0] * (len(drawn) - 1)
         return replace(
             batch,
             sample_ids=tuple(ids),
-            rows=batch.rows or tuple((one.row, n) for one, n in zip(drawn, each, strict=True)),
+            rows=batch.rows or tuple((draw.row, n) for draw, n in zip(drawn, each, strict=True)),
             counts=batch.counts or {"samples": len(ids)},
-            seeds=batch.seeds or tuple(one.seed for one in drawn),
+            seeds=batch.seeds or tuple(draw.seed for draw in drawn),
         )
 
     # ------------------------------------------------------------------------------------------ conversations
@@ -213,7 +210,7 @@ class ItemBatcher:
         return self.forms.decide(item) is not None or self.forms.is_conversation(item)
 
     def _chat(self, drawn: Sequence[DrawnItem]) -> Batch:
-        ready = all(isinstance(one.item, Encoded) for one in drawn)
+        ready = all(isinstance(draw.item, Encoded) for draw in drawn)
         if self.processor is None or not (ready or isinstance(self.processor, ChatProcessor)):
             raise TesseraError(
                 f"items of {self.name} are conversations, which the processor of the model cannot encode",
@@ -221,28 +218,30 @@ class ItemBatcher:
                 fix="return `Encoded` items or dicts of tensors, or use a family with a processor for conversations",
                 code="data.no-chat-processor",
             )
-        problems: list[tuple[str, str]] = []
-        rows = [[self._encoded(one, problems)] for one in drawn]
+        problems: list[BadSample] = []
+        rows = [[self._encoded(draw, problems)] for draw in drawn]
         batch = self.processor.collate(rows, self.section.length)
         batch = replace(batch, counts={**dict.fromkeys(COUNTS, 0), **batch.counts}, problems=tuple(problems))
         return self._labelled(batch, drawn, [row[0].id for row in rows])
 
-    def _encoded(self, drawn: DrawnItem, problems: list[tuple[str, str]]) -> Encoded:
-        """Encode one item. A bad item is replaced by one masked token, and is added to `problems`."""
+    def _encoded(self, drawn: DrawnItem, problems: list[BadSample]) -> Encoded:
+        """Encode draw item. A bad item is replaced by draw masked token, and is added to `problems`."""
         id = _name(drawn)
         if id in self.left_out:
-            problems.append((id, self.left_out[id]))
+            problems.append(excluded(id, self.left_out))
             return hole(id, 1)
         try:
             with time_limit(self.section.sample_timeout_s):
                 encoded = drawn.item if isinstance(drawn.item, Encoded) else self._encode(self._sample(drawn))
             if len(encoded.tokens) > self.section.length:
-                raise RecordError(id, f"{len(encoded.tokens)} tokens do not fit into data.length {self.section.length}")
+                what = f"{len(encoded.tokens)} tokens do not fit into data.length {self.section.length}"
+                raise RecordError(what, code="data.sample-too-long")
             return encoded
-        except (RecordError, TesseraError, OSError) as error:
+        except (TesseraError, OSError) as error:
+            bad = bad_sample(id, error)
             if self.section.on_bad_sample == "fail":
-                raise bad_sample_error(id, reason_of(error), self.name) from None
-            problems.append((id, reason_of(error)))
+                raise bad_sample_error(bad, self.name) from None
+            problems.append(bad)
             return hole(id, 1)
 
     def _sample(self, drawn: DrawnItem) -> Sample:
@@ -277,7 +276,7 @@ class ItemBatcher:
         raise TesseraError(
             f"item {number} of {self.name} {what}",
             where="data.options",
-            allowed=KNOWN,
+            allowed=ITEM_TYPES,
             fix="return items of an allowed type",
             code="data.unknown-item-type",
         )

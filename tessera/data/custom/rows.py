@@ -21,6 +21,7 @@ from tessera.core.batch import Batch
 from tessera.core.row_source import ENDLESS, RowSource
 from tessera.data.custom.items import DrawnItem, ImportedObject, ItemBatcher
 from tessera.data.order.mixture import Shuffle, mix
+from tessera.data.workers.pool import no_note
 from tessera.errors import TesseraError, first_line
 
 log = logging.getLogger("tessera")
@@ -70,7 +71,7 @@ class ItemRows(RowSource):
         return copied
 
     def batch(self, rows: Sequence[int]) -> Batch:
-        return self.guarded(rows, {}, _unnoted)
+        return self.guarded(rows, {}, no_note)
 
     def guarded(self, rows: Sequence[int], lost: Mapping[int, str], note: Callable[[int], None]) -> Batch:
         if self._data is None:  # in a worker process, after unpickling
@@ -86,12 +87,7 @@ class ItemRows(RowSource):
     def _drawn(self, row: int, lost: Mapping[int, str], note: Callable[[int], None]) -> DrawnItem:
         number, seed = self.number(row), _seed(self.seed, row)
         if number in lost:
-            raise TesseraError(
-                f"reading item {number} of {self.imported.path} ended its worker process: {lost[number]}",
-                where="data.options.dataset",
-                fix="correct the data set, or raise data.sample_timeout_s if the item takes long",
-                code="data.item-ends-worker",
-            )
+            raise _lost_item(self.imported, number, lost[number])
         note(number)
         try:
             with drawing_from(seed):
@@ -126,7 +122,7 @@ class SequentialRows(RowSource):
         return _length(self.data) or ENDLESS
 
     def batch(self, rows: Sequence[int]) -> Batch:
-        return self.guarded(rows, {}, _unnoted)
+        return self.guarded(rows, {}, no_note)
 
     @abstractmethod
     def guarded(self, rows: Sequence[int], lost: Mapping[int, str], note: Callable[[int], None]) -> Batch: ...
@@ -134,11 +130,7 @@ class SequentialRows(RowSource):
     def check_none(self, lost: Mapping[int, str]) -> None:
         """Raise if an item crashed or hung its worker process: sequential data cannot skip an item."""
         for number, reason in lost.items():
-            raise TesseraError(
-                f"reading item {number} of {self.imported.path} ended its worker process: {reason}",
-                where=self.imported.where,
-                code="data.item-ends-worker",
-            )
+            raise _lost_item(self.imported, number, reason)
 
     @property
     def data(self) -> Any:
@@ -263,11 +255,16 @@ class LoaderRows(LoaderBatches):
             )
         batch = self.take(rows[0] // self.ranks, note)
         drawn = [DrawnItem(rows[0], rows[0], batch, _seed(self.seed, rows[0]))]
-        return self.items.batch(drawn, lambda one: one[0])
+        return self.items.batch(drawn, lambda items: items[0])
 
 
-def _unnoted(number: int) -> None:
-    pass
+def _lost_item(imported: ImportedObject, number: int, reason: str) -> TesseraError:
+    return TesseraError(
+        f"reading item {number} of {imported.path} ended its worker process: {reason}",
+        where=imported.where,
+        fix="correct the data set, or raise data.sample_timeout_s if the item takes long",
+        code="data.item-ends-worker",
+    )
 
 
 def _seed(seed: int, row: int) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import logging
 import shutil
 from collections.abc import Sequence
@@ -21,8 +20,9 @@ from typing import Literal
 import numpy as np
 
 from tessera.config.run_config import SourceSection
+from tessera.core.sample import count_codes
 from tessera.data.bad_share import check_measured, doctor_command
-from tessera.data.cache import adopt
+from tessera.data.cache import adopt, digest_of
 from tessera.data.index.measure import COMMON, Measured, MeasureRows, Workers, bad_rows, measure_all
 from tessera.data.index.split import (
     SourceIndex,
@@ -51,67 +51,47 @@ _COMPARED = 256  # 256 usable and 256 unusable samples are measured again before
 _NOT_MEASURED = ("jpeg_draft",)  # fields of `Limits` that do not change any measure: not in the hash of an index
 
 
-def build_index(
-    sections: Sequence[SourceSection],
-    processor: MediaProcessor,
-    *,
-    length: int,
-    limits: Limits,
-    on_bad_sample: Policy,
-    cache_folder: Path | None,
-    truncate: Truncate = "never",
-    workers: Workers = "auto",
-    timeout_s: float = 60.0,
-    max_bad_share: float = 1.0,
-) -> SplitIndex:
-    """Return the index of a split. `on_bad_sample`: skip and list unusable or too long samples, or raise.
-
-    `workers`: number of processes that measure records; 0: the calling process; auto: the calling process if that takes
-    few seconds. `max_bad_share`: raise if a larger share of a data set is unusable.
-    """
-    if not sections:
-        raise TesseraError(
-            "no data files are given", where="data", fix="list them under data.train", code="data.no-files"
-        )
-    maker = IndexMaker(
-        processor, length, truncate, limits, on_bad_sample, cache_folder, workers, timeout_s, max_bad_share
-    )
-    parts = tuple(maker.part(section) for section in sections)
-    starts = np.cumsum([0, *(len(part) for part in parts)])
-    if starts[-1] == 0:
-        count = sum(part.bad_count for part in parts)
-        reasons = [f"\n    {id}: {reason}" for part in parts for id, reason in part.bad[:5]]
-        nothing = NothingUsable(
-            f"none of the {count} samples is usable; the first reasons:{''.join(reasons[:5])}",
-            where=", ".join(str(section.path) for section in sections),
-            fix=f"{doctor_command(sections)} lists all reasons",
-            code="data.no-usable-sample",
-        )
-        nothing.samples = sum(len(part.source) for part in parts)
-        nothing.unusable = sum(part.unusable_count for part in parts)
-        raise nothing
-    identity = _digest([[part.tables.about["key"], part.tables.about["digest"]] for part in parts])
-    content = _digest([processor.fingerprint, *(_content(part.tables) for part in parts)])
-    return SplitIndex(parts, starts, maker.repeats(parts, identity), identity, content)
-
-
 @dataclass(frozen=True)
 class IndexMaker:
-    """Make the indexes of data sets, one at a time. The fields are arguments of `build_index`."""
+    """Make the index of a split, or of one of its data sets."""
 
     processor: MediaProcessor
     length: int
-    truncate: Truncate
     limits: Limits
-    policy: Policy
-    folder: Path | None
-    workers: Workers
-    timeout_s: float
-    max_bad_share: float = 1.0
+    on_bad_sample: Policy  # skip and list unusable or too long samples, or raise
+    cache_folder: Path | None
+    truncate: Truncate = "never"
+    workers: Workers = "auto"  # processes that measure records; 0: the calling one; auto: also, if it takes few seconds
+    timeout_s: float = 60.0
+    max_bad_share: float = 1.0  # raise if a larger share of a data set is unusable
+
+    def index(self, sections: Sequence[SourceSection]) -> SplitIndex:
+        """Return the index of a split. Raise if no sample is usable."""
+        if not sections:
+            raise TesseraError(
+                "no data files are given", where="data", fix="list them under data.train", code="data.no-files"
+            )
+        parts = tuple(self.part(section) for section in sections)
+        starts = np.cumsum([0, *(len(part) for part in parts)])
+        if starts[-1] == 0:
+            count = sum(part.bad_count for part in parts)
+            reasons = [f"\n    {bad}" for part in parts for bad in part.bad[:5]]
+            nothing = NothingUsable(
+                f"none of the {count} samples is usable; the first reasons:{''.join(reasons[:5])}",
+                where=", ".join(str(section.path) for section in sections),
+                fix=f"{doctor_command(sections)} lists all reasons",
+                code="data.no-usable-sample",
+            )
+            nothing.samples = sum(len(part.source) for part in parts)
+            nothing.unusable = sum(part.unusable_count for part in parts)
+            raise nothing
+        identity = digest_of([[part.tables.about["key"], part.tables.about["digest"]] for part in parts])
+        content = digest_of([self.processor.fingerprint, *(_content(part.tables) for part in parts)])
+        return SplitIndex(parts, starts, self._repeats(parts, identity), identity, content)
 
     def part(self, section: SourceSection) -> SourceIndex:
         """Return the index of one data set."""
-        source = open_source(section, self.folder)
+        source = open_source(section, self.cache_folder)
         work = MeasureRows(
             source,
             range(len(source)),
@@ -124,7 +104,7 @@ class IndexMaker:
         tables = self._measured(work)
         self._check_bad(source, tables)
         bad = int(tables.about["bad_count"])
-        check_measured(bad, len(source), self.max_bad_share, [section], [one[1:] for one in bad_rows(tables)[:3]])
+        check_measured(bad, len(source), self.max_bad_share, [section], [row.sample for row in bad_rows(tables)[:3]])
         part = SourceIndex(source, self._fitted(work, tables))
         self._check_bad(source, part.tables)
         return part
@@ -134,7 +114,7 @@ class IndexMaker:
         limits = {name: value for name, value in dataclasses.asdict(self.limits).items() if name not in _NOT_MEASURED}
         if self.limits.urls is None:  # left out, so that indexes from before this field existed have the same hash
             del limits["urls"]
-        key = _digest([FORMAT, work.source.facts(), self.processor.fingerprint, limits])
+        key = digest_of([FORMAT, work.source.facts(), self.processor.fingerprint, limits])
         file = self._file("index", key)
         tables = self._read(file, key)
         if tables is None and file is not None and adopt(file):
@@ -144,13 +124,14 @@ class IndexMaker:
             return tables
 
         def fail_early(measured: Measured) -> None:
-            if measured.bad and self.policy == "fail":
-                raise bad_sample_error(*measured.bad[0][1:], str(work.source.path))
+            if measured.bad and self.on_bad_sample == "fail":
+                raise bad_sample_error(measured.bad[0].sample, str(work.source.path))
 
         work = dataclasses.replace(work, key=key, folder=None if file is None else file.with_suffix(".parts"))
         measured = measure_all(work, workers=self.workers, title=f"index of {work.source.path.name}", look=fail_early)
         if measured.bad_count:
-            log.info("index of %s: %d samples cannot be used", work.source.path.name, measured.bad_count)
+            codes = count_codes(bad.code for bad in measured.bad)
+            log.info("index of %s: %d samples cannot be used (%s)", work.source.path.name, measured.bad_count, codes)
         if measured.crashed:
             log.warning(
                 "%s: %d rows crashed or hung the process that read them and count as bad%s",
@@ -162,8 +143,11 @@ class IndexMaker:
 
     def _still_holds(self, work: MeasureRows, tables: AnyTables) -> bool:
         """Measure some samples again. Return whether they agree with a cached index; media files may have changed."""
-        usable, bad = np.asarray(tables["row"]), np.array([row.row for row in bad_rows(tables)], dtype=np.int64)
-        rows = np.unique(np.concatenate([_spread(usable), _spread(bad)]))
+        bad = bad_rows(tables)
+        if not all(row.code for row in bad):  # an earlier version, without codes, wrote the index
+            return False
+        usable, unusable = np.asarray(tables["row"]), np.array([row.row for row in bad], dtype=np.int64)
+        rows = np.unique(np.concatenate([_spread(usable), _spread(unusable)]))
         some = dataclasses.replace(work, rows=rows)
         again = measure_all(some, workers=self.workers, title=work.source.path.name).arrays
         at = np.flatnonzero(np.isin(usable, rows))
@@ -178,8 +162,8 @@ class IndexMaker:
         if len(long) == 0:
             return tables
         name = work.source.path.name
-        made_of = [tables.about["key"], tables.about["digest"]]
-        key = hashlib.sha256(f"{made_of} fit to {self.length} by {self.truncate}".encode()).hexdigest()
+        measured = [tables.about["key"], tables.about["digest"]]
+        key = hashlib.sha256(f"{measured} fit to {self.length} by {self.truncate}".encode()).hexdigest()
         file = self._file("fit", key)
         fitted = self._read(file, key)
         if fitted is None and file is not None and adopt(file):
@@ -199,17 +183,17 @@ class IndexMaker:
         )
         return fitted
 
-    def repeats(self, parts: Sequence[SourceIndex], identity: str) -> AnyTables:
+    def _repeats(self, parts: Sequence[SourceIndex], identity: str) -> AnyTables:
         """Return a table of the samples whose id an earlier sample of the split also has."""
         file = self._file("ids", identity)
         tables = None if file is None else open_tables(file, identity)
         if tables is not None and {"sample", "times"} <= set(tables) and len(tables["sample"]) == len(tables["times"]):
             return tables
-        hashes = np.concatenate([part.id_hash for part in parts])
+        hashes = np.concatenate([part.tables["id_hash"] for part in parts])
         return keep_tables(file, find_repeats(hashes, key=identity))
 
     def _file(self, kind: str, key: str) -> Path | None:
-        return None if self.folder is None else self.folder.absolute() / f"{kind}-{key[:32]}.safetensors"
+        return None if self.cache_folder is None else self.cache_folder.absolute() / f"{kind}-{key[:32]}.safetensors"
 
     def _read(self, file: Path | None, key: str) -> AnyTables | None:
         """Return the tables in a file; None if the file is missing, damaged, or was made with a shorter time limit."""
@@ -219,10 +203,8 @@ class IndexMaker:
         return None if 0 < float(tables.about["slow_at"]) < self.timeout_s else tables
 
     def _write(self, file: Path | None, key: str, tables: MemoryTables, parts: Path | None) -> AnyTables:
-        digest = hashlib.sha256()
-        for name in ("row", "column.tokens"):
-            digest.update(np.ascontiguousarray(tables.get(name, np.empty(0, np.int32))).data)
-        tables.about |= {"key": key, "digest": digest.hexdigest(), _CONTENT: _content(tables)}
+        digest = _hash(tables, ("row", "column.tokens"))
+        tables.about |= {"key": key, "digest": digest, _CONTENT: _content(tables)}
         mapped = keep_tables(file, tables, shared=True)
         if parts is not None:
             shutil.rmtree(parts, ignore_errors=True)
@@ -230,16 +212,18 @@ class IndexMaker:
 
     def _check_bad(self, source: Source, tables: AnyTables) -> None:
         count = int(tables.about["bad_count"])
-        if self.policy == "fail" and count:
-            raise bad_sample_error(*bad_rows(tables)[0][1:], str(source.path), count - 1)
+        if self.on_bad_sample == "fail" and count:
+            raise bad_sample_error(bad_rows(tables)[0].sample, str(source.path), count - 1)
 
 
 def _content(tables: AnyTables) -> str:
     """Return a hash of the samples and their lengths, without the paths of their files."""
-    if _CONTENT in tables.about:
-        return str(tables.about[_CONTENT])
+    return str(tables.about.get(_CONTENT) or _hash(tables, (*COMMON, "column.tokens")))
+
+
+def _hash(tables: AnyTables, names: Sequence[str]) -> str:
     digest = hashlib.sha256()
-    for name in (*COMMON, "column.tokens"):
+    for name in names:
         digest.update(np.ascontiguousarray(tables.get(name, np.empty(0, np.int32))).data)
     return digest.hexdigest()
 
@@ -247,7 +231,3 @@ def _content(tables: AnyTables) -> str:
 def _spread(rows: np.ndarray) -> np.ndarray:
     """Return at most 256 (`_COMPARED`) evenly spaced entries of `rows`."""
     return rows[np.linspace(0, len(rows) - 1, min(len(rows), _COMPARED)).astype(np.int64)]
-
-
-def _digest(facts: object) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

@@ -22,14 +22,14 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from tessera.core.sample import MediaSize, Sample, StoredTensors
+from tessera.core.sample import BadSample, MediaSize, Sample, StoredTensors
 from tessera.data.media.files import ArchiveMember, Limits
 from tessera.data.media.read import KindTarget, probe
 from tessera.data.media.video_frames import VideoSampling
-from tessera.data.sources.container import RecordError, reason_of
+from tessera.data.sources.container import RecordError, bad_sample
 from tessera.data.sources.source import Source
 from tessera.data.tables import AnyTables, MemoryTables, keep_tables, narrow, open_tables
-from tessera.data.workers.pool import Lost, Note, Pool
+from tessera.data.workers.pool import Lost, Note, Pool, no_note
 from tessera.data.workers.worker import TooSlow, time_limit
 from tessera.errors import TesseraError
 from tessera.runtime.process import usable_cpus
@@ -51,6 +51,11 @@ class BadRow(NamedTuple):
     row: int
     id: str
     reason: str
+    code: str = ""  # "": an earlier version wrote the index
+
+    @property
+    def sample(self) -> BadSample:
+        return BadSample(*self[1:])
 
 
 class NeedsWorkerProcess(Exception):
@@ -142,13 +147,13 @@ class Measured:
 
 
 def bad_rows(tables: AnyTables) -> tuple[BadRow, ...]:
-    return tuple(BadRow(int(row), str(id), str(reason)) for row, id, reason in json.loads(tables["bad"].tobytes()))
+    return tuple(BadRow(int(row), *map(str, words)) for row, *words in json.loads(tables["bad"].tobytes()))
 
 
 def _arrays(usable: Sequence[tuple[int, Sample, dict[str, int]]]) -> dict[str, np.ndarray]:
-    measures = [found for _, _, found in usable]
-    names = sorted(measures[0]) if measures else []
-    columns = {f"column.{name}": np.array([found[name] for found in measures], dtype=np.int64) for name in names}
+    rows = [measures for _, _, measures in usable]
+    names = sorted(rows[0]) if rows else []
+    columns = {f"column.{name}": np.array([measures[name] for measures in rows], dtype=np.int64) for name in names}
     return {
         "row": narrow(np.array([row for row, _, _ in usable], dtype=np.int64)),
         "id_hash": np.array([id_hash(sample.id) for _, sample, _ in usable], dtype=np.uint64),
@@ -179,28 +184,32 @@ class MeasureRows:
                 usable.append((row, sample, outcome))
                 continue
             slow |= isinstance(outcome, TooSlow)
-            reason = outcome if isinstance(outcome, str) else reason_of(outcome)
-            bad.append(BadRow(row, sample.id if sample else self.source.location(row), reason))
+            id = sample.id if sample else outcome.where if isinstance(outcome, RecordError) else None
+            bad.append(BadRow(row, *bad_sample(id or self.source.location(row), outcome)))
         slow_at = self.timeout_s if slow else 0.0
         measured = Measured(_arrays(usable), tuple(bad), len(bad), slow_at, crashed=len(part.lost))
-        self.write_chunk(part, measured)
+        if self.folder is not None:
+            # May fail: another process that finished the index has deleted the folder. The chunk is measured again.
+            with suppress(TesseraError):
+                keep_tables(self._file(part), measured.tables(key=self._key(part)))
         return measured
 
-    def _outcomes(self, part: RecordRange, note: Note) -> Iterator[tuple[int, Any, dict[str, int] | Exception | str]]:
-        """Yield a tuple for each record: row, sample (or `RecordError` or None), measures (or why there are none)."""
+    def _outcomes(self, part: RecordRange, note: Note) -> Iterator[tuple[int, Any, dict[str, int] | Exception]]:
+        """Yield a tuple for each record: row, sample (None if it is unreadable), measures or the error."""
         samples, lost = self._samples(part), dict(part.lost)
         for position in range(part.first, part.last):
             row, sample = int(self.rows[position]), None
+            outcome: dict[str, int] | Exception
             if position in lost:
                 samples = self._samples(RecordRange(position + 1, part.last))
-                yield row, None, lost[position]
+                yield row, None, RecordError(lost[position], code="data.item-ends-worker")
                 continue
             note(position)
-            outcome: dict[str, int] | Exception | str
             try:
                 with time_limit(self.timeout_s):
-                    sample = next(samples)
-                    outcome = sample if isinstance(sample, RecordError) else self._cost(sample)
+                    record = next(samples)
+                    sample = None if isinstance(record, RecordError) else record
+                    outcome = record if isinstance(record, RecordError) else self._cost(record)
             except TooSlow as error:
                 if sample is None:  # the interrupted generator is lost: a new one continues after this row
                     samples = self._samples(RecordRange(position + 1, part.last))
@@ -211,12 +220,14 @@ class MeasureRows:
                 outcome = error
             yield row, sample, outcome
 
-    def _cost(self, sample: Sample) -> dict[str, int] | str:
+    def _cost(self, sample: Sample) -> dict[str, int]:
         if self.only_images and any(part.kind in ("video", "audio") for part in sample.media()):
             raise NeedsWorkerProcess
         sizes = [probe(part, self.source.root, self.limits, self.sampling, self.target) for part in sample.media()]
         measures = self.measure(sample, sizes)
-        return measures if measures.get("trained", 1) else "nothing to train on"
+        if not measures.get("trained", 1):
+            raise RecordError("nothing to train on", code="data.nothing-trained")
+        return measures
 
     def _samples(self, part: RecordRange) -> Iterator[Sample | RecordError]:
         rows = self.rows[part.first : part.last]
@@ -231,12 +242,6 @@ class MeasureRows:
 
     # ------------------------------------------------------------------------------------------ one file per part
 
-    def write_chunk(self, part: RecordRange, measured: Measured) -> None:
-        if self.folder is not None:
-            # May fail: another process that finished the index has deleted the folder. The chunk is measured again.
-            with suppress(TesseraError):
-                keep_tables(self._file(part), measured.tables(key=self._key(part)))
-
     def read_chunk(self, part: RecordRange) -> Measured | None:
         """Return the measures of a range that an earlier process wrote to disk, or None."""
         tables = None if self.folder is None else open_tables(self._file(part), self._key(part))
@@ -246,9 +251,8 @@ class MeasureRows:
             measured = Measured.of(tables)
         except (ValueError, KeyError, TypeError):
             return None
-        copies = {
-            name: np.array(array) for name, array in measured.arrays.items()
-        }  # copies, so that not thousands of files stay mapped
+        # Copies, so that not thousands of files stay mapped.
+        copies = {name: np.array(array) for name, array in measured.arrays.items()}
         return None if 0 < measured.slow_at < self.timeout_s else replace(measured, arrays=copies)
 
     def _key(self, part: RecordRange) -> str:
@@ -305,14 +309,14 @@ def _run(work: MeasureRows, ranges: Sequence[RecordRange], workers: Workers, car
             here = dataclasses.replace(work, only_images=True)
             with suppress(NeedsWorkerProcess):
                 began = time.monotonic()
-                yield here(ranges[0], _nothing)
+                yield here(ranges[0], no_note)
                 seconds = (time.monotonic() - began) / len(ranges[0]) * (ranges[-1].last - ranges[0].last)
                 ranges = ranges[1:]
                 while ranges and seconds < SOON:
-                    yield here(ranges[0], _nothing)
+                    yield here(ranges[0], no_note)
                     ranges = ranges[1:]
     if workers == 0 or not ranges:
-        yield from (work(part, _nothing) for part in ranges)
+        yield from (work(part, no_note) for part in ranges)
         return
 
     assert isinstance(workers, int)
@@ -326,10 +330,6 @@ def _run(work: MeasureRows, ranges: Sequence[RecordRange], workers: Workers, car
                     code="data.workers-end-early",
                 )
             yield measured
-
-
-def _nothing(position: int) -> None:
-    return
 
 
 def default_workers() -> int:

@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from tessera.core.sample import PLAIN, MediaSize, Message, Part, Sample
+from tessera.core.sample import PLAIN, BadSample, MediaSize, Message, Part, Sample
 from tessera.data.index.measure import MAX_BAD, BadRow, Measured, bad_rows, content_hash, id_hash
 from tessera.data.media.read import MediaProcessor
 from tessera.data.sources.container import RecordError
@@ -35,8 +35,8 @@ def drop_long(tables: AnyTables, source: Source, long: np.ndarray, length: int) 
     """Return a `Measured` without usable rows. It lists the samples at the positions `long` as bad: too long."""
     tokens, rows = tables["column.tokens"], tables["row"]
     bad = [
-        BadRow(int(rows[at]), _id(source, int(rows[at])), f"{tokens[at]} tokens do not fit into data.length {length}")
-        for at in long[:MAX_BAD].tolist()
+        BadRow(row, _id(source, row), f"{count} tokens do not fit into data.length {length}", "data.sample-too-long")
+        for row, count in zip(rows[long[:MAX_BAD]].tolist(), tokens[long[:MAX_BAD]].tolist(), strict=True)
     ]
     return Measured({"row": np.empty(0, np.int32)}, tuple(bad), len(long))
 
@@ -69,7 +69,7 @@ def _id(source: Source, row: int) -> str:
     try:
         return source.read(row).id
     except RecordError as error:
-        return error.id
+        return str(error.where)
 
 
 # ---------------------------------------------------------------------------------------------- one sample
@@ -161,9 +161,6 @@ def _text(message: Message) -> str:
     return "".join(str(part.value) for part in message.parts)
 
 
-Bad = tuple[str, str]  # (sample id, reason)
-
-
 @dataclass(frozen=True, eq=False)
 class SourceIndex:
     """Hold the usable rows of one data set with their measures, and the unusable rows with the reasons."""
@@ -185,14 +182,9 @@ class SourceIndex:
         return {name.removeprefix("column."): t for name, t in self.tables.items() if name.startswith("column.")}
 
     @property
-    def id_hash(self) -> np.ndarray:
-        """Return the hash of each sample id, by which repeated ids are found."""
-        return self.tables["id_hash"]
-
-    @property
-    def bad(self) -> tuple[Bad, ...]:
+    def bad(self) -> tuple[BadSample, ...]:
         """Return at most 10 000 unusable samples, in the order of rows. `bad_count` is the number of all of them."""
-        return tuple((bad.id, bad.reason) for bad in bad_rows(self.tables))
+        return tuple(bad.sample for bad in bad_rows(self.tables))
 
     @property
     def bad_count(self) -> int:
@@ -207,8 +199,9 @@ class SourceIndex:
         """Return the sample at a position of `rows`, truncated as indexed. Raise `RecordError` if it has changed."""
         row = int(self.rows[at])
         sample = self.source.read(row)
-        if id_hash(sample.id) != self.id_hash[at] or content_hash(sample) != self.tables["content"][at]:
-            raise RecordError(self.source.location(row), "this row changed since it was indexed")
+        if id_hash(sample.id) != self.tables["id_hash"][at] or content_hash(sample) != self.tables["content"][at]:
+            what = "this row changed since it was indexed"
+            raise RecordError(what, where=self.source.location(row), code="data.sample-changed")
         cuts = self.tables.get("cut.at")
         if cuts is None or len(cuts) == 0:
             return sample
@@ -232,7 +225,7 @@ class SplitIndex:
         return int(self.starts[-1])
 
     @property
-    def bad(self) -> tuple[Bad, ...]:
+    def bad(self) -> tuple[BadSample, ...]:
         return tuple(bad for part in self.parts for bad in part.bad)[:MAX_BAD]
 
     @property

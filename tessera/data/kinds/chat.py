@@ -11,7 +11,7 @@ import numpy as np
 
 from tessera.config.run_config import DataSection, RecordFormat, SourceSection
 from tessera.core.row_source import RowSource
-from tessera.data.index.build import build_index
+from tessera.data.index.build import IndexMaker
 from tessera.data.index.split import SplitIndex
 from tessera.data.kinds import RowRequest, Work
 from tessera.data.media.files import limits_of
@@ -20,6 +20,7 @@ from tessera.data.order.order import Order, PackingConfig, Samples, row_table
 from tessera.data.order.packed_rows import COUNTS, PackedRows, hole
 from tessera.data.order.step_order import StepOrder, step_order
 from tessera.data.sources.fields import ROLES
+from tessera.data.sources.source import KIND_OF_FORMAT
 from tessera.data.stream.rows import StreamedRows
 from tessera.errors import TesseraError
 
@@ -98,25 +99,30 @@ def pack_rows(
     section = request.section
     limits = limits_of(section)
     sections = section.train if request.split == "train" else section.eval
-    index = build_index(
-        sections,
+    maker = IndexMaker(
         processor,
-        length=section.length,
-        truncate=section.truncate,
-        limits=limits,
-        on_bad_sample=section.on_bad_sample,
-        cache_folder=request.cache_folder,
-        workers=section.workers,
-        timeout_s=section.sample_timeout_s,
-        max_bad_share=section.max_bad_share,
+        section.length,
+        limits,
+        section.on_bad_sample,
+        request.cache_folder,
+        section.truncate,
+        section.workers,
+        section.sample_timeout_s,
+        section.max_bad_share,
     )
+    index = maker.index(sections)
     seed = request.seed if request.split == "train" else 0
     pack = section.pack
     if pack and isinstance(processor, PadsSamples) and not processor.packs:
         pack = False
         log.info("no packing: this model class may mix samples of one row, so every row is one sample with padding")
     packing = PackingConfig(section.length, seed, pack, section.shuffle, section.balance)
-    order = _order(weigh(index, sections, request.work), packing, request)
+    samples = weigh(index, sections, request.work)
+    order: Order | StepOrder
+    if request.step is not None:
+        order = step_order(samples, packing, request.step)
+    else:
+        order = Order(row_table(samples, packing, request.cache_folder), seed, section.shuffle)
     if report:
         log.info("%s: %s", "rows" if request.split == "train" else "held-out rows", order.stats.summary())
     return PackedRows(
@@ -130,13 +136,6 @@ def pack_rows(
         hole=hole,
         count_names=count_names,
     )
-
-
-def _order(samples: Samples, packing: PackingConfig, request: RowRequest) -> Order | StepOrder:
-    if request.step is not None:
-        return step_order(samples, packing, request.step)
-    table = row_table(samples, packing, request.cache_folder)
-    return Order(table, packing.seed, packing.shuffle)
 
 
 def weigh(index: SplitIndex, sections: Sequence[SourceSection], work: Work | None) -> Samples:
@@ -168,15 +167,12 @@ def weigh(index: SplitIndex, sections: Sequence[SourceSection], work: Work | Non
 
 
 def chat(request: RowRequest) -> RowSource:
-    for kind, what, task in (
-        ("preference", "pairs of answers", "dpo"),
-        ("unpaired_preference", "answers that were found good or bad", "kto"),
-    ):
-        if any(source.format == kind for source in (*request.section.train, *request.section.eval)):
+    for source in (*request.section.train, *request.section.eval):
+        if source.format != "auto" and source.format in KIND_OF_FORMAT:
             raise TesseraError(
-                f"the data consists of {what}, which data.kind=chat does not read",
+                f"data.kind=chat does not read records of the format {source.format!r}",
                 where="data.kind=chat",
-                fix=f"data.kind={kind}, with train.task={task}",
+                fix=KIND_OF_FORMAT[source.format],
                 code="data.wrong-kind",
             )
     return build(request)

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from tessera.config.reader import Section
 from tessera.config.reader import build as build_section
 from tessera.core.row_source import RowSource
-from tessera.data.custom.items import Given, ImportedObject, ItemBatcher
+from tessera.data.custom.items import ImportedObject, ItemBatcher, PassedObject
 from tessera.data.custom.rows import ItemRows, LoaderRows, StreamRows
 from tessera.data.kinds import RowRequest
 from tessera.data.media.read import ChatProcessor
@@ -53,7 +53,7 @@ def build(request: RowRequest) -> RowSource:
         options, where = options.eval, "data.options.eval"
     imported: ImportedObject
     if request.dataset is not None:
-        is_loader, imported = isinstance(request.dataset, DataLoader), Given.of(request.dataset)
+        is_loader, imported = isinstance(request.dataset, DataLoader), PassedObject.of(request.dataset)
     elif (options.dataset is None) == (options.loader is None):
         raise TesseraError(
             "set exactly one of `dataset` and `loader`",

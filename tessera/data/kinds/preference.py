@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Self
 
 import torch
 
@@ -55,23 +55,23 @@ class PairProcessor:
     def target(self, kind: PartKind, size: MediaSize) -> tuple[int, int] | None:
         return self.inner.target(kind, size)
 
-    def training_on(self, roles: Sequence[str], *, last_only: bool = False) -> PairProcessor:
+    def training_on(self, roles: Sequence[str], *, last_only: bool = False) -> Self:
         """Return a processor that trains on the last answer only. The arguments have no effect."""
         return replace(self, inner=self.inner.training_on(["assistant"], last_only=True))
 
     def measure(self, sample: Sample, sizes: Sequence[MediaSize]) -> dict[str, int]:
-        measures = [self.inner.measure(one, sizes) for one in _apart(sample)]
-        summed = {name: sum(one[name] for one in measures) for name in measures[0]}
-        return {**summed, "samples": 1, "token_pairs": sum(one["tokens"] ** 2 for one in measures)}
+        both = [self.inner.measure(conversation, sizes) for conversation in _apart(sample)]
+        summed = {name: sum(measures[name] for measures in both) for name in both[0]}
+        return {**summed, "samples": 1, "token_pairs": sum(measures["tokens"] ** 2 for measures in both)}
 
     def encode(self, sample: Sample, media: Sequence[Any], sizes: Sequence[MediaSize] | None = None) -> EncodedPair:
-        answers = tuple(self.inner.encode(one, media, sizes) for one in _apart(sample))
-        counts = {name: sum(one.counts[name] for one in answers) for name in answers[0].counts}
+        answers = tuple(self.inner.encode(conversation, media, sizes) for conversation in _apart(sample))
+        counts = {name: sum(answer.counts[name] for answer in answers) for name in answers[0].counts}
         return EncodedPair(
             sample.id,
-            torch.cat([one.tokens for one in answers]),
-            torch.cat([one.labels for one in answers]),
-            torch.cat([one.positions for one in answers], dim=-1),
+            torch.cat([answer.tokens for answer in answers]),
+            torch.cat([answer.labels for answer in answers]),
+            torch.cat([answer.positions for answer in answers], dim=-1),
             {},
             counts,
             answers,
@@ -104,7 +104,11 @@ class PairProcessor:
         media: Sequence[Sequence[Any]],
         sizes: Sequence[Sequence[MediaSize]] | None = None,
     ) -> Batch:
-        return self.inner.prompt([_apart(sample)[0] for sample in samples], media, sizes)
+        return self.inner.prompt([self.conversation(sample) for sample in samples], media, sizes)
+
+    def conversation(self, sample: Sample) -> Sample:
+        """Return the sample as a conversation that ends with an answer of the assistant."""
+        return _apart(sample)[0]
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self.inner.decode(tokens)
@@ -120,11 +124,24 @@ def _apart(sample: Sample) -> tuple[Sample, Sample]:
     """Return the conversation with the chosen answer, and the one with the rejected answer."""
     *question, better, worse = sample.messages
     assert (better.role, worse.role) == (CHOSEN, REJECTED), "a pair ends with its two answers"
-    return tuple(Sample(sample.id, (*question, Message("assistant", one.parts))) for one in (better, worse))  # type: ignore[return-value]
+    chosen, rejected = (Sample(sample.id, (*question, Message("assistant", m.parts))) for m in (better, worse))
+    return chosen, rejected
+
+
+def answer_rows(request: RowRequest, kind: Literal["preference", "unpaired_preference"]) -> RowSource:
+    """Return the rows of samples that end with answers, which cannot be truncated."""
+    if request.section.truncate != "never":
+        raise TesseraError(
+            f"samples of data.kind={kind} cannot be truncated: their answers are the last turns",
+            where="data.truncate",
+            allowed=["never"],
+            code="data.cannot-truncate",
+        )
+    return build_chat(replace(request, section=with_format(request.section, kind)))
 
 
 def build(request: RowRequest) -> RowSource:
-    section, processor = request.section, chat_processor(request, "preference")
+    processor = chat_processor(request, "preference")
     if isinstance(processor, PadsSamples):
         raise TesseraError(
             "data.kind=preference does not support the family transformers yet",
@@ -132,15 +149,7 @@ def build(request: RowRequest) -> RowSource:
             fix="use a model that has its own family, or data.kind=chat",
             code="data.pairs-not-supported",
         )
-    if section.truncate != "never":
-        raise TesseraError(
-            "a pair cannot be truncated: its answers are the last turns",
-            where="data.truncate",
-            allowed=["never"],
-            code="data.cannot-truncate",
-        )
-    section = with_format(section, "preference")
-    return build_chat(replace(request, section=section, processor=PairProcessor(processor)))
+    return answer_rows(replace(request, processor=PairProcessor(processor)), "preference")
 
 
 KIND = build

@@ -20,11 +20,9 @@ from tessera.core.batch import IGNORE, Batch
 from tessera.core.row_source import RowSource
 from tessera.core.sample import Encoded, MediaSize, Message, Sample
 from tessera.data.kinds import RowRequest
-from tessera.data.kinds.chat import build as build_chat
-from tessera.data.kinds.chat import chat_processor, with_format
-from tessera.data.kinds.preference import PairProcessor
+from tessera.data.kinds.chat import chat_processor
+from tessera.data.kinds.preference import PairProcessor, answer_rows
 from tessera.data.sources.formats import CHOSEN, REJECTED
-from tessera.errors import TesseraError
 
 
 @dataclass
@@ -46,15 +44,12 @@ class RatedProcessor(PairProcessor):
     def fingerprint(self) -> str:
         return hashlib.sha256(f"rated 1 {self.inner.fingerprint}".encode()).hexdigest()
 
-    def training_on(self, roles: Sequence[str], *, last_only: bool = False) -> RatedProcessor:
-        return replace(self, inner=self.inner.training_on(["assistant"], last_only=True))
-
     def measure(self, sample: Sample, sizes: Sequence[MediaSize]) -> dict[str, int]:
-        measures = self.inner.measure(_as_chat(sample), sizes)
+        measures = self.inner.measure(self.conversation(sample), sizes)
         return {**{name: 2 * value for name, value in measures.items()}, "samples": 1}
 
     def encode(self, sample: Sample, media: Sequence[Any], sizes: Sequence[MediaSize] | None = None) -> Any:
-        encoded = self.inner.encode(_as_chat(sample), media, sizes)
+        encoded = self.inner.encode(self.conversation(sample), media, sizes)
         counts = {name: 2 * value for name, value in encoded.counts.items()}
         good = sample.messages[-1].role == CHOSEN
         return RatedAnswer(encoded.id, encoded.tokens, encoded.labels, encoded.positions, encoded.streams, counts, good)
@@ -66,12 +61,12 @@ class RatedProcessor(PairProcessor):
         for number, row in enumerate(rows):
             at = number * length
             rated = [item for item in row if isinstance(item, RatedAnswer)]
-            moved = [with_answer_of(answer, rated[place - 1]) for place, answer in enumerate(rated)]
+            moved = [with_answer_of(answer, rated[position - 1]) for position, answer in enumerate(rated)]
             moved = moved if len(rated) > 1 else []
             sides: tuple[Sequence[Encoded], ...] = (rated, moved)
             for side, segments in enumerate(sides):
-                for place, answer in enumerate(segments):
-                    pair[at : at + len(answer.tokens)] = 2 * (count + place) + side
+                for position, answer in enumerate(segments):
+                    pair[at : at + len(answer.tokens)] = 2 * (count + position) + side
                     at += len(answer.tokens)
             marks += [(answer.desirable, number) for answer in rated]
             count += len(rated)
@@ -88,19 +83,10 @@ class RatedProcessor(PairProcessor):
             counts={**batch.counts, "samples": sum(len(row) for row in rows)},
         )
 
-    def prompt(
-        self,
-        samples: Sequence[Sample],
-        media: Sequence[Sequence[Any]],
-        sizes: Sequence[Sequence[MediaSize]] | None = None,
-    ) -> Batch:
-        return self.inner.prompt([_as_chat(sample) for sample in samples], media, sizes)
-
-
-def _as_chat(sample: Sample) -> Sample:
-    *question, answer = sample.messages
-    assert answer.role in (CHOSEN, REJECTED), "a rated sample ends with its answer"
-    return Sample(sample.id, (*question, Message("assistant", answer.parts)))
+    def conversation(self, sample: Sample) -> Sample:
+        *question, answer = sample.messages
+        assert answer.role in (CHOSEN, REJECTED), "a rated sample ends with its answer"
+        return Sample(sample.id, (*question, Message("assistant", answer.parts)))
 
 
 def with_answer_of(question: Encoded, answer_of: Encoded) -> Encoded:
@@ -129,16 +115,8 @@ def _position_after(positions: Tensor) -> int:
 
 
 def build(request: RowRequest) -> RowSource:
-    section, processor = request.section, chat_processor(request, "unpaired_preference")
-    if section.truncate != "never":
-        raise TesseraError(
-            "an answer with a label cannot be truncated: it is the last turn",
-            where="data.truncate",
-            allowed=["never"],
-            code="data.cannot-truncate",
-        )
-    section = with_format(section, "unpaired_preference")
-    return build_chat(replace(request, section=section, processor=RatedProcessor(processor)))
+    processor = RatedProcessor(chat_processor(request, "unpaired_preference"))
+    return answer_rows(replace(request, processor=processor), "unpaired_preference")
 
 
 KIND = build

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import BinaryIO
 
 import numpy as np
@@ -17,13 +18,17 @@ _MIN_DELAY = 0.011  # seconds: a frame with a shorter duration is shown for 0.1 
 _DEFAULT_DELAY = 0.1
 
 
-def _check_end(file: BinaryIO) -> None:
-    """Raise if a GIF is truncated. Pillow would read the frames before the cut without an error."""
-    file.seek(max(0, size_of(file) - 16))
-    end = file.read(16).rstrip(b"\0\r\n")
-    file.seek(0)
-    if file.read(4) == b"GIF8" and not end.endswith(b";"):
-        raise ValueError("the file is truncated")
+@contextmanager
+def _opened(source: Opened, limits: Limits) -> Iterator[Image.Image]:
+    """Open an animation. Raise if a GIF is truncated: Pillow would read the frames before the cut without an error."""
+    source.file.seek(max(0, size_of(source.file) - 16))
+    end = source.file.read(16).rstrip(b"\0\r\n")
+    source.file.seek(0)
+    is_gif = source.file.read(4) == b"GIF8"
+    with open_image(source, limits) as image, refusing("damaged video", source.name):
+        if is_gif and not end.endswith(b";"):
+            raise ValueError("the file is truncated")
+        yield image
 
 
 def is_animation(file: BinaryIO) -> bool:
@@ -33,18 +38,14 @@ def is_animation(file: BinaryIO) -> bool:
 
 
 def probe(source: Opened, limits: Limits, sampling: VideoSampling, target: Target | None) -> MediaSize:
-    with refusing("damaged video", source.name):
-        _check_end(source.file)
-    with open_image(source, limits) as image, refusing("damaged video", source.name):
+    with _opened(source, limits) as image:
         return checked_size(_header(image), source.name, limits, sampling, target)
 
 
 def decode(
     source: Opened, limits: Limits, sampling: VideoSampling, target: Target | None
 ) -> tuple[np.ndarray, MediaSize]:
-    with refusing("damaged video", source.name):
-        _check_end(source.file)
-    with open_image(source, limits) as image, refusing("damaged video", source.name):
+    with _opened(source, limits) as image:
         header = _header(image)
         size = checked_size(header, source.name, limits, sampling, target)
         frames = Frames(sampling.choose(header.total, header.rate), size, target, source.name)

@@ -120,10 +120,10 @@ def _is_mp4(file: BinaryIO) -> bool:
 
 def boxes(source: Opened, kind: str, size: int) -> Iterator[tuple[bytes, int, int]]:
     """Yield (name, start, end) of the content of each MP4 box, in file order, including nested boxes."""
-    at, seen = 0, 0
+    at, count = 0, 0
     while at + 8 <= size:
-        seen += 1
-        if seen > _MAX_BOXES:
+        count += 1
+        if count > _MAX_BOXES:
             raise TesseraError(
                 f"unreadable {kind}: {source.name} (more than {_MAX_BOXES} boxes)", code="media.header-claims-too-much"
             )

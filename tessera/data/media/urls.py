@@ -59,10 +59,10 @@ def fetch_image(url: str, policy: UrlPolicy) -> Path:
     """
     _checked_url(url, policy)
     key = hashlib.sha256(url.encode(errors="surrogatepass")).hexdigest()
-    file = _cache_folder(policy) / key[:2] / key
+    file = (Path(policy.cache) if policy.cache else user_cache("media")) / key[:2] / key
     if file.is_file() and _is_still_allowed(file, url, policy):
         return file
-    content, way = _followed(url, policy)
+    content, way = download(url, policy)
     if not _is_image(content):
         raise TesseraError(f"not an image: {url:.200} ({len(content)} bytes)", code="media.not-an-image")
     part = file.with_name(f"{file.name}.{os.getpid()}.{threading.get_ident()}")
@@ -76,6 +76,8 @@ def fetch_image(url: str, policy: UrlPolicy) -> Path:
         part.write_bytes(content)
         os.replace(part, file)
     except OSError as error:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
         raise TesseraError(
             f"a downloaded image cannot be written: {error.strerror}",
             where=str(file.parent),
@@ -98,15 +100,9 @@ def _is_still_allowed(file: Path, url: str, policy: UrlPolicy) -> bool:
         return True
     except (OSError, ValueError, KeyError, TypeError):
         return False
-    for place in way:
-        _checked_url(str(place), policy)
+    for followed in way:
+        _checked_url(str(followed), policy)
     return policy.private or not private
-
-
-def _cache_folder(policy: UrlPolicy) -> Path:
-    if policy.cache:
-        return Path(policy.cache)
-    return user_cache("media")
 
 
 def _is_image(content: bytes) -> bool:
@@ -115,13 +111,8 @@ def _is_image(content: bytes) -> bool:
     return webp or content[4:12] in (b"ftypavif", b"ftypavis", b"ftypmif1") or content.startswith(_MAGIC)
 
 
-def download(url: str, policy: UrlPolicy) -> bytes:
-    """Return the content of a URL, within the limits of the policy."""
-    return _followed(url, policy)[0]
-
-
-def _followed(url: str, policy: UrlPolicy) -> tuple[bytes, list[str]]:
-    """Return the content of a URL, and the list of URLs from the first one through all redirects to the last."""
+def download(url: str, policy: UrlPolicy) -> tuple[bytes, list[str]]:
+    """Return the content of a URL within the limits of the policy, and all URLs from the first to the last redirect."""
     deadline, at = time.monotonic() + policy.timeout_s, url
     way: list[str] = []
     for _ in range(_MAX_REDIRECTS + 1):
@@ -162,7 +153,7 @@ def _checked_url(url: str, policy: UrlPolicy) -> SplitResult:
             f"the URL contains a user name or a password: {parts.scheme}://...@{host:.200}",
             code="media.url-with-password",
         )
-    below = any(host == one.lower() or host.endswith(f".{one.lower()}") for one in policy.hosts)
+    below = any(host == name.lower() or host.endswith(f".{name.lower()}") for name in policy.hosts)
     if policy.hosts and not below:
         raise TesseraError(f"{host:.100} is not in data.urls.hosts: {url:.200}", code="media.host-not-allowed")
     return parts
@@ -175,7 +166,7 @@ def _addresses(host: str, port: int, policy: UrlPolicy) -> list[tuple[int, str]]
         records = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise OSError(f"no address of {host:.100}: {first_line(error)}") from None
-    addresses = [(int(family), str(place[0])) for family, _, _, _, place in records]
+    addresses = [(int(family), str(address[0])) for family, _, _, _, address in records]
     for _, address in addresses:
         if not is_allowed(address, policy.private):
             raise TesseraError(

@@ -24,8 +24,6 @@ from tessera.data.media.images import decode_image, probe_image
 from tessera.data.media.video_frames import Frames, VideoHeader, VideoSampling, checked_size
 from tessera.errors import TesseraError
 
-__all__ = ["VideoSampling", "decode", "decode_folder", "probe", "probe_folder"]
-
 _FRAME_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm"}
 _SLACK = 10  # 1 / 10 of the frames may be missing, because headers often state a few frames too many
 _TURNS = {1: Image.Transpose.ROTATE_270, 2: Image.Transpose.ROTATE_180, 3: Image.Transpose.ROTATE_90}

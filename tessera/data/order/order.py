@@ -142,14 +142,7 @@ class _Excess:
 def _make(samples: Samples, config: PackingConfig) -> RowTable:
     tokens = np.asarray(samples.tokens, dtype=np.int64)
     excess = _excess(samples, config.length)
-    sizes = np.diff(samples.starts).tolist()
-    draws = np.cumsum([0, *draws_per_set(sizes, samples.weights)])
-    by_similarity = None
-    if samples.weights is not None and config.shuffle:  # without shuffling, draws keep the order of the files
-        sets = np.repeat(np.arange(len(sizes)), sizes)
-        ties = np.arange(len(tokens))
-        by_similarity = similarity_order(sets, tokens, excess.values, excess.linear // 256, ties)
-    mixture = Mixture(np.asarray(samples.starts, dtype=np.int64), draws, by_similarity)
+    mixture = mixture_of(samples, excess.values, excess.linear // 256, config.shuffle)
     row_of = _rows_of_draws(mixture.largest(tokens), mixture.largest(excess.values), excess.linear, config)
     rows = int(row_of.max(initial=-1)) + 1
     arrays = {
@@ -158,8 +151,8 @@ def _make(samples: Samples, config: PackingConfig) -> RowTable:
         "starts": mixture.starts,
         "draws": mixture.draws,
     }
-    if by_similarity is not None:
-        arrays["by_similarity"] = narrow(by_similarity)
+    if mixture.by_similarity is not None:
+        arrays["by_similarity"] = narrow(mixture.by_similarity)
     padding = 1 - mixture.mean(tokens) / max(1, rows * config.length)
     stats = PackingStats(rows, config.length, padding)
     if samples.work and rows:
@@ -171,6 +164,17 @@ def _make(samples: Samples, config: PackingConfig) -> RowTable:
         streams = {name: _bound(samples, config, mixture, row_of, name) for name in samples.work}
         stats = PackingStats(rows, config.length, padding, float(work.max()) / mean, streams)
     return RowTable(arrays, stats)
+
+
+def mixture_of(samples: Samples, excess: np.ndarray, step: int, shuffle: bool = True) -> Mixture:
+    """Return the mixture of data sets. Draws of a set with a weight are similar samples; see `similarity_order`."""
+    starts = np.asarray(samples.starts, dtype=np.int64)
+    sizes = np.diff(starts)
+    draws = np.cumsum([0, *draws_per_set(sizes.tolist(), samples.weights)])
+    if samples.weights is None or not shuffle:  # without shuffling, draws keep the order of the files
+        return Mixture(starts, draws, None)
+    sets, ties = np.repeat(np.arange(len(sizes)), sizes), np.arange(len(samples.tokens))
+    return Mixture(starts, draws, similarity_order(sets, np.asarray(samples.tokens, np.int64), excess, step, ties))
 
 
 def _excess(samples: Samples, length: int) -> _Excess:

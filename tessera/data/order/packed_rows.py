@@ -14,14 +14,15 @@ from torch import Tensor
 
 from tessera.core.batch import IGNORE, Batch
 from tessera.core.row_source import RowSource
-from tessera.core.sample import Encoded, Sample
+from tessera.core.sample import BadSample, Encoded, Sample
 from tessera.data.index.build import Policy
 from tessera.data.index.split import SplitIndex
 from tessera.data.media.files import Limits
 from tessera.data.media.read import MediaProcessor, read_media
 from tessera.data.order.order import Order
 from tessera.data.order.step_order import StepOrder
-from tessera.data.sources.container import RecordError, bad_sample_error, reason_of
+from tessera.data.sources.container import bad_sample, bad_sample_error, excluded
+from tessera.data.workers.pool import no_note
 from tessera.data.workers.worker import TooSlow, time_limit
 from tessera.errors import TesseraError
 
@@ -62,7 +63,7 @@ class PackedRows(RowSource):
     def identity(self) -> str:
         """Return two hashes: one includes file paths; one is of the content alone, so files may be moved."""
         indexes = (self.index.identity, self.index.content)
-        return "/".join(hashlib.sha256(f"{one} {self.order.identity}".encode()).hexdigest()[:16] for one in indexes)
+        return "/".join(hashlib.sha256(f"{index} {self.order.identity}".encode()).hexdigest()[:16] for index in indexes)
 
     def __len__(self) -> int:
         return len(self.order)
@@ -72,8 +73,8 @@ class PackedRows(RowSource):
         return self.order.rows_per_step if isinstance(self.order, StepOrder) else None
 
     @property
-    def bad_samples(self) -> tuple[tuple[str, str], ...]:
-        """Return (id, reason) of the samples that the index skipped: the first entries of `quarantine.jsonl`."""
+    def bad_samples(self) -> tuple[BadSample, ...]:
+        """Return the samples that the index skipped: the first entries of `quarantine.jsonl`."""
         return self.index.bad
 
     @property
@@ -91,21 +92,21 @@ class PackedRows(RowSource):
         return replace(self, left_out={**self.left_out, **samples})
 
     def batch(self, rows: Sequence[int]) -> Batch:
-        return self.guarded(rows, {}, lambda _: None)
+        return self.guarded(rows, {}, no_note)
 
     def guarded(self, rows: Sequence[int], lost: Mapping[int, str], note: Callable[[int], None]) -> Batch:
-        problems: list[tuple[str, str]] = []
+        problems: list[BadSample] = []
         encoded = [self.encode(row, lost, note, problems) for row in rows]
         return self.collate(rows, encoded, [self.order.row_seed(row) for row in rows], problems)
 
     def encode(
-        self, row: int, lost: Mapping[int, str], note: Callable[[int], None], problems: list[tuple[str, str]]
+        self, row: int, lost: Mapping[int, str], note: Callable[[int], None], problems: list[BadSample]
     ) -> list[Any]:
         """Encode the samples of a row. An unreadable sample is replaced by masked tokens and added to `problems`."""
         return [self._encode(sample, lost, note, problems) for sample in self.order.samples(row)]
 
     def collate(
-        self, rows: Sequence[int], encoded: list[list[Any]], seeds: Sequence[int], problems: Sequence[tuple[str, str]]
+        self, rows: Sequence[int], encoded: list[list[Any]], seeds: Sequence[int], problems: Sequence[BadSample]
     ) -> Batch:
         """Make a micro-batch of encoded rows. `rows`: their indices."""
         batch = self.processor.collate(encoded, self.length).with_tensors(**self.constants)
@@ -119,7 +120,7 @@ class PackedRows(RowSource):
         )
 
     def _encode(
-        self, number: int, lost: Mapping[int, str], note: Callable[[int], None], problems: list[tuple[str, str]]
+        self, number: int, lost: Mapping[int, str], note: Callable[[int], None], problems: list[BadSample]
     ) -> Any:
         sample: Sample | None = None
         tokens = self.index.measure("tokens", number)
@@ -133,20 +134,20 @@ class PackedRows(RowSource):
                     with time_limit(self.timeout_s):
                         sample, root = self.index.read(number)
                         if sample.id in self.left_out:
-                            problems.append((sample.id, self.left_out[sample.id]))
+                            problems.append(excluded(sample.id, self.left_out))
                             return self.hole(sample.id, tokens)
                         return self._encode_sample(sample, root, tokens)
                 except TooSlow:
                     if last_try:
                         raise
             raise AssertionError("the last try returns or raises")
-        except (TesseraError, RecordError, OSError) as error:
+        except (TesseraError, OSError) as error:
             source, row = self.index.locate(number)
-            id = source.location(row) if sample is None else sample.id
+            bad = bad_sample(source.location(row) if sample is None else sample.id, error)
             if self.on_bad_sample == "fail":
-                raise bad_sample_error(id, reason_of(error), str(source.path)) from None
-            problems.append((id, reason_of(error)))
-            return self.hole(id, tokens)
+                raise bad_sample_error(bad, str(source.path)) from None
+            problems.append(bad)
+            return self.hole(bad.id, tokens)
 
     def _words_of(self, number: int, lost: Mapping[int, str], note: Callable[[int], None]) -> Sample | None:
         """Read the record of a sample that crashed or hung a worker process, without its media, to report its id.

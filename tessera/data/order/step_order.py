@@ -14,8 +14,8 @@ from functools import cached_property
 
 import numpy as np
 
-from tessera.data.order.mixture import Mixture, Shuffle, draws_per_set, mix, permutation, similarity_order
-from tessera.data.order.order import PackingConfig, PackingStats, Samples
+from tessera.data.order.mixture import Mixture, Shuffle, mix, permutation
+from tessera.data.order.order import PackingConfig, PackingStats, Samples, mixture_of
 from tessera.data.order.packing import even_fit
 from tessera.errors import TesseraError
 
@@ -71,12 +71,12 @@ class StepOrder:
 
     def samples(self, row: int) -> list[int]:
         """Return the indices of the samples in a row."""
-        step, place = divmod(row, self.rows_per_step)
+        step, row_in_step = divmod(row, self.rows_per_step)
         epoch, at = divmod(step, self.steps)
         draws, places = len(self.by_length), self.steps * len(self.row_of)
         offset = 0 if draws == places else mix(self.seed, _TWICE, epoch) % draws
         samples = []
-        for stratum in self._strata[place]:
+        for stratum in self._strata[row_in_step]:
             position = stratum * self.steps + Shuffle.of(self.steps, self.seed, _STRATUM, epoch, stratum)(at)
             draw = int(self.by_length[(position * draws + offset) // places])
             samples.append(self.mixture.sample(draw, epoch))
@@ -101,13 +101,7 @@ def step_order(samples: Samples, config: PackingConfig, size: StepSize) -> StepO
             code="data.steps-need-shuffle",
         )
     tokens = np.asarray(samples.tokens, dtype=np.int64)
-    sizes = np.diff(samples.starts).tolist()
-    draws = np.cumsum([0, *draws_per_set(sizes, samples.weights)])
-    alike = None
-    if samples.weights is not None:
-        sets = np.repeat(np.arange(len(sizes)), sizes)
-        alike = similarity_order(sets, tokens, np.zeros_like(tokens), 1, np.arange(len(tokens)))
-    mixture = Mixture(np.asarray(samples.starts, dtype=np.int64), draws, alike)
+    mixture = mixture_of(samples, np.zeros_like(tokens), 1)
     longest = mixture.largest(tokens)
     count = len(longest)
     by_length = np.lexsort((permutation(count, config.seed, _TIES), longest))

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from tessera.config.built_ins import FOLDER_NAMES
 from tessera.config.registry import Instance, Registry
+from tessera.core.sample import BadSample
 from tessera.data.media.files import ArchiveMember
 from tessera.errors import TesseraError, first_line
 
@@ -20,30 +21,30 @@ MAX_RECORD_BYTES = 64 << 20  # size limit of a record, which has text and media 
 _HASHED_END_BYTES = 64 << 10
 
 
-class RecordError(Exception):
-    """Report an unusable record. `data.on_bad_sample` decides whether the run skips it or ends."""
+class RecordError(TesseraError):
+    """Report an unusable record. `where` is its id, or its location if it has none.
 
-    def __init__(self, id: str, reason: str) -> None:
-        super().__init__(f"{id}: {reason}")
-        self.id = id
-        self.reason = reason
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (RecordError, (self.id, self.reason))
+    `data.on_bad_sample` decides whether the run skips it or ends.
+    """
 
 
-def reason_of(error: Exception) -> str:
-    """Return the message of an error about a sample, without `where` and `fix`."""
-    if isinstance(error, RecordError):
-        return error.reason
-    return error.what if isinstance(error, TesseraError) else first_line(error)
+def bad_sample(id: str, error: Exception) -> BadSample:
+    """Return the entry of a list of bad samples for an error that reading a sample raised."""
+    if not isinstance(error, TesseraError):
+        error = RecordError(f"the sample is unreadable: {first_line(error)}", code="data.unreadable-sample")
+    return BadSample(id, error.what, error.code or "")
 
 
-def bad_sample_error(id: str, reason: str, where: str, others: int = 0) -> TesseraError:
+def excluded(id: str, reasons: Mapping[str, str]) -> BadSample:
+    """Return the entry for a sample that the guard excludes from training. `reasons`: {id: reason}."""
+    return bad_sample(id, RecordError(f"excluded: {reasons[id]}", code="data.sample-excluded"))
+
+
+def bad_sample_error(bad: BadSample, where: str, others: int = 0) -> TesseraError:
     """Return the error for a bad sample under `data.on_bad_sample=fail`."""
-    more = f" (and {others} more)" if others else ""
+    more = f" (and {others} more samples)" if others else ""
     fix = "correct the data, or set data.on_bad_sample=skip"
-    return TesseraError(f"sample {id} is unusable: {reason}{more}", where=where, fix=fix, code="data.bad-sample")
+    return TesseraError(f"unusable sample {bad}{more}", where=where, fix=fix, code="data.bad-sample")
 
 
 class NothingUsable(TesseraError):

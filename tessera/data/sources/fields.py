@@ -19,8 +19,10 @@ from tessera.config.run_config import RecordFormat
 from tessera.core.sample import Message, Part, PartKind
 from tessera.data.media.data_urls import decode_data_url, is_data_url
 from tessera.data.media.files import ArchiveMember
+from tessera.data.media.urls import is_url
 from tessera.data.sources.container import RecordError
 from tessera.errors import TesseraError, nearest
+from tessera.hub.files import AUDIOS, IMAGES, VIDEOS, suffix_of
 
 ROLES = ("system", "user", "assistant", "tool")
 MEDIA: tuple[PartKind, ...] = ("image", "video", "audio")
@@ -58,7 +60,7 @@ _TEXT_KEYS = ("text", "content")
 _CAPTION_KEYS = ("cap", "caption", "text", "prompt", "content")
 COLUMNS = (*_KEYS, *_TAGS, *_ALPACA_KEYS, *_PAIR_KEYS, "label", "text", "path", "references")
 # Formats with one question and one answer.
-_QUESTION_FORMATS: tuple[RecordFormat, ...] = ("alpaca", "query_response", "question_answer")
+QUESTION_FORMATS: tuple[RecordFormat, ...] = ("alpaca", "query_response", "question_answer")
 WORSE_ANSWERS = ("rejected_response", "rejected_messages")
 
 
@@ -143,7 +145,7 @@ class RecordSchema:
 
     def __init__(self, columns: Mapping[str, str]) -> None:
         self.columns = dict(columns)
-        self.names = {one: column_map(one, columns) for one in FORMATS}
+        self.names = {name: column_map(name, columns) for name in FORMATS}
         self._media_named = any(f"{kind}s" in columns for kind in MEDIA)
 
     def decide(self, record: Mapping[str, Any]) -> RecordFormat | None:
@@ -157,7 +159,7 @@ class RecordSchema:
                 if any(has(record, key) for keys in self.names[record_format].media.values() for key in keys):
                     return "sharegpt" if self._media_named else record_format
             return None
-        formats: tuple[RecordFormat, ...] = (*_QUESTION_FORMATS, "text")
+        formats: tuple[RecordFormat, ...] = (*QUESTION_FORMATS, "text")
         return next((fitting for fitting in formats if self.fits(record, fitting)), None)
 
     def is_conversation(self, record: Mapping[str, Any]) -> bool:
@@ -175,7 +177,7 @@ class RecordSchema:
             return True
         if record_format == "text":
             return any(has(record, key) for key in names.text)
-        if record_format in _QUESTION_FORMATS:
+        if record_format in QUESTION_FORMATS:
             return has(record, names.prompt) and has(record, names.response)
         return "messages" in self.columns and has(record, names.messages)
 
@@ -195,7 +197,6 @@ def has_worse_answer(record: Mapping[str, Any]) -> bool:
 # A path between tags, <img>a.jpg</img>, as in Qwen-VL and ms-swift; or a placeholder for the next file of a list.
 _MARKS = re.compile(r"<(img|image|video|audio)>([^<>\r\n]+)</\1>|<(image|video|audio)>")
 _MEDIA_TAGS: Mapping[str, PartKind] = {"img": "image", **{kind: kind for kind in MEDIA}}
-_URLS = ("http://", "https://", "data:")
 
 
 class RecordMedia:
@@ -237,7 +238,7 @@ class RecordMedia:
     def _tagged(self, tag: str, value: str) -> Part | None:
         """Return the media between a pair of tags; None if the content is not a path of this kind of media."""
         kind = _MEDIA_TAGS[tag]
-        names_media = value.lower().startswith(_URLS) or media_kind(value) == kind
+        names_media = is_url(value) or is_data_url(value) or media_kind(value) == kind
         return Part(kind, value_of(value, tag)) if names_media else None
 
     def _placed(self, name: str) -> Part | None:
@@ -246,7 +247,7 @@ class RecordMedia:
             return self.next(kind)
         for key, value in self._record.items():  # another key of the record may contain the media
             if name in key.lower() and isinstance(value, (str, bytes, list, dict)) and value:
-                fail(f"the text has <{name}>, and {key!r} may contain the {name}: set columns: {{{name}s: {key}}}")
+                fail("data.media-column-unknown", f"{key!r} may contain <{name}>: set columns: {{{name}s: {key}}}")
         return None
 
     def next(self, kind: PartKind) -> Part:
@@ -270,7 +271,7 @@ class RecordMedia:
         for kind, used in self.used.items():
             count = len(self.listed.get(kind, []))
             if used != count and not (used == 0 and kind in self.alone & named):
-                fail(f"the numbers of placeholders and files differ: {used} <{kind}> placeholders, {count} {kind}s")
+                fail("data.placeholder-count", f"the text has {used} <{kind}> placeholders, the row {count} {kind}s")
 
 
 def values_of(value: Any, key: str) -> list[Any]:
@@ -287,23 +288,23 @@ def value_of(value: Any, key: str) -> Any:
     if isinstance(value, PurePath):
         value = str(value)
     if not isinstance(value, str) or not value:
-        fail(f"{key}: must be a path, got {value!r:.80}")
+        fail("data.bad-media-value", f"{key}: must be a path, got {value!r:.80}")
     if is_data_url(value):
         try:
             return decode_data_url(value)
         except TesseraError as error:
-            fail(f"{key}: {error.what}")
+            fail(str(error.code), f"{key}: {error.what}")
     return value
 
 
 def text_of(value: Any) -> str:
     if not isinstance(value, str):
-        fail(f"text is a {type(value).__name__}")
+        fail("data.not-a-text", f"a text is a {type(value).__name__}")
     if not value.isascii():
         try:
             value.encode()
         except UnicodeEncodeError:
-            fail("text is not valid Unicode (half of a surrogate pair)")
+            fail("data.invalid-unicode", "a text is not valid Unicode (half of a surrogate pair)")
     return value
 
 
@@ -311,17 +312,18 @@ def has(record: Mapping[str, Any], key: str) -> bool:
     return record.get(key) is not None
 
 
-def fail(reason: str) -> NoReturn:
-    raise RecordError("", reason)
+def fail(code: str, reason: str) -> NoReturn:
+    """Raise the error for a record whose fields are unusable. Its caller knows the id of the record."""
+    raise RecordError(reason, code=code)
 
 
 # ---------------------------------------------------------------------------------------------- names of files
 
 
 _SUFFIXES: dict[str, PartKind] = {
-    **dict.fromkeys(("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "avif"), "image"),
-    **dict.fromkeys(("mp4", "webm", "mkv", "mov", "avi", "m4v", "mpg", "mpeg"), "video"),
-    **dict.fromkeys(("wav", "flac", "mp3", "ogg", "opus", "m4a", "aac"), "audio"),
+    **dict.fromkeys(IMAGES, "image"),
+    **dict.fromkeys(VIDEOS, "video"),
+    **dict.fromkeys(AUDIOS, "audio"),
 }
 
 
@@ -329,12 +331,6 @@ def stem_of(name: str) -> str:
     """Return the path up to the first dot of the file name. All files of one sample have the same stem."""
     folder, slash, base = name.rpartition("/")
     return folder + slash + base.partition(".")[0]
-
-
-def suffix_of(name: str) -> str:
-    """Return the part of a file name after its last dot, in lower case."""
-    base, dot, suffix = name.rpartition("/")[2].rpartition(".")
-    return suffix.lower() if base and dot else ""
 
 
 def media_kind(name: str) -> PartKind | None:

@@ -20,10 +20,11 @@ import numpy as np
 from tessera.core.sample import PartKind
 from tessera.data.media.files import ArchiveMember
 from tessera.data.sources.container import MAX_RECORD_BYTES, Container, RawRecord, RecordError, file_facts
-from tessera.data.sources.fields import MEDIA, media_kind, stem_of, suffix_of
+from tessera.data.sources.fields import MEDIA, media_kind, stem_of
 from tessera.data.sources.text import load_object, load_text
 from tessera.data.tables import AnyTables, cached_tables
 from tessera.errors import TesseraError, first_line
+from tessera.hub.files import suffix_of
 
 log = logging.getLogger("tessera")
 
@@ -123,7 +124,8 @@ class FileGroups(Container):
             elif suffix_of(name) in _TEXT_SUFFIXES:
                 text = load_text(content(name), location)
         if attributes is None and text is None:
-            raise RecordError(location, f"the sample has no .json or .txt file, only {', '.join([*files][:4])}")
+            what = f"the sample has no .json or .txt file, only {', '.join([*files][:4])}"
+            raise RecordError(what, where=location, code="data.no-text-file")
         return assemble(stem_of(next(iter(files))), attributes, text, media, self.columns)
 
 
@@ -160,13 +162,16 @@ class FolderFiles(FileGroups):
                 with (self.path / name).open("rb") as file:
                     data = file.read(MAX_RECORD_BYTES + 1)
             except OSError as error:
-                raise RecordError(location, f"cannot be read: {name} ({error.strerror})") from None
+                what = f"cannot be read: {name} ({error.strerror})"
+                raise RecordError(what, where=location, code="data.unreadable-sample") from None
             if len(data) > MAX_RECORD_BYTES:
-                raise RecordError(location, f"{name} is too large for a text file")
+                what = f"{name} is larger than a text file may be, {MAX_RECORD_BYTES} bytes"
+                raise RecordError(what, where=location, code="data.record-too-large")
             return data
 
         if not location.isprintable():
-            raise RecordError(repr(location), "the file name is not UTF-8 or not printable")
+            what = "the file name is not UTF-8 or not printable"
+            raise RecordError(what, where=repr(location), code="data.bad-file-name")
         if self.kind == "documents":
             return RawRecord({"text": load_text(content(location), location)})
         media = [MediaFile(kind, name, name) for name in files if (kind := media_kind(name)) is not None]
@@ -202,9 +207,8 @@ class Metadata(Container):
             for name in value if isinstance(value, list) else [] if value is None else [value]:
                 media_type = kind or (media_kind(name) if isinstance(name, str) else None)
                 if media_type is None:
-                    raise RecordError(
-                        self.location(number), f"{key} is not the name of an image, video or audio file: {name!r:.80}"
-                    )
+                    what = f"{key} is not the name of an image, video or audio file: {name!r:.80}"
+                    raise RecordError(what, where=self.location(number), code="data.bad-media-value")
                 media.append(MediaFile(media_type, name, name))
         return assemble(self.location(number), content, None, media, self.columns)
 
@@ -279,19 +283,21 @@ class TarShard(FileGroups):
         for name, member in files.items():
             problem = _problem(name, bytes([self.tables["type"][member]]))
             if problem is not None:
-                raise RecordError(location, problem)
+                raise RecordError(f"the tar member {problem}", where=location, code="data.bad-tar-member")
             kind = media_kind(name)
             if kind is not None:
                 media.append(MediaFile(kind, name, ArchiveMember(self.path, *self._span(member), name)))
         with self.path.open("rb") as file:
             stat = os.fstat(file.fileno())
             if (stat.st_size, stat.st_mtime_ns) != (self.facts["size"], self.facts["time"]):
-                raise RecordError(location, "the tar file changed since it was opened")
+                what = "the tar file changed since it was opened"
+                raise RecordError(what, where=location, code="data.archive-changed")
 
             def content(name: str) -> bytes:
                 start, size = self._span(files[name])
                 if size > MAX_RECORD_BYTES:
-                    raise RecordError(location, f"{name} has {size} bytes, the limit is {MAX_RECORD_BYTES}")
+                    what = f"{name} has {size} bytes, the limit is {MAX_RECORD_BYTES}"
+                    raise RecordError(what, where=location, code="data.record-too-large")
                 file.seek(start)
                 return file.read(size)
 
@@ -304,15 +310,15 @@ class TarShard(FileGroups):
 def _problem(name: str, kind: bytes) -> str | None:
     """Return why a tar member is refused; None for a regular file with a safe name."""
     if kind in _SPECIAL:
-        return f"the tar member {name!r:.120} is {_SPECIAL[kind]}"
+        return f"{name!r:.120} is {_SPECIAL[kind]}"
     if kind not in (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE):
-        return f"the tar member {name!r:.120} has the unknown type {kind!r}"
+        return f"{name!r:.120} has the unknown type {kind!r}"
     if not name or "\0" in name or name.startswith("/") or "\\" in name or ".." in name.split("/"):
-        return f"the tar member {name!r:.120} has a path outside of the archive"
+        return f"{name!r:.120} has a path outside of the archive"
     try:
         name.encode()
     except UnicodeEncodeError:
-        return f"the tar member {name!r:.120} has a name that is not UTF-8"
+        return f"{name!r:.120} has a name that is not UTF-8"
     return None
 
 

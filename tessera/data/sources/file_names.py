@@ -31,7 +31,7 @@ def source_files(path: Path) -> tuple[list[Path], Path]:
             files += map(Path, sorted(glob.glob(re.sub(r"([\[?])", r"[\1]", pattern), recursive=True)))
         else:
             files.append(Path(pattern))
-    missing = [one for one in files if not one.is_file()]
+    missing = [file for file in files if not file.is_file()]
     if not files or missing:
         _no_such(path, missing)
     return files, Path(re.split(r"[*{]", text)[0] + "x").parent  # the last folder before the first * or {

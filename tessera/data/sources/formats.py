@@ -7,18 +7,8 @@ alpaca     {"instruction": "ask", "input": "about", "output": "answer", "history
 query_response   {"query": "<image>ask", "response": "answer", "history": [["ask", "answer"], ...], "images": ["a.jpg"]}
 question_answer  {"question": "ask", "answer": "answer", "image": "a.jpg"}
 text       {"text": "a document", "images": ["a.jpg"]}
-preference a question with a chosen and a rejected answer, in one of these spellings:
-    {"prompt": "ask", "chosen": "better", "rejected": "worse"}
-    {"prompt": [messages], "chosen": [{"role": "assistant", ...}], "rejected": [...]}
-    {"chosen": [the full conversation], "rejected": [another end of it]}
-    {"messages": [messages], "chosen": {"role": "assistant", ...} or "better", "rejected": ...}
-    {"conversations": [turns], "chosen": {"from": "gpt", "value": "better"}, "rejected": ...}, with images or image
-    {"instruction": "ask", "input": "about", "chosen": "better", "rejected": "worse"}
-    {"messages": [the full conversation], "rejected_response": "worse", or "rejected_messages": [another end of it]}
-    {"query": "ask", "response": "better", "rejected_response": "worse"}
-unpaired_preference  a conversation whose answer has a label, true for a good and false for a bad answer:
-    {"prompt": "ask" or [messages], "completion": "answer" or [turns], "label": true}
-    {"messages", "conversations" or "instruction" and "output": with the answer at the end, "label" or "kto_tag": false}
+preference a question with a chosen and a rejected answer: docs/how-to/train-from-preferences.md lists the spellings
+unpaired_preference  a conversation whose answer has a label, true for a good and false for a bad answer: listed there
 generation a caption with its image or video, or with a chosen and a rejected one, in one of these spellings:
     {"path": "a.mp4", "cap": "a caption" or ["a caption", another, ...], of which the first is used}
     {"image": "a.jpg" or "video": "a.mp4", "text", "caption" or "prompt": "a caption", "references": ["to edit.jpg"]}
@@ -34,6 +24,7 @@ from tessera.config.run_config import RecordFormat
 from tessera.core.sample import PLAIN, Message, Part, StoredTensors
 from tessera.data.sources.fields import (
     MEDIA,
+    QUESTION_FORMATS,
     WORSE_ANSWERS,
     ColumnMap,
     RecordMedia,
@@ -71,7 +62,7 @@ def _parse_messages(record: Mapping[str, Any], names: ColumnMap) -> tuple[Messag
         elif isinstance(content, list):
             parts = [_part(item, media) for item in content]
         else:
-            fail(f"{names.content} is a {type(content).__name__}, not a text or a list of parts")
+            fail("data.not-a-text", f"{names.content} is a {type(content).__name__}, not a text or a list of parts")
         if calls:
             parts.append(Part("text", ("\n" if parts else "") + _checked(format_calls, calls)))
         messages.append(Message(role, tuple(parts)))
@@ -86,7 +77,7 @@ def _parse_conversations(record: Mapping[str, Any], names: ColumnMap) -> tuple[M
     for turn in _turns(record, names.messages):
         role, value = _role(turn, names), turn.get(names.content)
         if not isinstance(value, str):
-            fail(f"{names.content} is a {type(value).__name__}, not a text")
+            fail("data.not-a-text", f"{names.content} is a {type(value).__name__}")
         if turn.get(names.role) in names.callers:
             value = format_spoken_calls(value)
         messages.append(Message(role, tuple(media.fill(value))))
@@ -99,17 +90,15 @@ def _parse_alpaca(record: Mapping[str, Any], names: ColumnMap) -> tuple[Message,
     turns: list[tuple[str, str]] = []
     history = record.get(names.history) or []
     if not isinstance(history, list):
-        fail(f"{names.history} is a {type(history).__name__}, not a list of pairs")
+        fail("data.bad-history", f"{names.history} is a {type(history).__name__}, not a list of pairs")
     for pair in history:
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
-            fail(f"{names.history} is a list of pairs of a question and an answer")
+            fail("data.bad-history", f"{names.history} has an entry that is not a question with an answer")
         turns += [("user", text_of(pair[0])), ("assistant", text_of(pair[1]))]
     questions = [text_of(record.get(key)) for key in (names.prompt, names.query) if record.get(key) not in (None, "")]
-    answer = record.get(names.response)
-    if not isinstance(answer, str) or not answer:
-        fail(f"{names.response} is not a text" if answer else f"{names.response} is empty")
-    if not questions:
-        fail(f"{names.prompt} is empty")
+    answer = text_of(record.get(names.response) or "")
+    if not answer or not questions:
+        fail("data.empty-turn", f"{names.prompt if answer else names.response} is empty")
     turns += [("user", "\n".join(questions)), ("assistant", answer)]
     parts = [(role, media.fill(text)) for role, text in turns]
     parts[0] = (parts[0][0], [*media.rest_if_none_used(), *parts[0][1]])
@@ -121,7 +110,7 @@ def _parse_text(record: Mapping[str, Any], names: ColumnMap) -> tuple[Message, .
     media = RecordMedia(record, names)
     text = next((record[key] for key in names.text if has(record, key)), None)
     if not isinstance(text, str) or not text.strip():
-        fail(f"no text under {' or '.join(repr(key) for key in names.text)}")
+        fail("data.no-text", f"no text under {' or '.join(map(repr, names.text))}")
     parts = media.fill(text)
     parts = [*media.rest_if_none_used(), *parts]
     media.check_used()
@@ -130,23 +119,25 @@ def _parse_text(record: Mapping[str, Any], names: ColumnMap) -> tuple[Message, .
 
 def _parse_preference(record: Mapping[str, Any], names: ColumnMap) -> tuple[Message, ...]:
     """Return the question, then the chosen and the rejected answer with the roles `CHOSEN` and `REJECTED`."""
-    _check_one_worse_answer(record, names)
+    worse = [key for key in dict.fromkeys((names.rejected, *WORSE_ANSWERS)) if has(record, key)]
+    if len(worse) > 1:
+        fail("data.several-rejected-answers", f"several rejected answers, under {' and '.join(worse)}: keep one")
     if not has(record, names.chosen) and has_worse_answer(record):
         record = _with_both_answers(record, names)
     elif not has(record, names.chosen) and not has(record, names.rejected):
-        fail(f"the rejected answer is missing: add 'rejected_response', or {names.chosen!r} and {names.rejected!r}")
+        fail("data.no-rejected-answer", f"add 'rejected_response', or {names.chosen!r} and {names.rejected!r}")
     answers = [record.get(names.chosen), record.get(names.rejected)]
     for key, answer in zip((names.chosen, names.rejected), answers, strict=True):
         if not isinstance(answer, (str, Mapping, list)) or not answer:
-            fail(f"{key} must be a text, a turn or a list of turns")
+            fail("data.bad-answer", f"{key} must be a text, a turn or a list of turns")
     rest = {key: value for key, value in record.items() if key not in (names.chosen, names.rejected, _PROMPT)}
-    better, worse = (parse(*_with_answer(record, rest, answer, names)) for answer in answers)
-    if better[:-1] != worse[:-1]:
-        fail("the two conversations differ before their last turn")
-    for last in (better[-1], worse[-1]):
+    chosen, rejected = (parse(*_with_answer(record, rest, answer, names)) for answer in answers)
+    if chosen[:-1] != rejected[:-1]:
+        fail("data.pair-differs-early", "the two conversations differ before their last turn")
+    for last in (chosen[-1], rejected[-1]):
         if last.role != "assistant" or any(part.kind != "text" for part in last.parts):
-            fail("an answer must be a text of the assistant")
-    return (*better[:-1], Message(CHOSEN, better[-1].parts), Message(REJECTED, worse[-1].parts))
+            fail("data.bad-answer", "an answer must be a text of the assistant")
+    return (*chosen[:-1], Message(CHOSEN, chosen[-1].parts), Message(REJECTED, rejected[-1].parts))
 
 
 def _with_answer(
@@ -169,9 +160,9 @@ def _with_answer(
         return {**rest, names.messages: [*turns, *_as_turns(answer, names, "assistant")]}, "messages", names
     if record.get(names.prompt) is not None:
         if not isinstance(answer, str):
-            fail(f"with {names.prompt!r} an answer must be a text")
+            fail("data.bad-answer", f"with {names.prompt!r} an answer must be a text")
         return {**rest, names.response: answer}, "alpaca", column_map("alpaca", {})
-    fail(f"the question is missing: add {_PROMPT!r}, {names.messages!r} or {sharegpt.messages!r}")
+    fail("data.no-question", f"a question is missing: add {_PROMPT!r}, {names.messages!r} or {sharegpt.messages!r}")
 
 
 def _parse_unpaired(record: Mapping[str, Any], names: ColumnMap) -> tuple[Message, ...]:
@@ -179,12 +170,12 @@ def _parse_unpaired(record: Mapping[str, Any], names: ColumnMap) -> tuple[Messag
     key = next((key for key in names.label if has(record, key)), names.label[0])
     good = _LABELS.get(str(record.get(key)).lower()) if isinstance(record.get(key), (bool, int, str)) else None
     if good is None:
-        fail(f"{key}, the label of the answer, must be true or false, got {record.get(key)!r:.40}")
-    rest = {one: value for one, value in record.items() if one not in (*names.label, names.completion)}
+        fail("data.bad-label", f"{key}, the label of the answer, must be true or false: {record.get(key)!r:.40}")
+    rest = {name: value for name, value in record.items() if name not in (*names.label, names.completion)}
     answer = record.get(names.completion)
     if answer is not None:
         if not isinstance(answer, (str, Mapping, list)) or not answer:
-            fail(f"{names.completion} must be a text, a turn or a list of turns")
+            fail("data.bad-answer", f"{names.completion} must be a text, a turn or a list of turns")
         rest.pop(_PROMPT, None)
         messages = parse(*_with_answer(record, rest, answer, names))
     elif (turns := _parse_any_turns(rest, names)) is not None:
@@ -192,10 +183,10 @@ def _parse_unpaired(record: Mapping[str, Any], names: ColumnMap) -> tuple[Messag
     elif has(record, names.prompt):
         messages = _parse_alpaca(rest, names)
     else:
-        fail(f"the answer is missing: add {names.completion!r}, or end {names.messages!r} or 'conversations' with it")
+        fail("data.no-answer", f"add {names.completion!r}, or end {names.messages!r} or 'conversations' with an answer")
     last = messages[-1]
     if len(messages) < 2 or last.role != "assistant" or any(part.kind != "text" for part in last.parts):
-        fail("the last turn must be the answer: a text of the assistant, after a question")
+        fail("data.bad-answer", "the last turn must be the answer: a text of the assistant, after a question")
     return (*messages[:-1], Message(CHOSEN if good else REJECTED, last.parts))
 
 
@@ -228,12 +219,11 @@ def _parse_generation(record: Mapping[str, Any], names: ColumnMap) -> tuple[Mess
         return _checked_pair(turns)
     caption = next((record[key] for key in names.text if has(record, key)), None)
     if isinstance(caption, list):
-        caption = next((one for one in caption if isinstance(one, str) and one.strip()), "")
+        caption = next((text for text in caption if isinstance(text, str) and text.strip()), "")
     if caption is None:
-        fail(f"no caption under {' or '.join(repr(key) for key in names.text)}")
+        fail("data.no-caption", f"no caption under {' or '.join(map(repr, names.text))}")
     if not isinstance(caption, str):
-        key = next(key for key in names.text if has(record, key))
-        fail(f"the caption under {key!r} must be a text, not a {type(caption).__name__} ({caption!r:.40})")
+        fail("data.not-a-text", f"the caption is a {type(caption).__name__}: {caption!r:.40}")
     wanted = [Part(kind, value) for kind in ("image", "video") for value in _listed(record, names.media[kind])]
     if not wanted and has(record, names.path):
         wanted = [_media_at(record, names.path)]
@@ -246,7 +236,7 @@ def _parse_generation(record: Mapping[str, Any], names: ColumnMap) -> tuple[Mess
         return (request, *(Message(role, (answer,)) for role, answer in answers))
     if not wanted:
         keys = dict.fromkeys((names.path, *names.media["image"], *names.media["video"]))
-        fail(f"the record has no image or video to learn: add its file under {' or '.join(map(repr, keys))}")
+        fail("data.no-media", f"add the image or video to learn under {' or '.join(map(repr, keys))}")
     return _checked_pair((request, Message("assistant", tuple(wanted))))
 
 
@@ -255,22 +245,22 @@ def _media_at(record: Mapping[str, Any], key: str) -> Part:
     value = value_of(record[key], key)
     kind = media_kind(value) if isinstance(value, str) else None
     if kind == "audio":
-        fail(f"{key}: must be an image or a video, got {value!r:.80}")
+        fail("data.bad-media-value", f"{key}: must be an image or a video, got {value!r:.80}")
     return Part(kind or "video", value)  # without a suffix: a folder of frames
 
 
 def _checked_pair(messages: tuple[Message, ...]) -> tuple[Message, ...]:
     if [message.role for message in messages] != ["user", "assistant"]:
         roles = ", ".join(message.role for message in messages)
-        fail(f"the turns must be a caption of the user and an image or video of the assistant, not {roles:.80}")
+        fail("data.not-a-caption", f"the turns must be of user (caption) and assistant (media), not of {roles:.80}")
     request, answer = messages
     answered = [part for part in answer.parts if part.kind != "text" or part.value.strip()]
     if len(answered) != 1 or answered[0].kind not in ("image", "video"):
-        fail(f"the answer must be one image or video, and has {len(answered)} parts")
+        fail("data.not-a-caption", f"the answer must be one image or video, and has {len(answered)} parts")
     if any(part.kind not in ("text", "image") for part in request.parts):
-        fail("a request has text and images; it cannot have videos or audio")
+        fail("data.not-a-caption", "a request has text and images; it cannot have videos or audio")
     if not "".join(part.value for part in request.parts if part.kind == "text").strip():
-        fail("the caption is empty")
+        fail("data.empty-caption", "the caption is empty")
     return (request, Message("assistant", tuple(answered)))
 
 
@@ -296,18 +286,18 @@ _PARSERS: dict[RecordFormat, Callable[[Mapping[str, Any], ColumnMap], tuple[Mess
 def _with_system(messages: list[Message], record: Mapping[str, Any], names: ColumnMap) -> tuple[Message, ...]:
     system, tools = record.get(names.system), record.get(names.tools)
     if system is not None and not isinstance(system, str):
-        fail(f"{names.system} is a {type(system).__name__}, not a text")
+        fail("data.not-a-text", f"{names.system} is a {type(system).__name__}")
     if not system and not tools:
         return tuple(messages)
     first: tuple[Part, ...] = (Part("text", text_of(system)),) if system else ()
     if messages[0].role == "system":
         if system:
-            fail(f"a system prompt is given twice: under {names.system!r} and as the first turn")
+            fail("data.two-system-prompts", f"two system prompts: under {names.system!r} and as the first turn")
         first, messages = messages[0].parts, messages[1:]
     if tools:
         if any(part.kind != "text" for part in first):
-            fail("a system message with media cannot list tools")
-        words = _checked(lambda given: with_tools("".join(part.value for part in first), given), tools)
+            fail("data.bad-tools", "a system message with media cannot list tools")
+        words = _checked(lambda tools: with_tools("".join(part.value for part in first), tools), tools)
         first = (Part("text", text_of(words)),) if words else ()
     return (Message("system", first), *messages) if first else tuple(messages)
 
@@ -315,32 +305,31 @@ def _with_system(messages: list[Message], record: Mapping[str, Any], names: Colu
 def _turns(record: Mapping[str, Any], key: str) -> Iterator[dict[str, Any]]:
     turns = record.get(key)
     if not isinstance(turns, list) or not turns:
-        fail(f"{key} is not a list of turns" if turns != [] else f"{key} is empty")
+        fail("data.no-turns", f"{key} is not a list of turns" if turns != [] else f"{key} is empty")
     for turn in turns:
         if not isinstance(turn, dict):
-            fail(f"a turn in {key} is a {type(turn).__name__}, not an object")
+            fail("data.bad-turn", f"a turn in {key} is a {type(turn).__name__}, not an object")
         yield turn
 
 
 def _role(turn: dict[str, Any], names: ColumnMap) -> str:
     speaker = turn.get(names.role)
     if speaker is None:
-        fail(f"a turn has no {names.role!r}, it has {sorted(turn)[:6]}; `columns` can name another key as role_tag")
+        fail("data.no-role", f"a turn has no {names.role!r}: set columns: {{role_tag: one of {sorted(turn)[:6]}}}")
     if not isinstance(speaker, str) or speaker not in names.speakers:
-        what = "speaker" if names.role == "from" else "role"
-        fail(f"unknown {what} {speaker!r:.40} (known: {', '.join(names.speakers)})")
+        fail("data.unknown-speaker", f"unknown speaker {speaker!r:.40} (known: {', '.join(names.speakers)})")
     return names.speakers[speaker]
 
 
 def _part(item: Any, media: RecordMedia) -> Part:
     if not isinstance(item, dict):
-        fail(f"a part of a message is a {type(item).__name__}, not an object")
+        fail("data.bad-part", f"a part of a message is a {type(item).__name__}, not an object")
     named = item.get("type")
     if named == "text":
         return Part("text", text_of(item.get("text")))
     kind = next((kind for kind in MEDIA if named in (kind, f"{kind}_url")), None)
     if kind is None:
-        fail(f"unknown type of part {named!r} (known: text, {', '.join(MEDIA)})")
+        fail("data.bad-part", f"unknown type of part {named!r} (known: text, {', '.join(MEDIA)})")
     value = _first(item, (kind, "path", "url", f"{kind}_url"))
     if value is None and media.listed.get(kind):
         return media.next(kind)  # a part without a path stands for the next file of the record's list
@@ -356,17 +345,10 @@ def _checked(work: Callable[[Any], str], value: Any) -> str:
     try:
         return work(value)
     except ValueError as error:
-        fail(str(error))
+        fail("data.bad-tools", str(error))
 
 
 # ---------------------------------------------------------------------------------------------- rejected answers
-
-
-def _check_one_worse_answer(record: Mapping[str, Any], names: ColumnMap) -> None:
-    """Raise if a record has rejected answers under more than one key."""
-    keys = [key for key in dict.fromkeys((names.rejected, *WORSE_ANSWERS)) if has(record, key)]
-    if len(keys) > 1:
-        fail(f"the record has several rejected answers, under {' and '.join(keys)}: keep one of them")
 
 
 def _with_both_answers(record: Mapping[str, Any], names: ColumnMap) -> dict[str, Any]:
@@ -379,20 +361,20 @@ def _with_both_answers(record: Mapping[str, Any], names: ColumnMap) -> dict[str,
     worse = record[key]
     if isinstance(worse, list) and len(worse) == 1 and isinstance(worse[0], str):
         worse = worse[0]  # a list with one rejected answer
-    if isinstance(worse, list) and any(isinstance(record_format, str) for record_format in worse):
-        fail(f"{key} has {len(worse)} answers: write one record for each rejected answer")
+    if isinstance(worse, list) and any(isinstance(answer, str) for answer in worse):
+        fail("data.several-rejected-answers", f"{key} has {len(worse)} answers: write one record for each")
     if has(record, "rejected_images"):
-        fail("rejected_images is not supported: both answers of a pair have the images under 'images'")
-    rest = {record_format: value for record_format, value in record.items() if record_format not in WORSE_ANSWERS}
+        fail("data.rejected-images", "rejected_images is not supported: both answers have the images under 'images'")
+    rest = {name: value for name, value in record.items() if name not in WORSE_ANSWERS}
     if has(record, names.messages):
         turns = record[names.messages]
         last = turns[-1] if isinstance(turns, list) and len(turns) > 1 else None
         if not isinstance(last, dict) or names.speakers.get(str(last.get(names.role))) != "assistant":
-            fail(f"with {key}, {names.messages} must end with the chosen answer, a turn of the assistant")
+            fail("data.no-answer", f"with {key}, {names.messages} must end with the chosen answer of the assistant")
         return {**rest, names.messages: turns[:-1], names.chosen: [last], names.rejected: worse}
-    for record_format in ("alpaca", "query_response", "question_answer"):
+    for record_format in QUESTION_FORMATS:
         columns = column_map(record_format, {})
         if has(record, columns.prompt) and has(record, columns.response):
             better, question = rest.pop(columns.response), rest.pop(columns.prompt)
             return {**rest, names.prompt: question, names.chosen: better, names.rejected: worse}
-    fail(f"the chosen answer is missing: {key} needs {names.messages!r} that ends with it, or 'query' and 'response'")
+    fail("data.no-answer", f"beside {key}, add {names.messages!r} that ends with the answer, or 'query' and 'response'")

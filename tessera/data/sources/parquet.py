@@ -6,20 +6,18 @@ to an Arrow file in the user's cache, which all processes map. A small row group
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
 import shutil
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tessera.data.cache import CACHE_VARIABLE, unique_name, user_cache, warn_once
+from tessera.data.cache import CACHE_VARIABLE, digest_of, unique_name, user_cache, warn_once
 from tessera.data.sources.container import Container, RawRecord, RecordError, file_facts
 from tessera.errors import TesseraError, first_line
 
@@ -41,7 +39,7 @@ class _Group(NamedTuple):
 
     table: Any
     bytes: int  # size in the memory of this process; 0: the table is mapped from a file
-    problem: str = ""
+    problem: RecordError | None = None
 
 
 class ParquetFile(Container):
@@ -60,47 +58,38 @@ class ParquetFile(Container):
 
     def load(self, number: int) -> RawRecord:
         group = bisect_right(self.starts, number) - 1
-        opened = self._group(group, number)
-        if opened.problem:
-            raise RecordError(self.location(number), opened.problem)
+        opened = self._group(group)
+        if opened.problem is not None:
+            raise RecordError(opened.problem.what, where=self.location(number), code=opened.problem.code)
         return self._raw(opened.table, group, number)
 
-    def scan(self, numbers: range) -> Iterator[tuple[int, RawRecord | RecordError]]:
-        assert numbers.step == 1
-        for number in numbers:
-            try:
-                yield number, self.load(number)
-            except RecordError as error:
-                yield number, RecordError(self.location(number), error.reason)
-
-    def _group(self, group: int, row: int) -> _Group:
+    def _group(self, group: int) -> _Group:
         """Return a row group: from memory, mapped from its spilled file, or read from the Parquet file."""
         if group in self._groups:
             self._groups.move_to_end(group)
             return self._groups[group]
-        self._groups[group] = opened = self._open_group(group, row)
+        self._groups[group] = opened = self._open_group(group)
         size = sum(held.bytes for held in self._groups.values())
         while len(self._groups) > 1 and (size > _HELD_BYTES or len(self._groups) > _HELD_GROUPS):
             size -= self._groups.popitem(last=False)[1].bytes
         return opened
 
-    def _open_group(self, group: int, row: int) -> _Group:
+    def _open_group(self, group: int) -> _Group:
         spilled = self._spill_file(group)
         table = _mapped(spilled, self.starts[group + 1] - self.starts[group])
         if table is not None:
             return _Group(table, 0)
         try:
-            table = self._read(group, row)
+            table = self._read(group)
         except RecordError as error:
-            return _Group(None, 0, error.reason)  # remembered, so that the group is not read again for each row
+            return _Group(None, 0, error)  # remembered, so that the group is not read again for each row
         mapped = _mapped(spilled, table.num_rows) if table.nbytes > SPILL_BYTES and _spill(table, spilled) else None
         return _Group(table, table.nbytes) if mapped is None else _Group(mapped, 0)
 
     def _spill_file(self, group: int) -> Path:
-        name = hashlib.sha256(json.dumps([_FORMAT, self.facts, group], sort_keys=True).encode()).hexdigest()
-        return user_cache("parquet") / f"{name[:32]}.arrow"
+        return user_cache("parquet") / f"{digest_of([_FORMAT, self.facts, group])[:32]}.arrow"
 
-    def _read(self, group: int, row: int) -> Any:
+    def _read(self, group: int) -> Any:
         expected = self.starts[group + 1] - self.starts[group]
         try:
             with self.path.open("rb") as file:
@@ -110,11 +99,11 @@ class ParquetFile(Container):
                 reader = _reader(file, self._metadata, expanding) if expanding else reader
                 table = reader.read_row_group(group, use_threads=False)
         except Exception as error:  # pyarrow raises undocumented errors on damaged files
-            raise RecordError(self.location(row), f"row group {group} is unreadable: {first_line(error)}") from None
+            what = f"row group {group} is unreadable: {first_line(error)}"
+            raise RecordError(what, code="data.damaged-parquet") from None
         if table.num_rows != expected:
-            raise RecordError(
-                self.location(row), f"row group {group} has {table.num_rows} rows, the footer states {expected}"
-            )
+            what = f"row group {group} has {table.num_rows} rows, the footer states {expected}"
+            raise RecordError(what, code="data.damaged-parquet")
         return table
 
     def _raw(self, table: Any, group: int, row: int) -> RawRecord:
@@ -129,7 +118,8 @@ class ParquetFile(Container):
                 raise ValueError(f"a record has {record.nbytes} bytes, the limit is {MAX_RECORD_BYTES}")
             content = record.to_pylist()[0]
         except (pyarrow.ArrowException, ValueError, KeyError, IndexError) as error:  # such as text that is not UTF-8
-            raise RecordError(self.location(row), f"the record is unreadable: {first_line(error)}") from None
+            what = f"the record is unreadable: {first_line(error)}"
+            raise RecordError(what, where=self.location(row), code="data.damaged-parquet") from None
         return RawRecord({key: value for key, value in content.items() if value is not None})
 
 

@@ -1,8 +1,8 @@
-"""Open a data set of a recipe: find its files, detect the format of the records, and read samples or questions."""
+"""Open a data set of a recipe: find its files, detect the format of the records, and read samples."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,26 +10,20 @@ from typing import Any
 
 from tessera.config.run_config import RecordFormat, SourceSection
 from tessera.core.sample import Message, Part, Sample
-from tessera.data.media.files import ArchiveMember, resolve
-from tessera.data.media.urls import is_url
+from tessera.data.media.files import ArchiveMember
 from tessera.data.sources.container import FOLDERS, Container, Joined, NothingUsable, RawRecord, RecordError
-from tessera.data.sources.fields import RecordSchema, check_columns, media_kind, suffix_of
-from tessera.data.sources.file_groups import (
-    METADATA,
-    Metadata,
-    open_files,
-    open_tar,
-    walk,
-)
+from tessera.data.sources.fields import RecordSchema, check_columns, media_kind
+from tessera.data.sources.file_groups import METADATA, Metadata, open_files, open_tar, walk
 from tessera.data.sources.file_names import source_files
 from tessera.data.sources.formats import parse
 from tessera.data.sources.parquet import open_parquet
 from tessera.data.sources.text import TextKind, open_text_file
 from tessera.errors import TesseraError
 from tessera.hub.config import local_source
+from tessera.hub.files import suffix_of
 
 # Record formats that need another `data.kind`, each with the `fix` of the error message.
-_OF_A_KIND: dict[RecordFormat, str] = {
+KIND_OF_FORMAT: dict[RecordFormat, str] = {
     "preference": "data.kind=preference trains on pairs of answers, with train.task=dpo, orpo, simpo or reward",
     "unpaired_preference": "data.kind=unpaired_preference trains on answers with a label, with train.task=kto",
 }
@@ -91,7 +85,7 @@ class Source:
     @cached_property
     def _others_fit(self) -> bool:
         """Return whether other records have the recipe's format. Then a record of another format is just a bad one."""
-        if not self.format_given or self.record_format not in _OF_A_KIND:
+        if not self.format_given or self.record_format not in KIND_OF_FORMAT:
             return False
         records = (record for _, record in _some(self.records) if not isinstance(record, RecordError))
         return any(self.schema.fits(record.content, self.record_format) for record in records)
@@ -99,27 +93,27 @@ class Source:
     def _parse(self, number: int, record: RawRecord) -> Sample:
         content, chosen, names = record.content, self.record_format, self.schema.names[self.record_format]
         detected = self.schema.decide(content)
-        if chosen in _OF_A_KIND and not self.schema.fits(content, chosen):
-            detected = next((other for other in _OF_A_KIND if self.schema.fits(content, other)), detected)
+        if chosen in KIND_OF_FORMAT and not self.schema.fits(content, chosen):
+            detected = next((other for other in KIND_OF_FORMAT if self.schema.fits(content, other)), detected)
         fits = detected is None or detected == chosen or (self.format_given and self.schema.fits(content, chosen))
         if not fits and not self._others_fit:
             assert detected is not None, "a record of no known format fits any"
             raise TesseraError(
                 f"a record has the format {detected!r}, but the format of the data set is {chosen!r}",
                 where=f"{self.path}, {self.location(number)}",
-                fix=_OF_A_KIND.get(detected, "data.kind=chat trains on conversations")
-                if chosen in _OF_A_KIND
+                fix=KIND_OF_FORMAT.get(detected, "data.kind=chat trains on conversations")
+                if chosen in KIND_OF_FORMAT
                 else "divide the records into one data set per format, and list them under data.train; or set "
                 f"`format: {detected}` if all records have this format",
                 code="data.mixed-formats",
             )
-        own_id = content.get(names.id)
-        has_id = isinstance(own_id, (str, int)) and not isinstance(own_id, bool) and own_id != ""
-        id = str(own_id) if has_id else self.location(number)
+        value = content.get(names.id)
+        has_id = isinstance(value, (str, int)) and not isinstance(value, bool) and value != ""
+        id = str(value) if has_id else self.location(number)
         try:
             messages = parse(content, chosen, names)
         except RecordError as error:
-            raise RecordError(id, error.reason) from None
+            raise RecordError(error.what, where=id, code=error.code) from None
         return Sample(id, _with_members(messages, record.members) if record.members else messages)
 
 
@@ -238,7 +232,7 @@ def _detect(path: Path, records: Container, schema: RecordSchema) -> RecordForma
     location, conversation = "", False
     for number, record in _some(records):
         if isinstance(record, RecordError):
-            location = location or record.id
+            location = location or str(record.where)
             continue
         detected = schema.decide(record.content)
         if detected is not None:
@@ -256,9 +250,9 @@ def _detect(path: Path, records: Container, schema: RecordSchema) -> RecordForma
             fix="set data.kind=preference; check them with `tessera data doctor FILE --recipe RECIPE`",
             code="data.wrong-kind",
         )
-    seen = "no record is readable" if keys is None else f"a record has the keys {keys}"
+    why = "no record is readable" if keys is None else f"a record has the keys {keys}"
     raise TesseraError(
-        f"the format of the records is unknown: {seen}",
+        f"the format of the records is unknown: {why}",
         where=f"{path}, {location}",
         allowed=[
             "messages",
@@ -279,66 +273,3 @@ def _some(records: Container) -> Iterator[tuple[int, RawRecord | RecordError]]:
     step = max(1, (len(records) - _FIRST_RECORDS) // _LATER_RECORDS)
     for number in range(_FIRST_RECORDS, len(records), step):
         yield from records.scan(range(number, number + 1))
-
-
-# ---------------------------------------------------------------------------------------------- questions
-
-
-@dataclass(frozen=True)
-class Question:
-    """Hold a sample without its last answer, and this answer as the text that an evaluation expects."""
-
-    sample: Sample
-    expected: str
-    root: Path
-
-    @property
-    def text(self) -> str:
-        """Return the last question of the user."""
-        turns = [message for message in self.sample.messages if message.role == "user"]
-        return " ".join(_text(turns[-1]).split()) if turns else ""
-
-    @property
-    def group(self) -> str:
-        """Return the number of images as text. Accuracy is reported per group."""
-        count = len(self.sample.media())
-        return "text only" if not count else "1 image" if count == 1 else f"{count} images"
-
-    def marked(self, answer: str) -> dict[str, Any]:
-        """Return the row of `answers.jsonl` for a model's answer, which is correct if it equals the expected text."""
-        return {
-            "id": self.sample.id,
-            "group": self.group,
-            "question": self.text,
-            "expected": self.expected,
-            "answer": answer,
-            "correct": answer.strip() == self.expected.strip(),
-            "images": [_where(part.value, self.root) for part in self.sample.media() if part.kind == "image"],
-        }
-
-
-def questions(sources: Sequence[Source]) -> Iterator[Question | RecordError]:
-    """Yield every sample of data sets as a `Question`, or as the `RecordError` of an unusable record."""
-    for source in sources:
-        for _, sample in source.scan(range(len(source))):
-            if isinstance(sample, RecordError):
-                yield sample
-                continue
-            last = max((i for i, message in enumerate(sample.messages) if message.role == "assistant"), default=None)
-            if not last:  # no answer, or an answer without a question
-                yield RecordError(sample.id, "the sample has no question with an answer")
-                continue
-            yield Question(Sample(sample.id, sample.messages[:last]), _text(sample.messages[last]), source.root)
-
-
-def _where(value: Any, root: Path) -> str:
-    """Return the path or URL of an image, or a description for an image in a record or an archive."""
-    if isinstance(value, ArchiveMember):
-        return f"{value.name} in {value.file}"
-    if is_url(value):
-        return str(value)
-    return str(resolve(value, root)) if isinstance(value, str) else f"{type(value).__name__} in the data"
-
-
-def _text(message: Message) -> str:
-    return "".join(str(part.value) for part in message.parts if part.kind == "text")

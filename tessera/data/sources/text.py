@@ -20,7 +20,7 @@ import numpy as np
 
 from tessera.data.sources.container import MAX_RECORD_BYTES, Container, RawRecord, RecordError, file_facts
 from tessera.data.tables import AnyTables, cached_tables
-from tessera.errors import TesseraError
+from tessera.errors import TesseraError, first_line
 
 TextKind = Literal["json", "csv", "tsv", "text"]
 _DELIMITERS = {"csv": ",", "tsv": "\t"}
@@ -69,11 +69,13 @@ class TextFile(Container):
 
     def _read(self, file: BinaryIO, start: int, size: int, location: str) -> RawRecord:
         if size > MAX_RECORD_BYTES:
-            raise RecordError(location, f"the record has {size} bytes, the limit is {MAX_RECORD_BYTES}")
+            what = f"the record has {size} bytes, the limit is {MAX_RECORD_BYTES}"
+            raise RecordError(what, where=location, code="data.record-too-large")
         file.seek(start)
         data = file.read(size)
         if len(data) != size:
-            raise RecordError(location, "the file ends within this record: it changed since it was opened")
+            what = "the file ends within this record: it changed since it was opened"
+            raise RecordError(what, where=location, code="data.file-changed")
         if self.kind == "json":
             return RawRecord(load_object(data, location))
         text = load_text(data, location)
@@ -83,23 +85,32 @@ class TextFile(Container):
         try:
             fields = next(csv.reader(io.StringIO(text), strict=True, delimiter=_DELIMITERS[self.kind]))
         except (csv.Error, StopIteration) as error:
-            raise RecordError(location, f"not valid CSV: {error}") from None
+            raise RecordError(f"not valid CSV: {error}", where=location, code="data.damaged-csv") from None
         if len(fields) != len(self.header):
-            raise RecordError(location, f"the record has {len(fields)} fields, the header {len(self.header)}")
+            what = f"the record has {len(fields)} fields, the header {len(self.header)}"
+            raise RecordError(what, where=location, code="data.damaged-csv")
         return {name: value for name, value in zip(self.header, fields, strict=True) if value != ""}
 
 
 def load_object(data: bytes, location: str) -> dict[str, Any]:
     """Parse a JSON object. Raise `RecordError` if it is not valid."""
+    text = _decoded(data, location)
     try:
-        content = json.loads(data.decode(), object_pairs_hook=_unique_keys)
-    except UnicodeDecodeError as error:
-        raise RecordError(location, f"not UTF-8: {error.reason} at byte {error.start}") from None
+        content = json.loads(text, object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
-        raise RecordError(location, f"not valid JSON: {error}") from None
+        raise RecordError(f"not valid JSON: {error}", where=location, code="data.damaged-json") from None
     if not isinstance(content, dict):
-        raise RecordError(location, f"a record must be a JSON object, not a {type(content).__name__}")
+        what = f"a record must be a JSON object, not a {type(content).__name__}"
+        raise RecordError(what, where=location, code="data.record-not-an-object")
     return content
+
+
+def _decoded(data: bytes, location: str) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        what = f"not UTF-8: {error.reason} at byte {error.start}"
+        raise RecordError(what, where=location, code="data.not-utf8") from None
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -113,12 +124,9 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def load_text(data: bytes, location: str) -> str:
     """Decode text and strip line ends at both sides. Raise `RecordError` if it is not valid."""
-    try:
-        text = data.removeprefix(_BOM).decode()
-    except UnicodeDecodeError as error:
-        raise RecordError(location, f"not UTF-8: {error.reason} at byte {error.start}") from None
+    text = _decoded(data.removeprefix(_BOM), location)
     if "\0" in text:
-        raise RecordError(location, "NUL bytes: this is not a text file")
+        raise RecordError("NUL bytes: this is not a text file", where=location, code="data.not-a-text")
     return text.strip("\r\n")
 
 
@@ -147,17 +155,15 @@ def _csv_header(path: Path, name: str, delimiter: str) -> list[str]:
     if not len(first):
         return []
     start, size, _ = first[0].tolist()
-    if size > _MAX_HEADER_BYTES:
-        raise TesseraError(
-            "the first line is too long for the header of a CSV file", where=str(path), code="data.bad-csv-header"
-        )
     with path.open("rb") as file:
         file.seek(start)
         try:
+            if size > _MAX_HEADER_BYTES:
+                raise csv.Error(f"the first line has more than {_MAX_HEADER_BYTES} bytes")
             header = next(csv.reader(io.StringIO(load_text(file.read(size), name)), strict=True, delimiter=delimiter))
         except (RecordError, csv.Error) as error:
             raise TesseraError(
-                f"the CSV header is unreadable: {error}", where=str(path), code="data.bad-csv-header"
+                f"the CSV header is unreadable: {first_line(error)}", where=str(path), code="data.bad-csv-header"
             ) from None
     names = [column for column in header if column]  # spreadsheets add empty columns at the end
     if len(set(names)) != len(names):

@@ -9,7 +9,6 @@ rows of a file is stored when it is first packed, so a resume downloads only the
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import logging
 import threading
@@ -22,11 +21,14 @@ from typing import Any, NamedTuple
 from tessera.config.run_config import DataSection
 from tessera.core.batch import Batch
 from tessera.core.row_source import ENDLESS, RowSource
+from tessera.core.sample import BadSample
 from tessera.data.bad_share import check_measured
+from tessera.data.cache import digest_of
 from tessera.data.order.mixture import Shuffle, mix
 from tessera.data.order.packed_rows import PackedRows
 from tessera.data.sources.container import NothingUsable
 from tessera.data.stream.files import StreamFile, stream_files
+from tessera.data.workers.pool import no_note
 from tessera.errors import TesseraError
 from tessera.runtime.files import read_json_mapping, replace_file
 from tessera.runtime.locks import locked
@@ -42,7 +44,7 @@ _SHARD_BITS = 40  # the index of a sample is (index of its file << 40) + its ind
 Pack = Callable[[DataSection, int], PackedRows]  # (data section with one file, seed) -> rows of the file
 
 
-class _Found(NamedTuple):
+class _RowLocation(NamedTuple):
     epoch: int
     position: int  # index of the file in the order of the epoch
     shard: int
@@ -67,8 +69,7 @@ class StreamedRows(RowSource):
         self.shards = stream_files(section)
         self._facts = [[shard.name, shard.facts] for shard in self.shards]
         packing = [fingerprint, section.length, section.truncate, section.pack, section.balance]
-        key = json.dumps([self._facts, seed, section.shuffle, packing], sort_keys=True, default=str)
-        self._key = hashlib.sha256(key.encode()).hexdigest()
+        self._key = digest_of([self._facts, seed, section.shuffle, packing])
         self._folder = None if folder is None else folder.absolute() / f"stream-{self._key[:32]}"
         self.left_out: dict[str, str] = {}
         self._counts: dict[int, _FileCounts] = {}
@@ -80,11 +81,11 @@ class StreamedRows(RowSource):
         self._lock = threading.RLock()
         self._ahead: threading.Thread | None = None
         self._tried = -1
-        self._told = False
+        self._logged = False
         self._orders: dict[int, list[int]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        local = ("_open", "_held", "_lock", "_ahead", "_tried", "_told", "_orders")  # not pickled
+        local = ("_open", "_held", "_lock", "_ahead", "_tried", "_logged", "_orders")  # not pickled
         return {name: value for name, value in vars(self).items() if name not in local}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -108,30 +109,30 @@ class StreamedRows(RowSource):
         return copied
 
     def work(self, rows: Sequence[int]) -> list[float] | None:
-        costs = [self._rows_at(found).work([found.row]) for found in map(self._at, rows)]
+        costs = [self._rows_at(at).work([at.row]) for at in map(self._at, rows)]
         return None if any(cost is None for cost in costs) else [cost[0] for cost in costs if cost is not None]
 
     def batch(self, rows: Sequence[int]) -> Batch:
-        return self.guarded(rows, {}, lambda _: None)
+        return self.guarded(rows, {}, no_note)
 
     def guarded(self, rows: Sequence[int], lost: Mapping[int, str], note: Callable[[int], None]) -> Batch:
-        problems: list[tuple[str, str]] = []
+        problems: list[BadSample] = []
         encoded, seeds, part = [], [], None
         for row in rows:
-            place = self._at(row)
-            part = self._rows_at(place)
-            if place.row == 0:  # report the unusable samples of a file with its first row
+            location = self._at(row)
+            part = self._rows_at(location)
+            if location.row == 0:  # report the unusable samples of a file with its first row
                 problems += part.bad_samples
-            base = place.shard << _SHARD_BITS
-            of_file = {_local(n, base): why for n, why in lost.items() if _shard_of(n) == place.shard}
-            encoded.append(part.encode(place.row, of_file, lambda n, base=base: note(_shared(n, base)), problems))  # type: ignore[misc]
-            seeds.append(part.order.row_seed(place.row))
+            base = location.shard << _SHARD_BITS
+            of_file = {_local(n, base): why for n, why in lost.items() if max(n, ~n) >> _SHARD_BITS == location.shard}
+            encoded.append(part.encode(location.row, of_file, lambda n, base=base: note(_shared(n, base)), problems))  # type: ignore[misc]
+            seeds.append(part.order.row_seed(location.row))
         assert part is not None, "a batch has rows"
         return part.collate(rows, encoded, seeds, problems)
 
     # ------------------------------------------------------------------------------------------ places of rows
 
-    def _at(self, row: int) -> _Found:
+    def _at(self, row: int) -> _RowLocation:
         """Return the epoch and file of a row, and its index in the file. Count rows of earlier files if necessary."""
         epoch, offset = 0, row
         if len(self._counts) == len(self.shards) and (length := sum(counts.rows for counts in self._counts.values())):
@@ -142,7 +143,7 @@ class StreamedRows(RowSource):
                 shard = self._order(epoch)[position]
                 count = self._count(shard)
                 if offset < count:
-                    return _Found(epoch, position, shard, epoch * count + offset)
+                    return _RowLocation(epoch, position, shard, epoch * count + offset)
                 offset, passed = offset - count, passed + count
             if not passed:
                 raise TesseraError(
@@ -160,7 +161,7 @@ class StreamedRows(RowSource):
 
     def _count(self, shard: int) -> int:
         if shard not in self._counts:
-            self._counts[shard] = self._kept_counts(shard) or self._counted(shard)
+            self._counts[shard] = self._stored_counts(shard) or self._counted(shard)
             self._check_share(shard)
         return self._counts[shard].rows
 
@@ -177,16 +178,16 @@ class StreamedRows(RowSource):
         except NothingUsable as error:
             log.warning("%s is skipped: %s", self.shards[shard].name, error.what)
             counts = _FileCounts(0, error.samples, error.unusable)
-            self._keep_counts(shard, counts)
+            self._store_counts(shard, counts)
             return counts
 
-    def _keep_counts(self, shard: int, counts: _FileCounts) -> None:
+    def _store_counts(self, shard: int, counts: _FileCounts) -> None:
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
             record = {"file": self.shards[shard].name, **counts._asdict()}
             replace_file(self._count_file(shard), json.dumps(record).encode())
 
-    def _kept_counts(self, shard: int) -> _FileCounts | None:
+    def _stored_counts(self, shard: int) -> _FileCounts | None:
         if self._folder is None or not (file := self._count_file(shard)).is_file():
             return None
         try:
@@ -215,9 +216,9 @@ class StreamedRows(RowSource):
                     rows = self._open[shard] = self._opened(shard)
         return rows.without(self.left_out) if self.left_out else rows
 
-    def _rows_at(self, place: _Found) -> PackedRows:
-        rows = self._rows(place.shard)
-        self._look_ahead(place.epoch, place.position)
+    def _rows_at(self, location: _RowLocation) -> PackedRows:
+        rows = self._rows(location.shard)
+        self._look_ahead(location.epoch, location.position)
         return rows
 
     def _opened(self, shard: int) -> PackedRows:
@@ -242,7 +243,7 @@ class StreamedRows(RowSource):
                     fix="restore the file and resume, or start another run",
                     code="data.file-changed",
                 )
-            counts = self._kept_counts(shard)
+            counts = self._stored_counts(shard)
             if counts is not None and counts.rows != len(rows):
                 raise TesseraError(
                     f"{file.name} had {counts.rows} rows and has {len(rows)} now: a resumed run would read other rows",
@@ -251,10 +252,10 @@ class StreamedRows(RowSource):
                     code="data.file-changed",
                 )
             if counts is None:
-                self._keep_counts(shard, _counts_of(rows))
-        if not self._told:
+                self._store_counts(shard, _counts_of(rows))
+        if not self._logged:
             log.info("rows: %s, in the first of %d files", rows.order.stats.summary(), len(self.shards))
-            self._told = True
+            self._logged = True
         return rows
 
     def _look_ahead(self, epoch: int, position: int) -> None:
@@ -285,12 +286,8 @@ def _counts_of(rows: PackedRows) -> _FileCounts:
 
 def _shared(number: int, base: int) -> int:
     """Return the index of a sample over all files. A complement (~index) becomes the complement of the result."""
-    return base + number if number >= 0 else ~(base + ~number)
+    return number + base if number >= 0 else number - base
 
 
 def _local(number: int, base: int) -> int:
-    return number - base if number >= 0 else ~(~number - base)
-
-
-def _shard_of(number: int) -> int:
-    return (number if number >= 0 else ~number) >> _SHARD_BITS
+    return number - base if number >= 0 else number + base

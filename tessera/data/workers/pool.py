@@ -30,6 +30,10 @@ _SERVERS = 3  # number of killed servers after which the pool raises
 _TRIES = 3  # limit of attempts for an item if its workers end, but not during the work on it
 
 
+def no_note(number: int) -> None:
+    """Ignore a note: work in the calling process has nobody to report to."""
+
+
 @dataclass(frozen=True)
 class Lost:
     """Hold the reason why an item has no result: its worker died, or exceeded the time limit."""
@@ -214,7 +218,7 @@ class Pool:
                 more = False
             order.append(pending)
             if not pending.done and not self._workers:
-                pending.settle(self.work(pending.item, lambda number: None))
+                pending.settle(self.work(pending.item, no_note))
             elif not pending.done:
                 self._pending[pending.number] = pending
                 self._waiting.append(pending)
@@ -225,7 +229,7 @@ class Pool:
     def _dispatch(self) -> None:
         """Send waiting items until every worker has two: one in progress and the next."""
         while self._waiting:
-            worker = min(self._workers, key=lambda one: len(one.items))
+            worker = min(self._workers, key=lambda worker: len(worker.items))
             if len(worker.items) > 1:
                 return
             pending = self._waiting[0]

@@ -215,15 +215,15 @@ def load_main(main: MainModule | None, module: str, name: str) -> None:
             code="data.script-without-main",
         )
     if main.module is not None:
-        module_found = importlib.import_module(main.module)
+        script = importlib.import_module(main.module)
     else:
         spec = importlib.util.spec_from_file_location("__mp_main__", main.path)
         assert spec is not None
         assert spec.loader is not None
-        module_found = importlib.util.module_from_spec(spec)
-        sys.modules["__mp_main__"] = module_found  # the name that multiprocessing uses for the main script
-        spec.loader.exec_module(module_found)
-    sys.modules["__main__"] = module_found
+        script = importlib.util.module_from_spec(spec)
+        sys.modules["__mp_main__"] = script  # the name that multiprocessing uses for the main script
+        spec.loader.exec_module(script)
+    sys.modules["__main__"] = script
 
 
 def _has_side_effects(path: Path) -> bool:

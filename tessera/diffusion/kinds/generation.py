@@ -13,7 +13,6 @@ from tessera.core.row_source import RowSource
 from tessera.data.kinds import RowRequest
 from tessera.data.kinds.chat import pack_rows, with_format
 from tessera.data.order.packed_rows import PackedRows
-from tessera.data.sources.container import RecordError
 from tessera.diffusion.feature_folder import MANIFEST, FeatureManifest, StoredSample, empty_caption
 from tessera.diffusion.processor import GenerationProcessor
 from tessera.errors import TesseraError
@@ -81,7 +80,7 @@ def _without_elements(rows: PackedRows) -> dict[str, Tensor]:
             stored = rows.index.read(number)[0].media()[-1].value
             assert isinstance(stored, StoredSample)
             return {name: tensor[:0].clone() for name, tensor in stored.load().items()}
-        except (TesseraError, RecordError):  # a damaged first sample must not stop the run: try the next
+        except TesseraError:  # a damaged first sample must not stop the run: try the next
             if number + 1 == len(rows.index):
                 raise
     raise AssertionError("an index has samples")

@@ -18,8 +18,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from tessera.core.sample import PLAIN, Message, Part, PartKind
-from tessera.data.tool_calls import JINJA_BLANK, JINJA_CALLS, JINJA_LISTING, JINJA_MACRO, lists_only_tools, with_listing
+from tessera.data.tool_calls import lists_only_tools, with_listing
 from tessera.errors import TesseraError
+from tessera.models.processing.tool_jinja import JINJA_BLANK, JINJA_CALLS, JINJA_LISTING, JINJA_MACRO
 
 
 @dataclass(frozen=True)

@@ -115,9 +115,8 @@ def _images(row: Mapping[str, Any], run: RecordedRun) -> str:
 def _image(path: str, run: RecordedRun) -> str:
     """Return HTML that embeds an image file of the run folder; empty if the file cannot be read."""
     # Imported here because these modules import torch, which a page without images does not need.
-    from tessera.data.media.answer_images import TINY, small_copy
     from tessera.data.media.files import Limits
-    from tessera.data.media.images import read_image
+    from tessera.data.media.images import TINY, read_image, small_copy
 
     if path.endswith(".gif"):  # embedded unchanged, so that it stays animated
         uri = _media(run.folder, path)

@@ -6,7 +6,7 @@ Only numbers are kept of each sample. The few samples that a finding names are r
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -15,17 +15,16 @@ from tessera.data.index.measure import BadRow, Measured, bad_rows
 from tessera.data.index.split import SourceIndex, Truncate
 from tessera.data.kinds import Work
 from tessera.data.order.order import PackingConfig, PackingStats, Samples, row_table
-from tessera.data.sources.container import RecordError
 from tessera.data.sources.source import Source
 from tessera.errors import TesseraError
 from tessera.tools.data_doctor.findings import (
     DETAIL,
+    KIND_OF_CODE,
     MOST_LOCATIONS,
     SAMPLE_KINDS,
     Finding,
     SampleLocation,
     check_texts,
-    kind_of,
     worst_first,
 )
 from tessera.tools.data_doctor.histogram import Histogram, histogram
@@ -107,14 +106,13 @@ class ExaminedSet:
     def read(self, row: int) -> Sample | None:
         try:
             return self.source.read(row)
-        except (RecordError, TesseraError):
+        except TesseraError:
             return None
 
     def kind_of_bad(self, bad: BadRow) -> str:
-        """Return the kind of finding for a bad record: by the text of its reason, else by reading it again."""
-        kind = kind_of(bad.reason)
-        if kind is not None:
-            return kind
+        """Return the kind of finding for a bad record: by its code, else by reading it again."""
+        if bad.code in KIND_OF_CODE:
+            return KIND_OF_CODE[bad.code]
         sample = self.read(bad.row)
         if sample is None:
             return "bad-row"
@@ -180,10 +178,12 @@ class Collection:
         for examined in self.sets:
             for bad in examined.bad:
                 where = examined.source.location(bad.row)
-                locations.setdefault(examined.kind_of_bad(bad), []).append(SampleLocation(where, bad.id, bad.reason))
-            if examined.refused is not None:
-                where = examined.refused.where or str(examined.source.path)
-                locations.setdefault("set-refused", []).append(SampleLocation(where, "", examined.refused.what))
+                locations.setdefault(examined.kind_of_bad(bad), []).append(SampleLocation(where, *bad.sample))
+            if (refused := examined.refused) is not None:
+                location = SampleLocation(
+                    refused.where or str(examined.source.path), "", refused.what, refused.code or ""
+                )
+                locations.setdefault("set-refused", []).append(location)
         for kind, places in locations.items():
             _set(findings, kind, len(places), places)
         _set(findings, "unlisted", sum(examined.bad_count - len(examined.bad) for examined in self.sets), [])
@@ -229,7 +229,7 @@ class Collection:
 def _set(findings: dict[str, Finding], kind: str, count: int, places: Iterable[SampleLocation]) -> None:
     if count:
         first = list(places)[:MOST_LOCATIONS]
-        short = tuple(SampleLocation(one.where, one.id[:DETAIL], one.detail[:DETAIL]) for one in first)
+        short = tuple(replace(place, id=place.id[:DETAIL], detail=place.detail[:DETAIL]) for place in first)
         findings[kind] = Finding(count, short)
 
 

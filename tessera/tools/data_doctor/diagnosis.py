@@ -150,7 +150,8 @@ def _terminal_lines(diagnosis: Diagnosis, samples: int) -> list[str]:
         lines.append(f"{_MARKS[kind.severity]} {kind.title}: {finding.count:,}")
         for location in finding.locations:
             id = f" ({location.id})" if location.id and location.id != location.where else ""
-            lines += _wrapped(harmless(f"{location.where}{id}: {location.detail}"), "      ")
+            code = f" [{location.code}]" if location.code else ""
+            lines += _wrapped(harmless(f"{location.where}{id}: {location.detail}{code}"), "      ")
         lines += _wrapped(f"mend: {kind.mend}", "      ")
     if diagnosis.findings:
         lines.append("")
@@ -255,6 +256,7 @@ def _finding(kind: Kind, finding: Finding, rows: int) -> str:
         f"<li><code>{escape(location.where)}</code>"
         + (f" <b>{escape(location.id)}</b>" if location.id and location.id != location.where else "")
         + (f": {escape(location.detail)}" if location.detail else "")
+        + (f' <code class="soft">{escape(location.code)}</code>' if location.code else "")
         + "</li>"
         for location in finding.locations
     )

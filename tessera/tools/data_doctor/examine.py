@@ -138,7 +138,7 @@ def _examine_set(section: SourceSection, options: _Options) -> ExaminedSet:
     try:
         if processor is not None:
             maker = IndexMaker(
-                processor, sys.maxsize, "never", options.limits, "skip", options.scratch, options.workers, timeout_s
+                processor, sys.maxsize, options.limits, "skip", options.scratch, "never", options.workers, timeout_s
             )
             index = maker.part(section)
             examined.add_index(index)

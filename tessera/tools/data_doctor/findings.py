@@ -20,9 +20,6 @@ Severity = Literal["loss", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("loss", "warning", "note")
 MOST_LOCATIONS = 5  # at most so many samples are named per finding
 DETAIL = 240  # at most so many characters of a detail are shown
-DECODING = (
-    "cannot be decoded: "  # beginning of the reason if the header of a media file is readable, but not its content
-)
 
 
 @dataclass(frozen=True)
@@ -125,29 +122,25 @@ SAMPLE_KINDS = (
     "shrunk",
 )
 
-# Patterns of reasons why a record is bad, as data readers word them -> kind of finding. The first match counts.
-_REASONS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
-    (re.compile(words, re.IGNORECASE), kind)
-    for words, kind in (
-        (f"^{DECODING}", "damaged-media"),
-        (r"caption is empty", "empty-caption"),
-        (r"caption (?:of|has|with) [\d,]+ (?:characters|tokens)", "huge-caption"),
-        (r"placeholder", "placeholders"),
-        (r"unknown (?:role|speaker)", "unknown-role"),
-        (r"no such file|not a file|does not exist", "missing-file"),
-        (r"URLs of media are not allowed", "by-url"),
-        (r"outside the|'\.\.'|link out of|leads out", "outside-root"),
-        (r"took longer than|worker process", "stuck"),
-        (r"too many|too large|too long|the limit is", "too-large"),
-        (r"nothing to train on", "nothing-trained"),
-        (r"too narrow|too wide|has no \w+ input", "unfit"),
-    )
-)
-
-
-def kind_of(reason: str) -> str | None:
-    """Return the kind of finding for the reason of a bad record; None if no pattern matches."""
-    return next((kind for words, kind in _REASONS if words.search(reason)), None)
+# Kind of finding -> codes of the errors that make a record unusable. `ExaminedSet.kind_of_bad` decides other codes.
+_CODES = {
+    "damaged-media": ("data.damaged-media",),
+    "empty-caption": ("data.empty-caption", "generation.empty-caption"),
+    "huge-caption": ("generation.caption-too-long", "generation.caption-over-tokens"),
+    "placeholders": ("data.placeholder-count", "data.media-column-unknown"),
+    "unknown-role": ("data.unknown-speaker", "data.no-role"),
+    "missing-file": ("media.no-such-file", "media.not-a-file"),
+    "by-url": ("media.url-not-allowed",),
+    "outside-root": ("media.outside-root", "media.path-leads-up"),
+    "stuck": ("data.sample-too-slow", "data.item-ends-worker"),
+    "too-large": (
+        *("media.too-many-pixels", "media.video-too-large", "media.audio-too-long", "media.file-too-large"),
+        *("media.download-too-large", "media.data-url-too-large", "media.header-claims-too-much"),
+        "data.record-too-large",
+    ),
+    "nothing-trained": ("data.nothing-trained",),
+}
+KIND_OF_CODE = {code: kind for kind, codes in _CODES.items() for code in codes}
 
 
 @dataclass(frozen=True)
@@ -155,6 +148,7 @@ class SampleLocation:
     where: str  # file name and row number
     id: str
     detail: str
+    code: str = ""  # code of the error that makes the sample unusable
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from tessera.data.media.audio import AudioSampling
 from tessera.data.media.files import Limits
 from tessera.data.media.read import ChatProcessor, MediaSampling, decode, probe, read_media
 from tessera.data.media.video_frames import VideoSampling
-from tessera.data.sources.container import RecordError, reason_of
+from tessera.data.sources.container import RecordError, bad_sample
 from tessera.data.sources.formats import CHOSEN, REJECTED
 from tessera.data.sources.source import Source
 from tessera.data.workers.pool import Note
@@ -32,7 +32,6 @@ from tessera.data.workers.worker import time_limit
 from tessera.diffusion.processor import GenerationProcessor
 from tessera.errors import TesseraError
 from tessera.tools.data_doctor.findings import (
-    DECODING,
     SAMPLE_KINDS,
     check_texts,
     content_hash,
@@ -78,7 +77,8 @@ class Look:
             try:
                 self.media(sample)
             except (TesseraError, OSError) as error:
-                raise TesseraError(f"{DECODING}{reason_of(error)}", code="data.damaged-media") from error
+                reason = bad_sample(sample.id, error).reason
+                raise TesseraError(f"cannot be decoded: {reason}", code="data.damaged-media") from error
         spoken, parts = _as_spoken(sample), sample.media()
         texts = check_texts(spoken)
         marks = [media_hash(part, self.root) for part in parts]
@@ -198,14 +198,21 @@ class ShowSamples:
         location = source.location(item.row)
         try:
             sample = source.read(item.row)
-        except (RecordError, TesseraError) as error:
-            return Shown(location, error.id if isinstance(error, RecordError) else "", problem=reason_of(error))
+        except TesseraError as error:
+            id = str(error.where) if isinstance(error, RecordError) else ""
+            return Shown(location, id, problem=_problem(error))
         processor = look.processor if isinstance(look.processor, ChatProcessor) else None
         try:
             with time_limit(self.timeout_s):
                 return show(location, sample, *look.media(sample), processor)
         except (TesseraError, OSError) as error:
-            return show(location, sample, [], [], None, problem=reason_of(error))
+            return show(location, sample, [], [], None, problem=_problem(error))
+
+
+def _problem(error: Exception) -> str:
+    """Return why a sample is unusable, with the code of the reason."""
+    bad = bad_sample("", error)
+    return f"{bad.reason} [{bad.code}]"
 
 
 def show(

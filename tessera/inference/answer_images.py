@@ -6,22 +6,17 @@ A report embeds only files of the run folder: the records of a run from somebody
 from __future__ import annotations
 
 import hashlib
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
 from tessera.data.media.files import Limits
-from tessera.data.media.images import read_image
+from tessera.data.media.images import TINY, read_image, small_copy
 from tessera.errors import TesseraError
 from tessera.runtime.files import replace_file
 
 FOLDER = "answer_images"
-SHOWN = "shown"  # key that `with_copies` adds to a row of `answers.jsonl`: {file, width, height} or None per image
-IMAGE_PIXELS = 420  # longer side of a copy, in pixels
-TINY = 64  # images up to 64 pixels per side are copied without loss, as PNG
+COPIES = "shown"  # key that `with_copies` adds to a row of `answers.jsonl`: {file, width, height} or None per image
 MOST_COPIES = 400
 _MOST_IMAGES = 6  # limit of copied images per row of `answers.jsonl`
 
@@ -36,7 +31,7 @@ def with_copies(folder: Path, rows: Sequence[dict[str, Any]]) -> list[dict[str, 
         for path in row["images"][:_MOST_IMAGES]:
             if path not in copies and len(copies) < MOST_COPIES:
                 copies[path] = _copy(folder, path)
-    return [{**row, SHOWN: [copies.get(path) for path in row["images"]]} if row["images"] else row for row in rows]
+    return [{**row, COPIES: [copies.get(path) for path in row["images"]]} if row["images"] else row for row in rows]
 
 
 def _copy(folder: Path, path: str) -> dict[str, Any] | None:
@@ -53,15 +48,3 @@ def _copy(folder: Path, path: str) -> dict[str, Any] | None:
         (folder / FOLDER).mkdir(exist_ok=True)
         replace_file(folder / file, small_copy(image)[0])
     return {"file": file, "width": width, "height": height}
-
-
-def small_copy(image: Image.Image) -> tuple[bytes, str]:
-    """Return an encoded copy of at most `IMAGE_PIXELS` per side, and its format: tiny images as PNG, others as JPEG."""
-    tiny = max(image.size) <= TINY
-    image.thumbnail((IMAGE_PIXELS, IMAGE_PIXELS), Image.Resampling.BICUBIC)
-    content = io.BytesIO()
-    if tiny:
-        image.save(content, "PNG")
-    else:
-        image.convert("RGB").save(content, "JPEG", quality=90)
-    return content.getvalue(), "png" if tiny else "jpeg"
