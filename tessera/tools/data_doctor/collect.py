@@ -229,7 +229,7 @@ class Collection:
 def _set(findings: dict[str, Finding], kind: str, count: int, places: Iterable[SampleLocation]) -> None:
     if count:
         first = list(places)[:MOST_LOCATIONS]
-        short = tuple(replace(place, id=place.id[:DETAIL], detail=place.detail[:DETAIL]) for place in first)
+        short = tuple(replace(location, id=location.id[:DETAIL], detail=location.detail[:DETAIL]) for location in first)
         findings[kind] = Finding(count, short)
 
 
