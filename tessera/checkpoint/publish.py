@@ -23,11 +23,14 @@ from typing import Any
 from tessera.checkpoint.files import Fault, free_bytes, no_fault, remove_folder, rename, sync_folder, write_file
 from tessera.errors import TesseraError
 from tessera.runtime.collective import Ranks
-from tessera.runtime.files import read_json_mapping
+from tessera.runtime.files import PICKLE_SUFFIXES, read_json_mapping
 from tessera.runtime.progress import human_bytes
 
 MARK = "tessera_export.json"  # file that marks an export of Tessera, and records its source
 _MAX_RECORD_BYTES = 256 << 20
+# Files that identify an export or other weights: a pipeline, adapters, shards of ranks, a torch DCP folder.
+_OF_WEIGHTS = (MARK, "model_index.json", "adapter_config.json", "latest_checkpointed_iteration.txt", ".metadata")
+_OF_A_RUN = ("run.json", ".lock")  # files of a run that has begun, or is just starting
 
 Origin = Mapping[str, str]  # see `made_from`
 
@@ -118,9 +121,10 @@ def space_report(folder: Path, needed: int) -> str:
 
 
 def check_target(folder: Path, overwrite: bool, origin: Origin | None = None) -> tuple[Path, ...]:
-    """Raise unless the target is missing, empty or an earlier export of this origin, or `overwrite` is set.
+    """Raise unless the target is missing, empty or an earlier export of this origin.
 
-    Create its missing parent folders and return them.
+    With `overwrite`, the target may be any other export or folder of weights. Create its missing parent folders and
+    return them.
     """
     with written_in(folder):
         if folder.is_symlink():  # the rename would replace the link, not the linked folder
@@ -140,16 +144,39 @@ def check_target(folder: Path, overwrite: bool, origin: Origin | None = None) ->
             )
         if folder.exists() and not folder.is_dir():
             raise TesseraError(f"the target is a file: {folder}", code="output.target-is-file")
-        if folder.is_dir() and any(folder.iterdir()) and not overwrite and not _is_export(folder, origin):
-            raise TesseraError(
-                "the target is not empty, and not an earlier export of the same source in the same format",
-                where=str(folder),
-                fix="choose another target, or replace its content by --overwrite (overwrite=True in Python)",
-                code="output.folder-not-empty",
-            )
+        if folder.is_dir() and any(folder.iterdir()):
+            if not overwrite and not _is_export(folder, origin):
+                raise TesseraError(
+                    "the target is not empty, and not an earlier export of the same source in the same format",
+                    where=str(folder),
+                    fix="choose another target; --overwrite (overwrite=True in Python) replaces any folder of weights",
+                    code="output.folder-not-empty",
+                )
+            if reason := _why_not_replaced(folder):
+                raise TesseraError(
+                    f"the target {reason}, and is not replaced",
+                    where=str(folder),
+                    fix="choose another target, or remove this folder yourself",
+                    code="output.not-an-export",
+                )
         missing = tuple(path for path in folder.parents if not path.exists())
         folder.parent.mkdir(parents=True, exist_ok=True)
         return missing
+
+
+def _why_not_replaced(folder: Path) -> str | None:
+    """Return why a folder must not be replaced; None for an export or other weights without a run inside."""
+    home = Path(os.path.realpath(os.path.expanduser("~")))
+    if Path(os.path.realpath(folder)) in (home, *home.parents):
+        return "is or contains the home folder"
+    if any((folder / name).exists() for name in _OF_A_RUN):
+        return "is a run folder"
+    published = (folder / "config.json").is_file() and any(
+        path.suffix in (".safetensors", *PICKLE_SUFFIXES) for path in folder.iterdir()
+    )
+    if not published and not any((folder / name).is_file() for name in _OF_WEIGHTS):
+        return "is neither an export of Tessera nor a folder of weights"
+    return "contains a run folder" if any(any(folder.rglob(name)) for name in _OF_A_RUN) else None
 
 
 def _is_export(folder: Path, origin: Origin | None) -> bool:

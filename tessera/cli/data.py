@@ -116,7 +116,7 @@ def convert(
 @data_app.command("demo")
 def demo(
     folder: Annotated[Path, typer.Argument(help="folder to write")],
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace everything in the folder")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace an earlier demo set")] = False,
 ) -> None:
     """Write the demo set: a few conversations about real images, to try recipes and models without a network."""
     from tessera.tools.demo_data import write_demo

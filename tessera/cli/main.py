@@ -164,9 +164,7 @@ def convert(
     adapters: Annotated[
         bool, typer.Option("--adapters", help="only the adapters, as PEFT keeps them or as --to says")
     ] = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="replace a folder that is not an earlier export of the same source")
-    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace another export or folder of weights")] = False,
     prove: ProveOption = "auto",
     jobs: Annotated[
         int | None, typer.Option("--jobs", help="threads; default: two more than processors, at most 8")

@@ -65,7 +65,11 @@ def test_it_is_written_the_same_each_time_and_replaces_nothing_unasked(demo: Pat
     (tmp_path / "demo" / "mine.txt").write_text("mine")
     with raises("output.folder-not-empty"):
         tessera.demo(tmp_path / "demo")
+    with raises("output.not-an-export"):
+        tessera.demo(tmp_path / "demo", overwrite=True)
     assert (tmp_path / "demo" / "mine.txt").read_text() == "mine"
+    (tmp_path / "demo" / "mine.txt").unlink()
+    tessera.demo(tmp_path / "demo")
     tessera.demo(tmp_path / "demo", overwrite=True)
     assert hashes(tmp_path / "demo") == hashes(demo)
     assert [path.name for path in tmp_path.iterdir()] == ["demo"]

@@ -34,6 +34,48 @@ def test_the_same_export_is_replaced_and_another_one_is_not(tmp_path: Path) -> N
     assert str(tmp_path) not in json.dumps(record)
 
 
+@pytest.mark.parametrize(
+    "files",
+    [
+        ["run.json", "config.yaml", "checkpoints/step-00000001/manifest.json"],
+        [".lock"],  # a run that is just starting
+        [MARK, "runs/chat/run.json"],
+        ["thesis.txt"],
+        ["config.json", "src/model.safetensors"],
+        ["model.safetensors", "thesis.txt"],
+    ],
+)
+def test_a_run_and_other_files_are_never_replaced(files: list[str], tmp_path: Path) -> None:
+    for name in files:
+        (tmp_path / "out" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "out" / name).touch()
+    with raises("output.not-an-export"):
+        publish(tmp_path / "out", write("a"), overwrite=True)  # type: ignore[arg-type]
+    assert all((tmp_path / "out" / name).exists() for name in files)
+
+
+@pytest.mark.parametrize("above", [False, True])
+def test_the_home_folder_is_never_replaced(above: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "users" / "me").mkdir(parents=True)
+    target = tmp_path / "users" if above else tmp_path / "users" / "me"
+    (target / MARK).touch()
+    monkeypatch.setenv("HOME", str(tmp_path / "users" / "me"))
+    with raises("output.not-an-export"):
+        publish(target, write("a"), overwrite=True)  # type: ignore[arg-type]
+    assert (target / MARK).exists()
+
+
+@pytest.mark.parametrize(
+    "files", [["config.json", "model.safetensors"], ["model_index.json"], ["adapter_config.json"], [".metadata"]]
+)
+def test_weights_of_other_programs_are_replaced_if_the_user_says_so(files: list[str], tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    for name in files:
+        (tmp_path / "out" / name).touch()
+    publish(tmp_path / "out", write("a"), overwrite=True)  # type: ignore[arg-type]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [MARK, "weights"]
+
+
 def test_a_record_of_its_own_stays_and_gets_the_origin(tmp_path: Path) -> None:
     record = '{\n "format": "tessera-export",\n "tensors": {\n  "a": 1,\n  "b": 2\n }\n}\n'
     origin = made_from("hf", "one")
