@@ -33,7 +33,7 @@ def main(dry: bool) -> None:
     plan.describe()
     seconds = round(time.perf_counter() - began, 2)
     facts: dict[str, Any] = {"case": "qwen2_vl 72b", "ranks": WORLD, "plan_seconds": seconds}
-    positions = range(plan.axes.size("pp"))
+    positions = range(plan.layout.axes.size("pp"))
     facts["forecast_gib"] = [
         round(sum(line.bytes for line in estimate_communication(plan, at)) / 2**30, 2) for at in positions
     ]

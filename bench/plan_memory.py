@@ -76,7 +76,7 @@ def measure(family: str, preset: str, settings: dict[str, Any], device: str) -> 
 def real_step(config: RunConfig, device: torch.device) -> int:
     """Return the most bytes that are there in a step; on a CPU, without weights and optimizer state."""
     setup = build_meta_model(config, 1)
-    plan, mesh = setup.plan, Mesh(setup.plan.axes, device)
+    plan, mesh = setup.plan, Mesh(setup.plan.layout.axes, device)
     batches = [example_batch(config, setup, mesh).to(device) for _ in range(plan.microbatches)]
     module = materialize(parallelize_on_meta(setup.module, plan, mesh, device), plan, device)
     with torch.no_grad():

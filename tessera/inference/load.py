@@ -359,14 +359,14 @@ def _over_ranks(
         precision=PrecisionSection(weights=str(dtype).removeprefix("torch.")),
         workload=work,
     )
-    if plan.axes.size(CONTEXT) > 1 and family is None:
+    if plan.layout.axes.size(CONTEXT) > 1 and family is None:
         raise TesseraError(
             "language models cannot generate with context parallelism",
             where="parallel.cp",
             allowed=[1],
             code="layout.axis-not-for-generation",
         )
-    mesh = Mesh(plan.axes, device)
+    mesh = Mesh(plan.layout.axes, device)
     part = parallelize(module, plan, mesh, device).eval()
     if family is not None:
         return part, ModelOverRanks(part, family, plan, mesh, device)

@@ -56,7 +56,7 @@ def parallelize_on_meta(module: nn.Module, plan: Plan, mesh: Mesh, device: torch
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(name not in frozen)
     _set_types(module, plan)
-    if plan.pipeline is None:
+    if plan.layout.pipeline is None:
         _apply_to_stage(module, module, plan, mesh, device)
     else:
         stages = split_into_stages(module, plan, mesh)
@@ -72,29 +72,30 @@ def _apply_to_stage(module: nn.Module, root: nn.Module, plan: Plan, mesh: Mesh, 
 
     `root`: the `StageModule` around the model of a stage; without a pipeline, the model itself.
     """
-    if plan.tensor is not None:
-        apply_tensor(module, plan.tensor, mesh)
-    if plan.experts is not None:
-        apply_experts(module, plan.experts, mesh)
-    if plan.context is not None:
-        apply_context(module, plan.context, mesh)
-    apply_activation_offload(module, present(module, plan.roles.activation_offload), device)
-    apply_block_offload(module, present(module, plan.roles.block_offload), device, parameters=not plan.sharding.active)
-    if plan.sharding.active and isinstance(module, ShardsItself):
+    layout, modules = plan.layout, plan.layout.modules
+    if layout.tensor is not None:
+        apply_tensor(module, layout.tensor, mesh)
+    if layout.experts is not None:
+        apply_experts(module, layout.experts, mesh)
+    if layout.context is not None:
+        apply_context(module, layout.context, mesh)
+    apply_activation_offload(module, present(module, modules.activation_offload), device)
+    apply_block_offload(module, present(module, modules.block_offload), device, parameters=not layout.sharding.active)
+    if layout.sharding.active and isinstance(module, ShardsItself):
         # Compile before `shard_itself`: recompute and FSDP add hooks to a block, which must stay outside of the graph.
-        apply_compile(module, present(module, plan.roles.compiled))
+        apply_compile(module, present(module, modules.compiled))
         _let_it_shard_itself(module, plan, mesh, device)
         return
-    here = set(present(module, [part.path for part in plan.roles.recompute]))
-    apply_recompute(module, [part for part in plan.roles.recompute if part.path in here], plan.roles.use_reentrant)
-    apply_compile(module, present(module, plan.roles.compiled))
-    if plan.sharding.active:
+    here = set(present(module, [part.path for part in modules.recompute]))
+    apply_recompute(module, [part for part in modules.recompute if part.path in here], modules.use_reentrant)
+    apply_compile(module, present(module, modules.compiled))
+    if layout.sharding.active:
         apply_fsdp(module, plan, mesh, device, root)
 
 
 def _set_types(module: nn.Module, plan: Plan) -> None:
     """Set the dtypes of parameters. Buffers keep theirs."""
-    ignored = {p for path in plan.roles.ignored for p in module.get_submodule(path).parameters()}
+    ignored = {p for path in plan.layout.modules.ignored for p in module.get_submodule(path).parameters()}
     for name, parameter in module.named_parameters():
         if home(name, plan.precision.float32) is not None:
             parameter.data = parameter.data.float()
@@ -190,36 +191,39 @@ def build_engine(
     pipeline: type[PipelineEngine] = PipelineEngine,
     loss_scale: LossScale | None = None,
 ) -> Engine:
+    layout = plan.layout
     shared: list[PostBackward] = [*whole_gradients(module, plan, mesh)]
-    if plan.tensor is not None:
-        shared += partial_gradients(module, plan.tensor, mesh)
-    if plan.pipeline is not None:
+    if layout.tensor is not None:
+        shared += partial_gradients(module, layout.tensor, mesh)
+    if layout.pipeline is not None:
         assert isinstance(module, LocalStages)
         return pipeline(module, plan, mesh, device, shared, loss_scale)
     losses = mesh.view(LOSS).get_group()  # of size 1 if all ranks compute the same loss
     return SimpleEngine(
-        module, plan.sharding.accumulate, device=device, group=losses, shared=shared, loss_scale=loss_scale
+        module, layout.sharding.accumulate, device=device, group=losses, shared=shared, loss_scale=loss_scale
     )
 
 
 def counted_elsewhere(module: nn.Module, plan: Plan, mesh: Mesh) -> list[Tensor]:
     """Return the copies of tied parameters on the last pipeline stage. The gradient norm counts the originals only."""
-    if plan.pipeline is None:
+    pipeline = plan.layout.pipeline
+    if pipeline is None:
         return []
     assert isinstance(module, LocalStages)
-    stage = module.here().get(len(plan.pipeline.stages) - 1)
+    stage = module.here().get(len(pipeline.stages) - 1)
     if stage is None:
         return []
-    return [p for name, p in stage.named_parameters() if clean_name(name) in plan.pipeline.copies]
+    return [p for name, p in stage.named_parameters() if clean_name(name) in pipeline.copies]
 
 
 Owner = tuple[nn.Module, str]  # a module and the name of its parameter
 
 
 def materialize(module: nn.Module, plan: Plan, device: torch.device) -> nn.Module:
-    with waiting_on_host(module, pin=plan.sharding.pin_memory and devices.supports(device, "pinned_memory")):
-        allocate(module, torch.device("cpu") if plan.sharding.offload else device)
-    if plan.sharding.offload:
+    sharding = plan.layout.sharding
+    with waiting_on_host(module, pin=sharding.pin_memory and devices.supports(device, "pinned_memory")):
+        allocate(module, torch.device("cpu") if sharding.offload else device)
+    if sharding.offload:
         _move_what_computes(module, plan, device)
     return module
 
@@ -238,7 +242,7 @@ def _move_what_computes(module: nn.Module, plan: Plan, device: torch.device) -> 
     for part in module.modules():
         for name, buffer in part.named_buffers(recurse=False):
             setattr(part, name, buffer.to(device))
-    for path in present(module, plan.roles.ignored):
+    for path in present(module, plan.layout.modules.ignored):
         module.get_submodule(path).to(device)
     for parameter in whole_parameters(module, plan).values():
         parameter.data = parameter.data.to(device)

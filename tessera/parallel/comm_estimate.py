@@ -13,7 +13,7 @@ from tessera.parallel.context_parallel import WIDE, Heads
 from tessera.parallel.experts import INDEX, ExpertPlan
 from tessera.parallel.memory_estimate import ParamShard, shards_of_stage
 from tessera.parallel.mesh import CONTEXT, EP, FSDP, PP, REPLICATE, RING, TENSOR, ULYSSES
-from tessera.parallel.plan import Plan
+from tessera.parallel.plan import Layout, Plan
 from tessera.parallel.sequence_sharding import SequenceSharding
 
 LOSS_CHUNK = 2048  # tokens per all-reduce of the vocabulary-parallel loss: see ops.loss
@@ -22,7 +22,7 @@ LOSS_NUMBERS = 3  # fp32 values per token in that all-reduce
 
 def estimate_communication(plan: Plan, position: int = 0) -> list[CommVolume]:
     """Return the collectives of a step on a rank at pipeline position `position`."""
-    here = shards_of_stage(plan.param_shards, plan.pipeline, position)
+    here = shards_of_stage(plan.param_shards, plan.layout.pipeline, position)
     return merge_volumes(
         [
             *_fsdp_communication(plan, here),
@@ -36,32 +36,33 @@ def estimate_communication(plan: Plan, position: int = 0) -> list[CommVolume]:
 
 def _fsdp_communication(plan: Plan, here: Sequence[ParamShard]) -> Iterator[CommVolume]:
     """Estimate the collectives of fully_shard: all-gathers of weights and reduce-scatters of gradients."""
-    if not plan.sharding.active:
+    layout = plan.layout
+    if not layout.sharding.active:
         return
-    for group, members in _shard_groups(plan, here).items():
+    for group, members in _shard_groups(layout, here).items():
         members = [shard for shard in members if shard.shape and not shard.whole]
         if not members:
             continue
-        axis = plan.axes.label(members[0].view)
+        axis = layout.axes.label(members[0].view)
         padded = sum(shard.local_numel * shard.shared_by for shard in members)
         trained = [shard for shard in members if shard.trained]
-        if plan.axes.size(members[0].view) > 1:
+        if layout.axes.size(members[0].view) > 1:
             gathers = _gathers(plan, group)
             yield CommVolume(axis, "all-gather", gathers, gathers * padded * plan.precision.compute.itemsize)
             if trained:
                 size = sum(shard.local_numel * shard.shared_by for shard in trained) * plan.precision.reduce.itemsize
                 yield CommVolume(axis, "reduce-scatter", _reductions(plan), _reductions(plan) * size)
-        if trained and plan.replicate > 1:
+        if trained and layout.replicate > 1:
             size = sum(shard.local_numel for shard in trained) * plan.precision.reduce.itemsize
             yield CommVolume(REPLICATE, "all-reduce", _reductions(plan), _reductions(plan) * size)
 
 
-def _shard_groups(plan: Plan, here: Sequence[ParamShard]) -> dict[str, list[ParamShard]]:
+def _shard_groups(layout: Layout, here: Sequence[ParamShard]) -> dict[str, list[ParamShard]]:
     """Return the parameters of each FSDP group by module path; "" is the root group."""
-    paths = set(plan.roles.blocks)
-    if plan.experts is not None:
-        paths |= set(plan.experts.modules)
-    paths |= {path for path, views in plan.axes.encoders.items() if views.fsdp != FSDP}
+    paths = set(layout.modules.blocks)
+    if layout.experts is not None:
+        paths |= set(layout.experts.modules)
+    paths |= {path for path, views in layout.axes.encoders.items() if views.fsdp != FSDP}
     groups: dict[str, list[ParamShard]] = {}
     for shard in here:
         groups.setdefault(home(shard.name, paths) or "", []).append(shard)
@@ -70,8 +71,8 @@ def _shard_groups(plan: Plan, here: Sequence[ParamShard]) -> dict[str, list[Para
 
 def _gathers(plan: Plan, group: str) -> int:
     """Return how often FSDP gathers a group in a step. In a pipeline, unresharded groups are gathered once."""
-    again = bool(plan.sharding.reshard_after_forward) and group != "" and _gathered_for_backward(plan, group)
-    if plan.pipeline is not None and not again:
+    again = bool(plan.layout.sharding.reshard_after_forward) and group != "" and _gathered_for_backward(plan, group)
+    if plan.layout.pipeline is not None and not again:
         return 1
     return plan.microbatches * (2 if again else 1)
 
@@ -81,20 +82,21 @@ def _gathered_for_backward(plan: Plan, group: str) -> bool:
 
     It does if backward reaches the group, or if a later block prefetches it, even though it has no gradient.
     """
-    if plan.gradient_reaches(group) or group not in plan.roles.blocks:
+    blocks = plan.layout.modules.blocks
+    if plan.gradient_reaches(group) or group not in blocks:
         return True
-    at = plan.roles.blocks.index(group)
-    behind = plan.roles.blocks[at + 1 : at + 1 + max(1, plan.sharding.prefetch_backward)]
+    at = blocks.index(group)
+    behind = blocks[at + 1 : at + 1 + max(1, plan.layout.sharding.prefetch_backward)]
     return any(plan.gradient_reaches(block) for block in behind)
 
 
 def _reductions(plan: Plan) -> int:
-    return 1 if plan.sharding.accumulate == "local" or plan.pipeline is not None else plan.microbatches
+    return 1 if plan.layout.sharding.accumulate == "local" or plan.layout.pipeline is not None else plan.microbatches
 
 
 def _tensor_communication(plan: Plan, here: Sequence[ParamShard], position: int) -> Iterator[CommVolume]:
     """Estimate the collectives of layers that several ranks compute together."""
-    tensor = plan.tensor
+    tensor, axes = plan.layout.tensor, plan.layout.axes
     if tensor is None:
         return
     weights = {shard.name.removesuffix(".weight"): shard.shape for shard in here}
@@ -107,16 +109,16 @@ def _tensor_communication(plan: Plan, here: Sequence[ParamShard], position: int)
         yield from _crossing(plan, path, weights[path][0], enters=False)
     # Norms over features of all ranks sum one value per token, in forward and in backward.
     for path in (path for path in tensor.feature_norms if any(shard.name == f"{path}.weight" for shard in here)):
-        view, passes = plan.axes.tensor_view(path), 2 + plan.recomputes(path)
+        view, passes = axes.tensor_view(path), 2 + plan.layout.recomputes(path)
         yield plan.volume(view, "all-reduce", passes, plan.rows_at(path) * torch.float32.itemsize)
     yield from _vocabulary(plan, weights, position)
     yield from _decoder_ends(plan, here)
     # Each rank computes the norm gradients of its own tokens or heads. They are summed over ranks.
     partial = [shard for shard in here if shard.trained and tensor.partial(shard.name)]
-    for view in dict.fromkeys((TENSOR, *(encoder.tensor for encoder in plan.axes.encoders.values()))):
-        numel = sum(shard.local_numel for shard in partial if plan.axes.tensor_view(shard.name) == view)
-        if numel and plan.axes.size(view) > 1:
-            yield CommVolume(plan.axes.label(view), "all-reduce", 1, numel * plan.precision.weights.itemsize)
+    for view in dict.fromkeys((TENSOR, *(encoder.tensor for encoder in axes.encoders.values()))):
+        numel = sum(shard.local_numel for shard in partial if axes.tensor_view(shard.name) == view)
+        if numel and axes.size(view) > 1:
+            yield CommVolume(axes.label(view), "all-reduce", 1, numel * plan.precision.weights.itemsize)
 
 
 def _crossing(plan: Plan, path: str, width: int, enters: bool) -> Iterator[CommVolume]:
@@ -124,14 +126,15 @@ def _crossing(plan: Plan, path: str, width: int, enters: bool) -> Iterator[CommV
 
     With sequence parallelism tokens are all-gathered before and reduce-scattered after; otherwise an all-reduce.
     """
-    assert plan.tensor is not None
-    view = plan.axes.tensor_view(path)
-    if plan.axes.size(view) == 1:
+    tensor, axes = plan.layout.tensor, plan.layout.axes
+    assert tensor is not None
+    view = axes.tensor_view(path)
+    if axes.size(view) == 1:
         return
     size = plan.rows_at(path) * width * plan.precision.compute.itemsize
-    forwards = 1 + _computed_again(plan, path, enters)
+    forwards = 1 + _computed_again(plan.layout, path, enters)
     backwards = int(plan.gradient_reaches(path))
-    if plan.tensor.in_decoder(path):
+    if tensor.in_decoder(path):
         kinds: tuple[Kind, Kind] = ("all-gather", "reduce-scatter")
         forward, backward = kinds if enters else reversed(kinds)
         yield plan.volume(view, forward, forwards, size)
@@ -140,58 +143,58 @@ def _crossing(plan: Plan, path: str, width: int, enters: bool) -> Iterator[CommV
         yield plan.volume(view, "all-reduce", backwards if enters else forwards, size)
 
 
-def _computed_again(plan: Plan, path: str, enters: bool) -> bool:
+def _computed_again(layout: Layout, path: str, enters: bool) -> bool:
     """Return whether recompute repeats the collective of a layer.
 
     Recompute stops before the last all-reduce of a module, since backward does not need its result.
     """
-    assert plan.tensor is not None
-    module = home(path, (part.path for part in plan.roles.recompute))
+    assert layout.tensor is not None
+    module = home(path, (part.path for part in layout.modules.recompute))
     if module is None:
         return False
-    return enters or path != [layer for layer in plan.tensor.layers if home(layer, [module])][-1]
+    return enters or path != [layer for layer in layout.tensor.layers if home(layer, [module])][-1]
 
 
 def _vocabulary(plan: Plan, weights: Mapping[str, Sequence[int]], position: int) -> Iterator[CommVolume]:
     """Estimate the collectives of the embedding and of the loss that reads the head, both split by vocabulary."""
-    assert plan.tensor is not None
-    tables = [path for path, split in plan.tensor.layers.items() if split == "vocab"]
+    tensor, axes = plan.layout.tensor, plan.layout.axes
+    assert tensor is not None
+    tables = [path for path, split in tensor.layers.items() if split == "vocab"]
     width = next((weights[path][1] for path in tables if path in weights), None)
     if width is None:
         return
-    pipeline, tokens = plan.pipeline, plan.rows[""]
+    pipeline, tokens = plan.layout.pipeline, plan.rows[""]
     size = tokens * width * plan.precision.compute.itemsize
     # The last stage may have the embedding only as a copy, for its head.
     if pipeline is None or pipeline.owner[pipeline.home(f"{tables[0]}.weight")] == position:
         yield plan.volume(TENSOR, "all-reduce", 1, size)
     if pipeline is None or pipeline.owner[-1] == position:
         yield plan.volume(TENSOR, "all-reduce", 1, size)
-        chunks, numbers = -(-tokens // LOSS_CHUNK), tokens * LOSS_NUMBERS * plan.axes.size(TENSOR)
-        yield CommVolume(
-            plan.axes.label(TENSOR), "all-gather", chunks * plan.microbatches, 4 * numbers * plan.microbatches
-        )
+        chunks, numbers = -(-tokens // LOSS_CHUNK), tokens * LOSS_NUMBERS * axes.size(TENSOR)
+        count, sent = chunks * plan.microbatches, 4 * numbers * plan.microbatches
+        yield CommVolume(axes.label(TENSOR), "all-gather", count, sent)
 
 
 def _decoder_ends(plan: Plan, here: Sequence[ParamShard]) -> Iterator[CommVolume]:
     """Estimate the all-gathers at the entry and exit of the decoder, inside of which tokens are sharded over ranks."""
-    assert plan.tensor is not None
-    names = [shard.name for shard in here if plan.tensor.in_decoder(shard.name)]
+    tensor, pipeline = plan.layout.tensor, plan.layout.pipeline
+    assert tensor is not None
+    names = [shard.name for shard in here if tensor.in_decoder(shard.name)]
     if not names:
         return
-    pipeline = plan.pipeline
     stages = 1 if pipeline is None else len({pipeline.home(name) for name in names if name not in pipeline.copies})
-    width = next(p.shape[0] for p in plan.param_shards if plan.tensor.styles[p.name] == "sequence")
+    width = next(p.shape[0] for p in plan.param_shards if tensor.styles[p.name] == "sequence")
     yield plan.volume(TENSOR, "all-gather", 2 * stages, plan.rows[""] * width * plan.precision.compute.itemsize)
 
 
 def _context_communication(plan: Plan, here: Sequence[ParamShard]) -> Iterator[CommVolume]:
     """Estimate the collectives of context-parallel attention and of encoder outputs."""
-    context = plan.context
+    context = plan.layout.context
     if context is None:
         return
     for path, heads in context.attention.items():
         if heads is not None and any(home(shard.name, [path.rpartition(".")[0]]) for shard in here):
-            yield from _attention(plan, context.sharding.split, heads, 2 if plan.recomputes(path) else 1)
+            yield from _attention(plan, context.sharding.split, heads, 2 if plan.layout.recomputes(path) else 1)
     for encoder in context.sharding.encoders:
         # The all-gather of encoder outputs, and the collective that returns their gradients.
         stream = encoder.stream
@@ -200,7 +203,7 @@ def _context_communication(plan: Plan, here: Sequence[ParamShard]) -> Iterator[C
             continue
         size = plan.rows[stream.module] * encoder.dp * stream.width * plan.precision.compute.itemsize
         yield plan.volume(encoder.dp_view, "all-gather", 1, size)
-        if plan.axes.size(CONTEXT) > 1 and plan.gradient_reaches(stream.module):
+        if plan.layout.axes.size(CONTEXT) > 1 and plan.gradient_reaches(stream.module):
             yield plan.volume(CONTEXT, "reduce-scatter", 1, size)
 
 
@@ -231,7 +234,7 @@ def _attention(plan: Plan, split: SequenceSharding, heads: Heads, forwards: int)
 
 def _expert_communication(plan: Plan, here: Sequence[ParamShard]) -> Iterator[CommVolume]:
     """Estimate the all-to-alls of expert parallelism, as if the router chose all experts equally often."""
-    experts = plan.experts
+    experts = plan.layout.experts
     if experts is None:
         return
     shapes = {shard.name: shard.shape for shard in here}
@@ -240,7 +243,7 @@ def _expert_communication(plan: Plan, here: Sequence[ParamShard]) -> Iterator[Co
             # The hidden size is the dimension of an expert's weight that tp does not split.
             name, split = next(iter(experts.stacks[path].items()))
             width = shapes[f"{path}.{name}"][2 if split == 1 else 1]
-            yield from _expert_layer(plan, experts, chosen, width, 2 if plan.recomputes(path) else 1)
+            yield from _expert_layer(plan, experts, chosen, width, 2 if plan.layout.recomputes(path) else 1)
 
 
 def _expert_layer(plan: Plan, experts: ExpertPlan, chosen: int, width: int, forwards: int) -> Iterator[CommVolume]:
@@ -266,7 +269,7 @@ def _expert_layer(plan: Plan, experts: ExpertPlan, chosen: int, width: int, forw
 
 def _pipeline_communication(plan: Plan, position: int) -> Iterator[CommVolume]:
     """Estimate activations sent forward and gradients sent back; stages on the same rank send nothing."""
-    pipeline = plan.pipeline
+    pipeline = plan.layout.pipeline
     if pipeline is None:
         return
     for stage, owner in enumerate(pipeline.owner[:-1]):

@@ -17,17 +17,18 @@ from tessera.parallel.collectives import GradientSync
 from tessera.parallel.memory_estimate import shard_dimension
 from tessera.parallel.mesh import FSDP, FSDP_EXPERTS, REPLICATE, Mesh
 from tessera.parallel.modules import present
-from tessera.parallel.plan import Plan, ahead
+from tessera.parallel.plan import Layout, Plan, ahead
 from tessera.runtime import device as devices
 from tessera.runtime.modules import clean_name, local_shard
 
 
 def fsdp_arguments(module: nn.Module, plan: Plan, mesh: Mesh, device: torch.device) -> dict[str, Any]:
     """Return the keywords of `fully_shard` for a block of `module`."""
-    ignored = {p for path in present(module, plan.roles.ignored) for p in module.get_submodule(path).parameters()}
+    sharding, paths = plan.layout.sharding, present(module, plan.layout.modules.ignored)
+    ignored = {p for path in paths for p in module.get_submodule(path).parameters()}
     ignored |= set(whole_parameters(module, plan).values())  # see `whole_gradients`
     # Pinned memory is useful only for copies to an accelerator.
-    pin = plan.sharding.pin_memory and devices.supports(device, "pinned_memory")
+    pin = sharding.pin_memory and devices.supports(device, "pinned_memory")
     return {
         "mesh": mesh.copies(FSDP),
         "mp_policy": MixedPrecisionPolicy(
@@ -35,8 +36,8 @@ def fsdp_arguments(module: nn.Module, plan: Plan, mesh: Mesh, device: torch.devi
             reduce_dtype=plan.precision.reduce,
             cast_forward_inputs=plan.precision.cast_inputs,
         ),
-        "offload_policy": CPUOffloadPolicy(pin_memory=pin) if plan.sharding.offload else OffloadPolicy(),
-        "reshard_after_forward": plan.sharding.reshard_after_forward,
+        "offload_policy": CPUOffloadPolicy(pin_memory=pin) if sharding.offload else OffloadPolicy(),
+        "reshard_after_forward": sharding.reshard_after_forward,
         "ignored_params": ignored or None,
     }
 
@@ -71,7 +72,8 @@ def shard_modules(
         fully_shard(module.get_submodule(path), **group)
     # Only the root casts its output: outputs of blocks and of pipeline stages stay in the dtype of computation. The
     # engine casts the output of the last stage.
-    outer = replace(arguments["mp_policy"], output_dtype=plan.precision.output if plan.pipeline is None else None)
+    output = plan.precision.output if plan.layout.pipeline is None else None
+    outer = replace(arguments["mp_policy"], output_dtype=output)
     # The root is not resharded after forward: the loss then reads the head's weight.
     fully_shard(module if root is None else root, **{**arguments, "mp_policy": outer, "reshard_after_forward": False})
 
@@ -120,7 +122,7 @@ def whole_parameters(module: nn.Module, plan: Plan) -> dict[str, nn.Parameter]:
 
 def whole_gradients(module: nn.Module, plan: Plan, mesh: Mesh) -> list[GradientSync]:
     """Return the gradient reductions of unsharded trained parameters, which run at the end of a step."""
-    if not plan.sharding.active:
+    if not plan.layout.sharding.active:
         return []
     views = {shard.name: shard.view for shard in plan.param_shards}
     by_view: dict[str, list[Tensor]] = {}
@@ -132,18 +134,18 @@ def whole_gradients(module: nn.Module, plan: Plan, mesh: Mesh) -> list[GradientS
 
 
 def apply_fsdp(module: nn.Module, plan: Plan, mesh: Mesh, device: torch.device, root: nn.Module) -> None:
-    blocks = present(module, plan.roles.blocks)
+    blocks = present(module, plan.layout.modules.blocks)
     arguments = fsdp_arguments(module, plan, mesh, device)
-    shard_modules(module, blocks, arguments, plan, root=root, meshes=_other_meshes(module, plan, mesh))
-    prefetch_modules(module, blocks, plan.sharding.prefetch_forward, plan.sharding.prefetch_backward)
+    shard_modules(module, blocks, arguments, plan, root=root, meshes=_other_meshes(module, plan.layout, mesh))
+    prefetch_modules(module, blocks, plan.layout.sharding.prefetch_forward, plan.layout.sharding.prefetch_backward)
 
 
-def _other_meshes(module: nn.Module, plan: Plan, mesh: Mesh) -> dict[str, DeviceMesh]:
+def _other_meshes(module: nn.Module, layout: Layout, mesh: Mesh) -> dict[str, DeviceMesh]:
     """Return the meshes of modules that are sharded over other ranks: experts, and encoders with their own layout."""
     meshes: dict[str, DeviceMesh] = {}
-    for path in present(module, plan.axes.encoders):
-        if plan.axes.fsdp_view(path) != FSDP:
-            meshes[path] = mesh.copies(plan.axes.fsdp_view(path))
-    if plan.experts is not None:
-        meshes.update(dict.fromkeys(present(module, plan.experts.modules), mesh.copies(FSDP_EXPERTS)))
+    for path in present(module, layout.axes.encoders):
+        if layout.axes.fsdp_view(path) != FSDP:
+            meshes[path] = mesh.copies(layout.axes.fsdp_view(path))
+    if layout.experts is not None:
+        meshes.update(dict.fromkeys(present(module, layout.experts.modules), mesh.copies(FSDP_EXPERTS)))
     return meshes

@@ -29,7 +29,7 @@ from tessera.parallel.memory_estimate import (
 from tessera.parallel.mesh import CONTEXT, Axes, divisors, make_axes
 from tessera.parallel.modules import plan_modules
 from tessera.parallel.pipeline_plan import plan_pipeline
-from tessera.parallel.plan import MemoryPlan, Plan, Precision, Sharding, ShardsItself, Workload
+from tessera.parallel.plan import Layout, MemoryPlan, Plan, Precision, Sharding, ShardsItself, Workload
 from tessera.parallel.plan_text import DescribedPlan
 from tessera.parallel.tensor import plan_tensor
 
@@ -58,14 +58,13 @@ def make_plan(
     workload = workload or Workload()
     parameters = dict(module.named_parameters())
     frozen = _frozen_names(parameters, freeze)
-    roles = plan_modules(section, model_plan, module, frozen)
+    modules = plan_modules(section, model_plan, module, frozen)
     types = _precision(precision, model_plan, module)
     sharding = _sharding(section, axes, types)
     tensor = plan_tensor(section, model_plan, module, axes, workload.tokens)
     experts = plan_experts(section, model_plan, module, axes)
-    microbatches = _microbatches(workload, axes)
     pipeline = plan_pipeline(
-        section, model_plan, module, axes, microbatches, workload.tokens, workload.rows_of_microbatch
+        section, model_plan, module, axes, workload.microbatches(axes), workload.tokens, workload.rows_of_microbatch
     )
     shards = param_shards(
         module,
@@ -73,11 +72,11 @@ def make_plan(
         tensor=tensor,
         experts=experts,
         frozen=frozen,
-        ignored=[*roles.ignored, *(path for path in types.float32 if home(path, roles.blocks) is not None)],
+        ignored=[*modules.ignored, *(path for path in types.float32 if home(path, modules.blocks) is not None)],
         # Resharding over fewer ranks works for the first dimension only. `shard_itself` also uses the first only.
         rows_only=not isinstance(sharding.reshard_after_forward, bool) or isinstance(module, ShardsItself),
     )
-    waiting = block_bytes(module, roles.block_offload, types.weights, types.float32, parameters=not sharding.active)
+    waiting = block_bytes(module, modules.block_offload, types.weights, types.float32, parameters=not sharding.active)
     _check_waiting(waiting, sharding.active)
     by_position = [shards_of_stage(shards, pipeline, position) for position in range(section.pp)]
     memory = [
@@ -87,26 +86,20 @@ def make_plan(
             types.compute,
             buffer_bytes(module, pipeline, position),
             state,
-            [waiting[path] for path in blocks_of_stage(roles.block_offload, pipeline, position)],
+            [waiting[path] for path in blocks_of_stage(modules.block_offload, pipeline, position)],
             types.float32,
         )
         for position, here in enumerate(by_position)
     ]
     gradients = max(sum(shard.numel for shard in here if shard.trained) for here in by_position)
     local = sharding.accumulate == "local" and world > 1
+    context = plan_context(section, model_plan, module, axes, workload.tokens)
     return DescribedPlan(
-        axes=axes,
-        tensor=tensor,
-        context=plan_context(section, model_plan, module, axes, workload.tokens),
-        experts=experts,
-        pipeline=pipeline,
-        roles=roles,
-        sharding=sharding,
+        layout=Layout(axes, tensor, context, experts, pipeline, modules, sharding),
         precision=types,
         memory=MemoryPlan(tuple(memory), gradients * types.reduce.itemsize if local else 0),
         workload=workload,
         rows=_rows(model_plan, workload, axes),
-        microbatches=microbatches,
         parameters=sum(p.numel() for p in parameters.values()),
         trained=sum(p.numel() for name, p in parameters.items() if name not in frozen),
         param_shards=tuple(shards),
@@ -203,8 +196,3 @@ def _rows(model_plan: ModelPlan, workload: Workload, axes: Axes) -> dict[str, in
             rows[stream.projector] = elements // stream.per_slot
         rows[stream.module] = elements // axes.size(axes.encoders[stream.module].dp)
     return rows
-
-
-def _microbatches(workload: Workload, axes: Axes) -> int:
-    """Return the number of micro-batches of one rank in a step, rounded down. The loader refuses a remainder."""
-    return max(1, workload.rows // (workload.rows_of_microbatch * axes.size("data")))

@@ -119,17 +119,17 @@ class PipelineEngine:
         shared: Sequence[PostBackward] = (),
         loss_scale: LossScale | None = None,
     ) -> None:
-        assert plan.pipeline is not None
+        assert plan.layout.pipeline is not None
         self.stages = stages
         self.plan = plan
-        self.pipeline = plan.pipeline
+        self.pipeline = plan.layout.pipeline
         self.device = device
         self.shared = shared
         self.loss_scale = loss_scale
         self.microbatch: int | None = None  # always None: several micro-batches are computed at once
         self.pp_group = mesh.group(PP)
         self.loss_group = mesh.group(LOSS)
-        self.tied = TiedCopies(stages, plan.pipeline, mesh)
+        self.tied = TiedCopies(stages, self.pipeline, mesh)
         self._sequential = SequentialStages(stages, plan, mesh, device)
         self._schedule: Any = None  # made in the first step, when the number of tokens is known
         self._elements: list[int] = []

@@ -73,7 +73,7 @@ class LocalStages(nn.Module):
 
 
 def split_into_stages(module: nn.Module, plan: Plan, mesh: Mesh) -> LocalStages:
-    pipeline = plan.pipeline
+    pipeline = plan.layout.pipeline
     assert pipeline is not None
     units = [path for stage in pipeline.stages for path in stage.modules]
     stages = []
@@ -103,9 +103,9 @@ class SequentialStages:
     """
 
     def __init__(self, stages: LocalStages, plan: Plan, mesh: Mesh, device: torch.device) -> None:
-        assert plan.pipeline is not None
+        assert plan.layout.pipeline is not None
         self.here = stages.here()
-        self.owner = plan.pipeline.owner
+        self.owner = plan.layout.pipeline.owner
         self.dtype = plan.precision.compute
         self.device = device
         self.group = mesh.group(PP)

@@ -18,7 +18,7 @@ from tessera.parallel.device_fit import DeviceFit
 from tessera.parallel.experts import ExpertPlan
 from tessera.parallel.frozen import FrozenBytes
 from tessera.parallel.memory_estimate import MemoryBytes, ParamShard
-from tessera.parallel.mesh import REPLICATE, Axes
+from tessera.parallel.mesh import DATA, REPLICATE, Axes
 from tessera.parallel.modules import ModulePlan
 from tessera.parallel.pipeline_plan import PipelinePlan
 from tessera.parallel.sequence_sharding import BatchSharding
@@ -37,6 +37,10 @@ class Workload:
     rows: int = 1  # rows of one step, over all ranks
     rows_of_microbatch: int = 1
 
+    def microbatches(self, axes: Axes) -> int:
+        """Return the number of micro-batches of one rank in a step, rounded down. The loader refuses a remainder."""
+        return max(1, self.rows // (self.rows_of_microbatch * axes.size(DATA)))
+
 
 @dataclass(frozen=True)
 class Sharding:
@@ -49,6 +53,38 @@ class Sharding:
     prefetch_backward: int
     offload: bool  # parameters, gradients and optimizer state are in host memory
     pin_memory: bool
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Hold how the model, its batches and its memory are split over ranks."""
+
+    axes: Axes
+    tensor: TensorPlan | None  # tensor parallelism
+    context: ContextPlan | None  # context parallelism, and how inputs of encoders are distributed
+    experts: ExpertPlan | None  # expert parallelism
+    pipeline: PipelinePlan | None  # pipeline parallelism
+    modules: ModulePlan  # modules that are FSDP groups, recomputed, offloaded or compiled
+    sharding: Sharding
+
+    @property
+    def replicate(self) -> int:
+        """Return the number of copies of the model."""
+        return self.axes.size(REPLICATE)
+
+    @property
+    def batch_sharding(self) -> BatchSharding | None:
+        """Return how micro-batches are split over ranks; None if every rank has full micro-batches."""
+        return None if self.context is None else self.context.sharding
+
+    def recomputes(self, path: str) -> bool:
+        """Return whether a module is computed again in backward."""
+        return home(path, (part.path for part in self.modules.recompute)) is not None
+
+    def ahead(self, block: int, direction: Direction) -> list[str]:
+        """Return the paths of the blocks that FSDP prefetches while the block with this index computes."""
+        count = self.sharding.prefetch_forward if direction == "forward" else self.sharding.prefetch_backward
+        return ahead(self.modules.blocks, block, count, direction)
 
 
 @dataclass(frozen=True)
@@ -81,18 +117,11 @@ class MemoryPlan:
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    axes: Axes
-    tensor: TensorPlan | None  # tensor parallelism
-    context: ContextPlan | None  # context parallelism, and how inputs of encoders are distributed
-    experts: ExpertPlan | None  # expert parallelism
-    pipeline: PipelinePlan | None  # pipeline parallelism
-    roles: ModulePlan  # modules that are FSDP groups, recomputed, offloaded or compiled
-    sharding: Sharding
+    layout: Layout
     precision: Precision
     memory: MemoryPlan
     workload: Workload
     rows: Mapping[str, int]  # module -> tokens or patches of a typical micro-batch on a rank; "": the decoder
-    microbatches: int  # micro-batches of one rank in a step
     parameters: int  # number of parameters of the unsharded model
     trained: int
     param_shards: tuple[ParamShard, ...]  # all parameters
@@ -100,15 +129,13 @@ class Plan:
     notes: tuple[str, ...] = ()  # lines to print after the plan
 
     def __repr__(self) -> str:
-        return (
-            f"Plan({self.axes.world} ranks, {self.parameters:,} parameters, {self.trained:,} trained; describe() shows "
-            "all)"
-        )
+        ranks = self.layout.axes.world
+        return f"Plan({ranks} ranks, {self.parameters:,} parameters, {self.trained:,} trained; describe() shows all)"
 
     @property
-    def replicate(self) -> int:
-        """Return the number of copies of the model."""
-        return self.axes.size(REPLICATE)
+    def microbatches(self) -> int:
+        """Return the number of micro-batches of one rank in a step."""
+        return self.workload.microbatches(self.layout.axes)
 
     @property
     def frozen(self) -> tuple[str, ...]:
@@ -116,15 +143,10 @@ class Plan:
         return tuple(shard.name for shard in self.param_shards if not shard.trained)
 
     @property
-    def batch_sharding(self) -> BatchSharding | None:
-        """Return how micro-batches are split over ranks; None if every rank has full micro-batches."""
-        return None if self.context is None else self.context.sharding
-
-    @property
     def float32_whole(self) -> tuple[str, ...]:
         """Return the float32 modules inside of blocks. They are not sharded: an FSDP group would break the graph of a
         compiled block."""
-        return tuple(path for path in self.precision.float32 if home(path, self.roles.blocks) is not None)
+        return tuple(path for path in self.precision.float32 if home(path, self.layout.modules.blocks) is not None)
 
     def rows_at(self, path: str) -> int:
         """Return how many tokens or patches of a typical micro-batch a rank computes in a module."""
@@ -138,14 +160,10 @@ class Plan:
         part = self._part(path)
         return any(shard.trained for shard in self.param_shards if not part or shard.name.startswith(part + "."))
 
-    def recomputes(self, path: str) -> bool:
-        """Return whether a module is computed again in backward."""
-        return home(path, (part.path for part in self.roles.recompute)) is not None
-
     def volume(self, view: str, kind: Kind, passes: int, size: int) -> CommVolume:
         """Return the communication of a step with `passes` collectives of `size` bytes in each micro-batch."""
         count = passes * self.microbatches
-        return CommVolume(self.axes.label(view), kind, count, count * size)
+        return CommVolume(self.layout.axes.label(view), kind, count, count * size)
 
     def _part(self, path: str) -> str:
         return home(path, filter(None, self.rows)) or ""
@@ -157,26 +175,22 @@ class Plan:
             """Return paths inside of the submodule -> the same paths relative to it."""
             return {full: full.removeprefix(f"{path}.") for full in paths if full.startswith(f"{path}.")}
 
-        roles, types = self.roles, self.precision
+        modules, types = self.layout.modules, self.precision
+        modules = replace(
+            modules,
+            blocks=tuple(inside(modules.blocks).values()),
+            ignored=tuple(inside(modules.ignored).values()),
+            recompute=tuple(replace(r, path=name) for r in modules.recompute for name in inside([r.path]).values()),
+        )
         return replace(
             self,
-            roles=replace(
-                roles,
-                blocks=tuple(inside(roles.blocks).values()),
-                ignored=tuple(inside(roles.ignored).values()),
-                recompute=tuple(replace(r, path=name) for r in roles.recompute for name in inside([r.path]).values()),
-            ),
+            layout=replace(self.layout, modules=modules),
             precision=replace(
                 types,
                 modules={name: types.modules[full] for full, name in inside(types.modules).items()},
                 float32=tuple(inside(types.float32).values()),
             ),
         )
-
-    def ahead(self, block: int, direction: Direction) -> list[str]:
-        """Return the paths of the blocks that FSDP prefetches while the block with this index computes."""
-        count = self.sharding.prefetch_forward if direction == "forward" else self.sharding.prefetch_backward
-        return ahead(self.roles.blocks, block, count, direction)
 
 
 @runtime_checkable

@@ -15,7 +15,7 @@ from tessera.parallel.comm_estimate import estimate_communication
 from tessera.parallel.communication import comm_text, readable
 from tessera.parallel.frozen import FrozenBytes
 from tessera.parallel.mesh import CONTEXT, DATA, EP, PP, RING, TENSOR, ULYSSES
-from tessera.parallel.plan import Plan
+from tessera.parallel.plan import Layout, Plan
 
 
 def plan_text(plan: Plan) -> str:
@@ -35,20 +35,21 @@ def modules_text(plan: Plan) -> str:
 
 
 def _rows(plan: Plan) -> list[tuple[str, str]]:
+    layout = plan.layout
     rows = [
-        ("ranks", _ranks(plan)),
-        ("axes", ", ".join(f"{axis}={size}" for axis, size in plan.axes.root.items() if plan.axes.world > 1)),
+        ("ranks", _ranks(layout)),
+        ("axes", ", ".join(f"{axis}={size}" for axis, size in layout.axes.root.items() if layout.axes.world > 1)),
         ("parameters", f"{plan.parameters:,} ({plan.trained:,} trained)"),
         ("adapters", _adapters(plan)),
-        *_axes(plan),
-        ("shard groups", _groups(plan)),
-        ("ignored", _summary(plan.roles.ignored)),
-        ("recompute", _recompute(plan)),
-        ("activations", _summary(plan.roles.activation_offload)),
+        *_axes(layout),
+        ("shard groups", _groups(layout)),
+        ("ignored", _summary(layout.modules.ignored)),
+        ("recompute", _recompute(layout)),
+        ("activations", _summary(layout.modules.activation_offload)),
         ("host blocks", _host_blocks(plan)),
-        ("compile", _summary(plan.roles.compiled)),
-        ("offload", _offload(plan)),
-        ("prefetch", _prefetch(plan)),
+        ("compile", _summary(layout.modules.compiled)),
+        ("offload", _offload(layout)),
+        ("prefetch", _prefetch(layout)),
         ("gradients", _gradients(plan)),
         ("types", _types(plan)),
         *(("", note) for note in plan.notes),
@@ -61,45 +62,46 @@ def _rows(plan: Plan) -> list[tuple[str, str]]:
     return [(name, text) for name, text in rows if text]
 
 
-def _ranks(plan: Plan) -> str:
-    if plan.axes.world == 1:
+def _ranks(layout: Layout) -> str:
+    if layout.axes.world == 1:
         return "1"
-    shared = plan.axes.size(DATA) // plan.replicate
-    words = f"{plan.axes.world} = {plan.replicate} replicated x {shared} sharded"
+    shared = layout.axes.size(DATA) // layout.replicate
+    words = f"{layout.axes.world} = {layout.replicate} replicated x {shared} sharded"
     for name, axis in (("pipeline", PP), ("context", CONTEXT), ("tensor", TENSOR)):
-        if plan.axes.size(axis) > 1:
-            words += f" x {plan.axes.size(axis)} {name}"
+        if layout.axes.size(axis) > 1:
+            words += f" x {layout.axes.size(axis)} {name}"
     return words
 
 
 def _adapters(plan: Plan) -> str:
     """Return how many layers have an adapter, as text. The stacked experts of one layer count once."""
     names = [shard.name for shard in plan.param_shards if is_output_factor(shard.name)]
-    experts = () if plan.experts is None else plan.experts.stacks
+    experts = () if plan.layout.experts is None else plan.layout.experts.stacks
     stacked = sum(home(name, experts) is not None for name in names)
     counts = {"of linear layers": len(names) - stacked, "of stacked experts": stacked}
     return " and ".join(f"{count:,} {what}" for what, count in counts.items() if count)
 
 
-def _axes(plan: Plan) -> list[tuple[str, str]]:
+def _axes(layout: Layout) -> list[tuple[str, str]]:
     """Return (label, text) for each kind of parallelism in the plan, and for each pipeline stage."""
+    axes = layout.axes
     rows: list[tuple[str, str]] = []
-    if plan.tensor is not None:
-        tokens = "tokens sharded between layers" if plan.tensor.sequence else "all tokens on each rank"
-        rows.append(("tensor", f"{len(plan.tensor.layers)} layers over {plan.axes.size(TENSOR)} ranks, {tokens}"))
-    if plan.context is not None and plan.axes.size(CONTEXT) > 1:
-        ring, ulysses = plan.axes.size(RING), plan.axes.size(ULYSSES)
+    if layout.tensor is not None:
+        tokens = "tokens sharded between layers" if layout.tensor.sequence else "all tokens on each rank"
+        rows.append(("tensor", f"{len(layout.tensor.layers)} layers over {axes.size(TENSOR)} ranks, {tokens}"))
+    if layout.context is not None and axes.size(CONTEXT) > 1:
+        ring, ulysses = axes.size(RING), axes.size(ULYSSES)
         rows.append(
             ("context", f"sequences shared by {ring * ulysses} ranks: ring of {ring} x {ulysses} that exchange heads")
         )
-    for path, views in plan.axes.encoders.items():
-        if plan.axes.size(views.dp) > 1:
-            dp, tp = plan.axes.size(views.dp), plan.axes.size(views.tensor)
+    for path, views in axes.encoders.items():
+        if axes.size(views.dp) > 1:
+            dp, tp = axes.size(views.dp), axes.size(views.tensor)
             rows.append(("encoder", f"inputs of {path} distributed over {dp} groups of {tp} ranks"))
-    if plan.experts is not None and plan.axes.size(EP) > 1:
-        rows.append(("experts", f"of {len(plan.experts.modules)} layers, distributed over {plan.axes.size(EP)} ranks"))
-    if plan.pipeline is not None:
-        pipeline = plan.pipeline
+    if layout.experts is not None and axes.size(EP) > 1:
+        rows.append(("experts", f"of {len(layout.experts.modules)} layers, distributed over {axes.size(EP)} ranks"))
+    if layout.pipeline is not None:
+        pipeline = layout.pipeline
         head = f"{pipeline.schedule}, {pipeline.microbatches} micro-batches, ranks wait {pipeline.bubble:.1%} of a step"
         rows.append(("pipeline", head))
         for number, stage in enumerate(pipeline.stages):
@@ -135,64 +137,64 @@ def _memory(plan: Plan) -> str:
 
 def _communication(plan: Plan) -> list[tuple[str, str]]:
     """Return (label, text) on the communication of the rank that sends most bytes."""
-    by_position = [estimate_communication(plan, position) for position in range(plan.axes.size(PP))]
+    by_position = [estimate_communication(plan, position) for position in range(plan.layout.axes.size(PP))]
     most = max(by_position, key=lambda lines: sum(line.bytes for line in lines))
     return [("a step sends" if number == 0 else "", line) for number, line in enumerate(comm_text(most))]
 
 
-def _groups(plan: Plan) -> str:
-    if not plan.sharding.active:
+def _groups(layout: Layout) -> str:
+    if not layout.sharding.active:
         return ""
-    freed = plan.sharding.reshard_after_forward
+    freed = layout.sharding.reshard_after_forward
     after = {True: "freed after forward", False: "kept until backward"}
     how = after[freed] if isinstance(freed, bool) else f"shared by {freed} ranks after forward"
-    return f"{len(plan.roles.blocks)} blocks + root, {how}: {_summary(plan.roles.blocks)}"
+    return f"{len(layout.modules.blocks)} blocks + root, {how}: {_summary(layout.modules.blocks)}"
 
 
-def _recompute(plan: Plan) -> str:
+def _recompute(layout: Layout) -> str:
     parts = []
-    for keep, group in groupby(plan.roles.recompute, key=lambda r: r.keep):
+    for keep, group in groupby(layout.modules.recompute, key=lambda r: r.keep):
         results = "" if keep == "none" else f" (keeping {keep} results)"
         parts.append(_summary([r.path for r in group]) + results)
-    form = ", reentrant" if plan.roles.use_reentrant and parts else ""
+    form = ", reentrant" if layout.modules.use_reentrant and parts else ""
     return "; ".join(parts) + form
 
 
 def _host_blocks(plan: Plan) -> str:
-    if not plan.roles.block_offload:
+    if not plan.layout.modules.block_offload:
         return ""
     most = plan.memory.heaviest
     sizes = f"{readable(most.host)} in host memory, at most {readable(most.window)} of them on the device"
-    return f"frozen weights of {_summary(plan.roles.block_offload)}: {sizes}"
+    return f"frozen weights of {_summary(plan.layout.modules.block_offload)}: {sizes}"
 
 
-def _offload(plan: Plan) -> str:
-    if not plan.sharding.offload:
+def _offload(layout: Layout) -> str:
+    if not layout.sharding.offload:
         return ""
-    pinned = ", page-locked where an accelerator is" if plan.sharding.pin_memory else ""
+    pinned = ", page-locked where an accelerator is" if layout.sharding.pin_memory else ""
     return f"parameters, gradients and optimizer in host memory{pinned}"
 
 
-def _prefetch(plan: Plan) -> str:
-    if not plan.sharding.active or not plan.roles.blocks or plan.axes.world == 1:
+def _prefetch(layout: Layout) -> str:
+    if not layout.sharding.active or not layout.modules.blocks or layout.axes.world == 1:
         return ""
-    return f"forward {_prefetched(plan, True)}; backward {_prefetched(plan, False)}"
+    return f"forward {_prefetched(layout, True)}; backward {_prefetched(layout, False)}"
 
 
-def _prefetched(plan: Plan, forward: bool) -> str:
+def _prefetched(layout: Layout, forward: bool) -> str:
     """Return which blocks the first block prefetches, as text. It is an example: all prefetch the same number."""
-    count = plan.sharding.prefetch_forward if forward else plan.sharding.prefetch_backward
+    count = layout.sharding.prefetch_forward if forward else layout.sharding.prefetch_backward
     if not count:
         return "none" if forward else "one block"
-    at = 0 if forward else len(plan.roles.blocks) - 1
-    ahead = plan.ahead(at, "forward" if forward else "backward")
-    return f"{count} ahead" + (f" ({plan.roles.blocks[at]} -> {_summary(ahead)})" if ahead else "")
+    at = 0 if forward else len(layout.modules.blocks) - 1
+    ahead = layout.ahead(at, "forward" if forward else "backward")
+    return f"{count} ahead" + (f" ({layout.modules.blocks[at]} -> {_summary(ahead)})" if ahead else "")
 
 
 def _gradients(plan: Plan) -> str:
-    if plan.axes.world == 1:
+    if plan.layout.axes.world == 1:
         return ""
-    if plan.sharding.accumulate == "reduce":
+    if plan.layout.sharding.accumulate == "reduce":
         return "summed over ranks after each micro-batch"
     return f"summed over ranks once per step; {readable(plan.memory.whole_gradients)} more per rank until then"
 
@@ -220,9 +222,10 @@ def _word(dtype: torch.dtype) -> str:
 
 def plan_figures(plan: Plan) -> dict[str, Any]:
     """Return the plan as plain data. Memory and communication: of the largest rank at each pipeline position."""
+    axes = plan.layout.axes
     return {
-        "world": plan.axes.world,
-        "axes": dict(plan.axes.root),
+        "world": axes.world,
+        "axes": dict(axes.root),
         "parameters": plan.parameters,
         "trained": plan.trained,
         "memory": [{**asdict(memory), "total": memory.total} for memory in plan.memory.by_position],
@@ -230,7 +233,7 @@ def plan_figures(plan: Plan) -> dict[str, Any]:
         "whole_gradient_bytes": plan.memory.whole_gradients,
         **({} if plan.device_fit is None else {"device": plan.device_fit.figures()}),
         "communication": [
-            [asdict(line) for line in estimate_communication(plan, position)] for position in range(plan.axes.size(PP))
+            [asdict(line) for line in estimate_communication(plan, position)] for position in range(axes.size(PP))
         ],
     }
 

@@ -58,7 +58,7 @@ class _Search:
 
     def _changes(self, first: _Count) -> list[FitChange]:
         """Return the cheapest single change that fits, or several changes that fit together."""
-        keys = memory_keys(first.config, self._world, first.plan.roles.blocks)
+        keys = memory_keys(first.config, self._world, first.plan.layout.modules.blocks)
         for number, key in enumerate(keys, 1):
             tried = self._try(key, first, f"change {number} of {len(keys)}", alone=True)
             if tried is not None and tried.total <= self._usable:
@@ -75,7 +75,7 @@ class _Search:
                     break
                 changes.append(_describe(again, at, tried))
                 at = tried
-                again = _of_kind(again, memory_keys(at.config, self._world, at.plan.roles.blocks))
+                again = _of_kind(again, memory_keys(at.config, self._world, at.plan.layout.modules.blocks))
         return changes
 
     def _try(self, key: MemoryKey, at: _Count, phase: str, *, alone: bool) -> _Count | None:
@@ -99,7 +99,7 @@ class _Search:
     def _count(self, config: RunConfig, phase: str, plan: DescribedPlan | None = None) -> _Count:
         plan = plan or build_meta_model(config, self._world).plan
         held = max(device_bytes(plan, position) for position in range(len(plan.memory.by_position)))
-        if plan.pipeline is None and plan.microbatches > 2 and config.train.samples_per_step is None:
+        if plan.layout.pipeline is None and plan.microbatches > 2 and config.train.samples_per_step is None:
             # Two micro-batches are enough: from the second on, all need the same memory.
             rows = config.train.global_batch * 2 // plan.microbatches
             shorter = config.model_copy(update={"train": config.train.model_copy(update={"global_batch": rows})})
@@ -108,7 +108,7 @@ class _Search:
         try:
             roles = run_roles(shorter, self._world, phase)
         except Uncountable as error:
-            gradients = 0 if plan.sharding.offload else plan.memory.heaviest.gradients
+            gradients = 0 if plan.layout.sharding.offload else plan.memory.heaviest.gradients
             return _Count(config, plan, held, held + gradients, error.what)
         most = max(roles, key=lambda role: role.total)
         return _Count(config, plan, most.held, most.total)

@@ -120,7 +120,7 @@ def run_roles(config: RunConfig, world: int, phase: str = "running a step") -> l
         )
     plan = setup.plan
     alike: dict[object, list[int]] = {}
-    for position in range(plan.axes.size(PP)):
+    for position in range(plan.layout.axes.size(PP)):
         alike.setdefault(_stage_key(plan, position), []).append(position)
     roles: list[Role] = []
     with ThreadPoolExecutor(os.cpu_count()) as pool, WorkProgress(phase, len(alike), "roles") as progress:
@@ -132,7 +132,7 @@ def run_roles(config: RunConfig, world: int, phase: str = "running a step") -> l
 
 def _stage_key(plan: Plan, position: int) -> object:
     """Return a key that is equal for pipeline positions with equal stages, whatever the indices of their layers."""
-    pipeline = plan.pipeline
+    pipeline = plan.layout.pipeline
     if pipeline is None:
         return ()
     stages = []
@@ -188,10 +188,10 @@ def run_role(config: RunConfig, world: int, position: int) -> Role:
     began = time.perf_counter()
     setup = build_meta_model(config, world)  # parallelize_on_meta below changes its module
     plan = setup.plan
-    rank = position * (world // plan.axes.size(PP))  # the pipeline is the outermost axis
+    rank = position * (world // plan.layout.axes.size(PP))  # the pipeline is the outermost axis
     cpu = torch.device("cpu")
     with dist.fake_world(world, rank), devices.counted_as(config.train.device):
-        mesh = Mesh(plan.axes, cpu)
+        mesh = Mesh(plan.layout.axes, cpu)
         batches = [example_batch(config, setup, mesh) for _ in range(plan.microbatches)]
         module = parallelize_on_meta(setup.module, plan, mesh, cpu)
         with fake_tensor_mode() as shapes_only:
@@ -200,11 +200,11 @@ def run_role(config: RunConfig, world: int, position: int) -> Role:
             _route_evenly(module)
             memory, counted = LiveMemory(), CommCounter(mesh)
             with memory, counted:  # nested so that the communication counter sees every operation
-                if plan.sharding.offload:
+                if plan.layout.sharding.offload:
                     _leave_gradients_out(module, memory)
                 engine.step(setup.task, [_without_memory(batch, shapes_only) for batch in batches])
                 total_norm([p.grad for p in module.parameters() if p.grad is not None], cpu, others=mesh.group(PP))
-    ranks = world // plan.axes.size(PP)
+    ranks = world // plan.layout.axes.size(PP)
     frozen = plan.memory.frozen.values()
     encoding = max((part.at(position) for part in frozen if part.residence == "offloaded"), default=0)
     seconds = time.perf_counter() - began
@@ -220,8 +220,8 @@ def device_bytes(plan: Plan, position: int) -> int:
     """
     here = plan.memory.by_position[position]
     held = here.total - here.gradients
-    if plan.sharding.offload:
-        shards = shards_of_stage(plan.param_shards, plan.pipeline, position)
+    if plan.layout.sharding.offload:
+        shards = shards_of_stage(plan.param_shards, plan.layout.pipeline, position)
         held = here.buffers + here.window + sum(s.numel * plan.precision.compute.itemsize for s in shards if s.whole)
         # An offloaded weight is copied to the device in its storage dtype, and cast there.
         held += max((s.local_numel for s in shards if not s.whole), default=0) * plan.precision.weights.itemsize
@@ -277,9 +277,9 @@ def example_batch(config: RunConfig, setup: ModelSetup, mesh: Mesh) -> Batch:
         batch = batch.with_tensors(**_as_pair(batch["tokens"].shape[0]))
     rows = RankDataset(
         _OneBatch(batch),
-        plan.axes,
+        plan.layout.axes,
         mesh.root.get_rank(),
-        sharding=plan.batch_sharding,
+        sharding=plan.layout.batch_sharding,
     )
     return rows.batch([0])
 

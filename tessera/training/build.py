@@ -70,7 +70,7 @@ def build_trainer(
     `config`: the recipe with every field of the model (see `with_model_resolved`). `extra`: callbacks of the caller.
     """
     plan, task = setup.plan, setup.task
-    if plan.roles.compiled:
+    if plan.layout.modules.compiled:
         task.compile()
     if config.data.workers not in (0, "auto"):
         start_early()
@@ -79,7 +79,7 @@ def build_trainer(
     # A resumed run uses its own copy of the tokenizer files and does not rewrite it: other ranks may be reading it.
     if world.is_main and config.model.tokenizer != copy:
         keep_side_files(config, setup, processor, copy)
-    mesh = Mesh(plan.axes, world.device)
+    mesh = Mesh(plan.layout.axes, world.device)
     source, held_out = _read_rows(config, setup, world, mesh, processor, objects)
     rows = source if isinstance(source, RowSource) else None
     if rows is not None:
@@ -94,7 +94,7 @@ def build_trainer(
     task.setup(_frozen_components(config, setup, mesh, world), world)
     trained = [shard.name for shard in plan.param_shards if shard.trained]
     optimizer = build_optimizer(
-        module, config.optim, world.device, trained, offloaded=plan.sharding.offload, make=objects.optimizer
+        module, config.optim, world.device, trained, offloaded=plan.layout.sharding.offload, make=objects.optimizer
     )
     if world.is_main:
         log.info("%s", plan.describe())
@@ -134,7 +134,7 @@ def build_trainer(
         optimizer_step=guard,
         eval_weights=ema.in_place if ema is not None and ema.settings.evaluate else contextlib.nullcontext,
         eval_batches=evaluated.batches if evaluated is not None else None,
-        memory=MemoryAdvice(config, world.size, plan.roles.blocks),
+        memory=MemoryAdvice(config, world.size, plan.layout.modules.blocks),
         data_identity="" if rows is None else rows.identity,
     )
 
@@ -146,7 +146,7 @@ def _guard(config: RunConfig, plan: Plan, mesh: Mesh, loss_scale: LossScale | No
         warmup=config.optim.schedule.warmup,
         loss_scale=loss_scale,
         data_rank=mesh.position(DATA),
-        microbatches=1 if plan.pipeline is None else plan.pipeline.microbatches,
+        microbatches=1 if plan.layout.pipeline is None else plan.layout.pipeline.microbatches,
     )
 
 
@@ -176,7 +176,7 @@ def _local(rows: RowSource, setup: ModelSetup, mesh: Mesh) -> RowSource:
     flops = None
     if setup.spec.flops is not None:
         flops = functools.partial(setup.spec.flops, setup.config, training=setup.training)
-    sharding = setup.plan.batch_sharding
+    sharding = setup.plan.layout.batch_sharding
     return RankDataset(rows, mesh.axes, mesh.root.get_rank(), reports=mesh.reports, sharding=sharding, flops=flops)
 
 
@@ -321,7 +321,7 @@ def _with_rows_per_step(config: RunConfig, plan: Plan, source: RowSource) -> Run
             fix=f"count rows instead: train.global_batch={samples} if each row is one sample",
             code="recipe.samples-of-ready-rows",
         )
-    if plan.pipeline is not None and rows != config.train.global_batch:
+    if plan.layout.pipeline is not None and rows != config.train.global_batch:
         raise TesseraError(
             f"the samples of a step take {rows} rows, and the pipeline is planned for {config.train.global_batch}",
             where="train.global_batch",

@@ -64,7 +64,7 @@ def run_callbacks(parts: CallbackParts, extra: Sequence[Callback]) -> list[Callb
     The guard is not in the list: it applies the update of a step, and the trainer calls it before all others.
     """
     config, watched = parts.config, parts.config.parallel.watch and parts.world.size > 1
-    history = SessionHistory()
+    blocks, history = parts.setup.plan.layout.modules.blocks, SessionHistory()
     callbacks: list[Callback | None] = [
         history,  # records the sessions; writes the report of a run that failed
         StopOnSignal(),  # handles signals, also while the other callbacks start
@@ -83,8 +83,8 @@ def run_callbacks(parts: CallbackParts, extra: Sequence[Callback]) -> list[Callb
         *best_callbacks(config, parts.held_out is not None, parts.checkpoints),
         *named_callbacks(config.train),  # `train.callbacks`
         *extra,  # callbacks of the caller of `tessera.train`
-        StepProfiler(config.profile, parts.setup.plan.roles.blocks) if config.profile.steps is not None else None,
-        Watchdog(parts.setup.plan.roles.blocks, config.parallel)
+        StepProfiler(config.profile, blocks) if config.profile.steps is not None else None,
+        Watchdog(blocks, config.parallel)
         if watched
         else None,  # last in the list: watches the other ranks until all callbacks have ended
     ]

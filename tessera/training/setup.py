@@ -172,7 +172,7 @@ def _check_keys(config: RunConfig, spec: ModelSpec, module: nn.Module, plan: Pla
     if config.parallel.offload and objects.optimizer is None:
         check_offload(config.optim)
     check_measured(config)
-    if config.train.generate_every and plan.axes.size(CONTEXT) > 1 and not isinstance(spec, GenerationSpec):
+    if config.train.generate_every and plan.layout.axes.size(CONTEXT) > 1 and not isinstance(spec, GenerationSpec):
         raise TesseraError(
             "answers cannot be generated with parallel.cp above 1: growing prompts are not split over ranks",
             where="train.generate_every",
@@ -266,7 +266,7 @@ def _encoded_ahead(
     with torch.device("meta"):
         row = spec.example(model_config, config.data.length)
     size = sum(tensor.nbytes for tensor in row.tensors.values() if tensor.is_floating_point())
-    rows = config.train.global_batch // plan.axes.size(DATA)
+    rows = config.train.global_batch // plan.layout.axes.size(DATA)
     return task.encode_steps, task.encode_steps * rows * size
 
 
@@ -279,7 +279,7 @@ def check_rows(config: RunConfig, plan: Plan) -> None:
     """Raise if the rows of a step cannot be divided among the ranks. Custom data kinds, and recipes with
     `train.samples_per_step`, are not checked."""
     if config.data.kind.isidentifier() and config.data.kind != "custom" and config.train.samples_per_step is None:
-        check_batch(config.train.global_batch, config.train.micro_batch, plan.axes.size(DATA))
+        check_batch(config.train.global_batch, config.train.micro_batch, plan.layout.axes.size(DATA))
 
 
 def precision_guess(config: RunConfig) -> str:
@@ -331,7 +331,7 @@ def _frozen_setup(
 
 def _frozen_bytes(frozen: FrozenSetup, plan: Plan) -> FrozenBytes:
     if frozen.plan is None:
-        return frozen_bytes(frozen.module, frozen.component, plan.axes, plan.pipeline)
+        return frozen_bytes(frozen.module, frozen.component, plan.layout.axes, plan.layout.pipeline)
     return FrozenBytes(parameter_bytes(frozen.plan), frozen.component.residence)
 
 

@@ -70,21 +70,22 @@ class Fsdp2Config:
     @classmethod
     def from_plan(cls, plan: Plan) -> Fsdp2Config:
         """Translate a parallel plan to the keys of the file."""
+        sharding, modules = plan.layout.sharding, plan.layout.modules
         return cls(
-            sharding_size=plan.axes.size("fsdp"),
-            sub_modules_to_wrap=plan.roles.blocks,
-            reshard_after_forward=plan.sharding.reshard_after_forward,
+            sharding_size=plan.layout.axes.size("fsdp"),
+            sub_modules_to_wrap=modules.blocks,
+            reshard_after_forward=sharding.reshard_after_forward,
             param_dtype=_WORDS[plan.precision.compute],
             reduce_dtype=_WORDS[plan.precision.reduce],
             output_dtype=None if plan.precision.output is None else _WORDS[plan.precision.output],
             cast_forward_inputs=plan.precision.cast_inputs,
-            offload_to_cpu=plan.sharding.offload,
-            pin_memory=plan.sharding.pin_memory,
-            num_to_forward_prefetch=plan.sharding.prefetch_forward,
-            num_to_backward_prefetch=plan.sharding.prefetch_backward,
-            ignored_modules=plan.roles.ignored,
-            recompute_modules=tuple(one.path for one in plan.roles.recompute),
-            use_reentrant=plan.roles.use_reentrant,
+            offload_to_cpu=sharding.offload,
+            pin_memory=sharding.pin_memory,
+            num_to_forward_prefetch=sharding.prefetch_forward,
+            num_to_backward_prefetch=sharding.prefetch_backward,
+            ignored_modules=modules.ignored,
+            recompute_modules=tuple(one.path for one in modules.recompute),
+            use_reentrant=modules.use_reentrant,
             plan=plan,
         )
 
@@ -190,7 +191,7 @@ def set_recompute_modules_to_wrap(
     else:
         config = _config_of(module)
     # With a recipe, a recomputed module may keep some activations.
-    planned = {} if config.plan is None else {one.path: one for one in config.plan.roles.recompute}
+    planned = {} if config.plan is None else {one.path: one for one in config.plan.layout.modules.recompute}
     paths = select_paths(module, recompute_modules_config)
     reentrant = config.use_reentrant if use_reentrant is None else use_reentrant
     apply_recompute(module, [planned.get(path, Recompute(path)) for path in paths], reentrant)

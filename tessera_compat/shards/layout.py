@@ -171,11 +171,12 @@ def layout_of_recipe(recipe: Recipe, model: ModelSection, form: MegatronForm) ->
     config = config.model_copy(update={"parallel": shared, "model": config.model.model_copy(update=same)})
     setup = build_meta_model(config, shared.pp * shared.cp * shared.tp * shared.ep)
     plan, where = setup.plan, recipe if isinstance(recipe, str | Path) else "recipe"
-    tp = plan.axes.size(TENSOR)
-    for path, views in plan.axes.encoders.items():
-        if plan.axes.size(views.tensor) != tp:
+    axes = plan.layout.axes
+    tp = axes.size(TENSOR)
+    for path, views in axes.encoders.items():
+        if axes.size(views.tensor) != tp:
             raise TesseraError(
-                f"{path} has {plan.axes.size(views.tensor)} tensor ranks, the decoder {tp}: shards "
+                f"{path} has {axes.size(views.tensor)} tensor ranks, the decoder {tp}: shards "
                 "split both in the same way",
                 where=str(where),
                 fix="use --layout instead",
@@ -183,14 +184,14 @@ def layout_of_recipe(recipe: Recipe, model: ModelSection, form: MegatronForm) ->
             )
     names = [name for name, _ in setup.module.named_parameters()]
     layers: dict[str, Any] = {part.option: _stages_of(part, form, plan, names, str(where)) for part in form.parts}
-    return MegatronLayout(tp, plan.axes.size(EP), layers if plan.pipeline is not None else {})
+    return MegatronLayout(tp, axes.size(EP), layers if plan.layout.pipeline is not None else {})
 
 
 def _stages_of(
     part: PipelinePart, form: MegatronForm, plan: Plan, names: list[str], where: str
 ) -> tuple[tuple[int, ...], ...]:
     """Return the number of layers of a part on each pipeline rank, for each virtual stage."""
-    pipeline = plan.pipeline
+    pipeline = plan.layout.pipeline
     if pipeline is None:
         return ((part.count,),)
     ranks = max(pipeline.owner) + 1

@@ -16,7 +16,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from tessera.config.run_config import load_config
-from tessera.parallel.plan import Plan
+from tessera.parallel.plan import Layout, Plan
 from tessera.runtime.files import read_metrics
 from tessera.training.setup import build_meta_model
 from tessera_compat import state
@@ -152,6 +152,10 @@ def plan_of(folder: Path, text: str, ranks: int = 8, **model: Any) -> Plan:
     return build_meta_model(load_config(recipe), ranks).plan
 
 
+def layout_of(folder: Path, text: str, **model: Any) -> Layout:
+    return plan_of(folder, text, **model).layout
+
+
 def test_17_multimodal_module_takes_the_configuration() -> None:
     with serving():
         from mindspeed_mm.models.common.module import MultiModalModule  # type: ignore[import-not-found]
@@ -187,10 +191,10 @@ def test_19_weight_init_mixin_draws_weights_by_rule() -> None:
 
 
 def test_24_sharding_size(tmp_path: Path) -> None:
-    sizes = {text: plan_of(tmp_path, text) for text in ("sharding_size: auto\n", "sharding_size: 4\n", "")}
-    assert [(plan.replicate, plan.axes.size("fsdp")) for plan in sizes.values()] == [(1, 8), (2, 4), (8, 1)]
+    sizes = {text: layout_of(tmp_path, text) for text in ("sharding_size: auto\n", "sharding_size: 4\n", "")}
+    assert [(layout.replicate, layout.axes.size("fsdp")) for layout in sizes.values()] == [(1, 8), (2, 4), (8, 1)]
     with raises("layout.shard-not-divisor"):
-        plan_of(tmp_path, "sharding_size: 3\n")
+        layout_of(tmp_path, "sharding_size: 3\n")
 
 
 def test_25_param_dtype(tmp_path: Path) -> None:
@@ -216,20 +220,22 @@ def test_28_cast_forward_inputs(tmp_path: Path) -> None:
 def test_29_sub_modules_to_wrap(tmp_path: Path) -> None:
     names = "[text_decoder.embedding, 'text_decoder.decoder.layers.{0-1}']"
     expected = ("text_decoder.embedding", "text_decoder.decoder.layers.0", "text_decoder.decoder.layers.1")
-    assert plan_of(tmp_path, f"sub_modules_to_wrap: {names}\n").roles.blocks == expected
+    assert layout_of(tmp_path, f"sub_modules_to_wrap: {names}\n").modules.blocks == expected
     by_class = f"sub_modules_to_wrap: [{CustomModel.__module__}.Layer]\n"
-    assert plan_of(tmp_path, by_class).roles.blocks == tuple(f"text_decoder.decoder.layers.{n}" for n in range(6))
+    assert layout_of(tmp_path, by_class).modules.blocks == tuple(f"text_decoder.decoder.layers.{n}" for n in range(6))
     with raises("recipe.pattern-matches-nothing") as caught:
-        plan_of(tmp_path, "sub_modules_to_wrap: [text_decoder.embeding]\n")
+        layout_of(tmp_path, "sub_modules_to_wrap: [text_decoder.embeding]\n")
     assert caught.value.nearest == "text_decoder.embedding"
 
 
 def test_30_ignored_modules(tmp_path: Path) -> None:
-    assert plan_of(tmp_path, "ignored_modules: [image_encoder]\n").roles.ignored == ("image_encoder",)
+    assert layout_of(tmp_path, "ignored_modules: [image_encoder]\n").modules.ignored == ("image_encoder",)
     trained = "ignored_modules: [text_decoder.embedding]\n"
     with raises("layout.ignored-module-trained"):
-        plan_of(tmp_path, trained)
-    assert plan_of(tmp_path, trained, freeze=["text_decoder.embedding"]).roles.ignored == ("text_decoder.embedding",)
+        layout_of(tmp_path, trained)
+    assert layout_of(tmp_path, trained, freeze=["text_decoder.embedding"]).modules.ignored == (
+        "text_decoder.embedding",
+    )
     # A script is told in its own words: it has neither a recipe nor model.freeze.
     file = tmp_path / "trained.yaml"
     file.write_text("ignored_modules: [inner]\n")
@@ -241,51 +247,53 @@ def test_30_ignored_modules(tmp_path: Path) -> None:
 
 
 def test_31_recompute_modules(tmp_path: Path) -> None:
-    recomputed = plan_of(tmp_path, "recompute_modules: ['text_decoder.decoder.layers.{4-5}']\n").roles.recompute
+    recomputed = layout_of(tmp_path, "recompute_modules: ['text_decoder.decoder.layers.{4-5}']\n").modules.recompute
     assert [(one.path[-1], one.keep) for one in recomputed] == [("4", "none"), ("5", "none")]
 
 
 def test_32_use_reentrant(tmp_path: Path) -> None:
     recompute = "recompute_modules: ['text_decoder.decoder.layers.{*}']\n"
-    assert plan_of(tmp_path, recompute).roles.use_reentrant
-    assert not plan_of(tmp_path, recompute + "use_reentrant: false\n").roles.use_reentrant
+    assert layout_of(tmp_path, recompute).modules.use_reentrant
+    assert not layout_of(tmp_path, recompute + "use_reentrant: false\n").modules.use_reentrant
 
 
 def test_33_reshard_after_forward(tmp_path: Path) -> None:
     text = "sharding_size: auto\nreshard_after_forward: "
-    values = [plan_of(tmp_path, f"{text}{value}\n").sharding.reshard_after_forward for value in ("true", "false", "4")]
+    values = [
+        layout_of(tmp_path, f"{text}{value}\n").sharding.reshard_after_forward for value in ("true", "false", "4")
+    ]
     assert values == [True, False, 4]
 
 
 def test_34_offload_to_cpu(tmp_path: Path) -> None:
-    assert plan_of(tmp_path, "offload_to_cpu: true\n").sharding.offload
-    assert not plan_of(tmp_path, "").sharding.offload
+    assert layout_of(tmp_path, "offload_to_cpu: true\n").sharding.offload
+    assert not layout_of(tmp_path, "").sharding.offload
 
 
 def test_35_pin_memory(tmp_path: Path) -> None:
-    assert plan_of(tmp_path, "offload_to_cpu: true\npin_memory: true\n").sharding.pin_memory
-    assert not plan_of(tmp_path, "offload_to_cpu: true\n").sharding.pin_memory
+    assert layout_of(tmp_path, "offload_to_cpu: true\npin_memory: true\n").sharding.pin_memory
+    assert not layout_of(tmp_path, "offload_to_cpu: true\n").sharding.pin_memory
 
 
 def test_36_num_to_forward_prefetch(tmp_path: Path) -> None:
     wrap = "sub_modules_to_wrap: ['text_decoder.decoder.layers.{*}']\n"
-    plan = plan_of(tmp_path, wrap + "num_to_forward_prefetch: 2\n")
-    assert [path[-1] for path in plan.ahead(1, "forward")] == ["2", "3"]
+    layout = layout_of(tmp_path, wrap + "num_to_forward_prefetch: 2\n")
+    assert [path[-1] for path in layout.ahead(1, "forward")] == ["2", "3"]
 
 
 def test_37_num_to_backward_prefetch(tmp_path: Path) -> None:
     wrap = "sub_modules_to_wrap: ['text_decoder.decoder.layers.{*}']\n"
-    assert [path[-1] for path in plan_of(tmp_path, wrap).ahead(4, "backward")] == ["3"]
-    plan = plan_of(tmp_path, wrap + "num_to_backward_prefetch: 2\n")
-    assert [path[-1] for path in plan.ahead(4, "backward")] == ["3", "2"]
+    assert [path[-1] for path in layout_of(tmp_path, wrap).ahead(4, "backward")] == ["3"]
+    layout = layout_of(tmp_path, wrap + "num_to_backward_prefetch: 2\n")
+    assert [path[-1] for path in layout.ahead(4, "backward")] == ["3", "2"]
 
 
 def test_38_patterns(tmp_path: Path) -> None:
     layers = {"{*}": "012345", "{0-3}": "0123", "{1,3,5}": "135", "{0-1,4}": "014"}
     for group, numbers in layers.items():
         pattern = f"text_decoder.decoder.layers.{group}"
-        plan = plan_of(tmp_path, f"sub_modules_to_wrap: ['{pattern}']\n")
-        assert [path[-1] for path in plan.roles.blocks] == list(numbers)
+        layout = layout_of(tmp_path, f"sub_modules_to_wrap: ['{pattern}']\n")
+        assert [path[-1] for path in layout.modules.blocks] == list(numbers)
         model = CustomModel({"width": 8, "depth": 6})
         layers_of = model.text_decoder.decoder.layers
         assert get_submodules_by_path(model, [pattern]) == [layers_of[int(number)] for number in numbers]

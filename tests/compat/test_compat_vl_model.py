@@ -197,10 +197,10 @@ def test_a_file_may_name_classes(
     with torch.device("meta"):
         model = VLModel(model_json())
     plan = make_plan(section, model.model_plan(), model, 4)
-    assert plan.axes.size("fsdp") == 4
-    assert sorted(plan.roles.blocks) == blocks
-    assert list(plan.roles.ignored) == ignored
-    assert sorted(one.path for one in plan.roles.recompute) == recomputed
+    assert plan.layout.axes.size("fsdp") == 4
+    assert sorted(plan.layout.modules.blocks) == blocks
+    assert list(plan.layout.modules.ignored) == ignored
+    assert sorted(one.path for one in plan.layout.modules.recompute) == recomputed
 
 
 def test_classes_of_which_none_is_there_are_refused(tmp_path: Path) -> None:

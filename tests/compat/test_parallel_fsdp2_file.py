@@ -181,15 +181,15 @@ def plan_of(family: str, **keys: list[str]) -> Plan:
     ],
 )
 def test_modules_are_found_by_their_names_in_other_systems(family: str, named: str, blocks: list[str]) -> None:
-    wrapped = plan_of(family, wrap=[named]).roles.blocks
+    wrapped = plan_of(family, wrap=[named]).layout.modules.blocks
     assert [path for path in wrapped if not path.endswith(tuple("23456789"))] == blocks  # the first two layers
 
 
 def test_containers_are_ignored_and_recomputed_by_their_names_in_other_systems() -> None:
     tower = ["vision", "projector"]
     plan = plan_of("internvl", ignore=["vision_model", "mlp1"], recompute=["language_model.model"], freeze=tower)
-    assert plan.roles.ignored == ("vision", "projector")
-    assert [part.path for part in plan.roles.recompute] == ["text"]
+    assert plan.layout.modules.ignored == ("vision", "projector")
+    assert [part.path for part in plan.layout.modules.recompute] == ["text"]
 
 
 def test_a_name_that_nothing_has_is_said_as_it_was_written() -> None:

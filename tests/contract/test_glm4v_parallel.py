@@ -72,7 +72,7 @@ def test_what_does_not_split_is_told() -> None:
     _, config = resolve(ModelSection(family="glm4v", preset="9b"))
     with torch.device("meta"):
         module = SPEC.main.build(config)
-    assert make_plan(ParallelSection(tp=2), SPEC.main.plan(config), module, 2).tensor is not None  # type: ignore[arg-type]
+    assert make_plan(ParallelSection(tp=2), SPEC.main.plan(config), module, 2).layout.tensor is not None  # type: ignore[arg-type]
     with raises("layout.tp-not-divisor") as caught:
         make_plan(ParallelSection(tp=4), SPEC.main.plan(config), module, 4)  # type: ignore[arg-type]
     assert caught.value.allowed == ["1", "2"]

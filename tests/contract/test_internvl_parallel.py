@@ -98,9 +98,9 @@ def test_what_does_not_split_is_told() -> None:
     with torch.device("meta"):
         module = SPEC.main.build(config)
     plan = make_plan(ParallelSection(tp=8), SPEC.main.plan(config), module, 8)  # type: ignore[arg-type]
-    assert plan.tensor is not None
-    assert "vision.blocks.0.attn.qkv" not in plan.tensor.layers
-    assert plan.tensor.layers["vision.blocks.0.mlp.up"] == "column"
+    assert plan.layout.tensor is not None
+    assert "vision.blocks.0.attn.qkv" not in plan.layout.tensor.layers
+    assert plan.layout.tensor.layers["vision.blocks.0.mlp.up"] == "column"
     _, config = resolve(ModelSection(family="internvl", preset="3-1b"))
     with torch.device("meta"):
         module = SPEC.main.build(config)

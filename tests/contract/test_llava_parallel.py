@@ -77,7 +77,7 @@ def test_a_pipeline_is_not_split_within_the_encoder() -> None:
     with torch.device("meta"):
         module = SPEC.main.build(config)
     plan = make_plan(ParallelSection(pp=4), SPEC.main.plan(config), module, 4, workload=Workload(rows=4))
-    assert plan.pipeline is not None
+    assert plan.layout.pipeline is not None
     section = ParallelSection.model_validate({"pp": 2, "layers": {"vision": [13, 13], "text": [0, 28]}})
     with raises("layout.stage-boundary"):
         make_plan(section, SPEC.main.plan(config), module, 2, workload=Workload(rows=4))

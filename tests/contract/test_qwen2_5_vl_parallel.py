@@ -106,4 +106,4 @@ def test_what_does_not_split_is_told(preset: str, changes: dict[str, Any], tp: i
     # An encoder that is not split distributes its images instead: then it has nothing to divide.
     if preset == "72b":
         section = ParallelSection.model_validate({"tp": tp, "encoders": {"vision": {"tp": 1}}})
-        assert make_plan(section, SPEC.main.plan(config), module, tp).tensor is not None
+        assert make_plan(section, SPEC.main.plan(config), module, tp).layout.tensor is not None

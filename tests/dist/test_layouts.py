@@ -166,7 +166,7 @@ def train_net(rank: int, world: int, kind: type[Net], **section: Any) -> tuple[l
         net = kind()
     plan = make_plan(ParallelSection(**section), ModelPlan(("layers.{*}",), {}), net, world)
     device = torch.device("cpu")
-    parallelize(net, plan, Mesh(plan.axes, device), device)
+    parallelize(net, plan, Mesh(plan.layout.axes, device), device)
     assert net.head.weight is net.embed.weight
     torch.manual_seed(0)
     with torch.no_grad():
@@ -175,9 +175,9 @@ def train_net(rank: int, world: int, kind: type[Net], **section: Any) -> tuple[l
             local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
             rows = full.chunk(world)
             if local.numel():
-                local.copy_(rows[rank] if plan.sharding.active else full)
+                local.copy_(rows[rank] if plan.layout.sharding.active else full)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    engine, losses = SimpleEngine(net, plan.sharding.accumulate), []
+    engine, losses = SimpleEngine(net, plan.layout.sharding.accumulate), []
     for step in range(3):
         tokens = ((torch.arange(8) * 5 + step) % 13).chunk(world)[rank]
         out = engine.step(Copying(), [Batch({"tokens": half}) for half in tokens.chunk(2)])

@@ -195,7 +195,7 @@ def answers(rank: int, world: int, recipe: dict[str, Any], overrides: dict[str, 
     setup = build_meta_model(config, world)
     processor = build_processor(config, setup)
     assert processor is not None
-    mesh = Mesh(setup.plan.axes, device)
+    mesh = Mesh(setup.plan.layout.axes, device)
     module = parallelize(setup.module, setup.plan, mesh, device)
     initialize(module, 3, device)
     model: Any = module.eval()

@@ -48,7 +48,7 @@ def load(rank: int, world: int, folder: str, parallel: dict[str, Any], form: str
     config = load_config(recipe)
     setup = build_meta_model(config, world)
     shapes = {name: tensor.numel() for name, tensor in model_tensors(setup.module).items()}
-    mesh = Mesh(setup.plan.axes, torch.device("cpu"))
+    mesh = Mesh(setup.plan.layout.axes, torch.device("cpu"))
     module = parallelize(setup.module, setup.plan, mesh, torch.device("cpu"))
     counted = [0]
 

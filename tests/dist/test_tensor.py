@@ -67,7 +67,7 @@ def build(world: int, parallel: dict[str, Any], model: dict[str, Any]) -> tuple[
     recipe = {"model": {"family": "qwen2_vl", "preset": "quickstart", "config": MODEL}, "train": {"steps": 1}}
     setup = build_meta_model(load_config(recipe, {f"parallel.{k}": v for k, v in parallel.items()} | model), world)
     device = torch.device("cpu")
-    mesh = Mesh(setup.plan.axes, device)
+    mesh = Mesh(setup.plan.layout.axes, device)
     module = parallelize(setup.module, setup.plan, mesh, device)
     initialize(module, 7, device)
     return module, setup, mesh

@@ -107,6 +107,6 @@ def test_the_estimate_of_communication_is_what_a_step_sends(axis: str) -> None:
 
 def test_a_plan_tells_how_each_encoder_is_split() -> None:
     plan = tessera.plan(recipe(tp=2, encoders={"audio": {"tp": 1}}), world=4)
-    assert plan.axes.encoders["image"].tensor == "tensor"
+    assert plan.layout.axes.encoders["image"].tensor == "tensor"
     assert plan.rows_at("audio.blocks.0") * 2 == plan.rows_at("image.blocks.0")  # half of them on each of two ranks
     assert "inputs of audio distributed over 2 groups of 1 ranks" in plan.describe()

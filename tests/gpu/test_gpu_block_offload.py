@@ -44,7 +44,7 @@ def step(quantize: str | None, block_offload: bool) -> tuple[float, dict[str, to
     config = load_config(recipe)
     setup = build_meta_model(config, 1)
     with dist.fake_world(1, 0):
-        module = parallelize(setup.module, setup.plan, Mesh(setup.plan.axes, device), device)
+        module = parallelize(setup.module, setup.plan, Mesh(setup.plan.layout.axes, device), device)
         initial_weights(module, config, setup, device)()
     chance = torch.Generator(device).manual_seed(2)
     with torch.no_grad():

@@ -71,7 +71,7 @@ def far_from_plain(model: nn.Module, batch: Batch, plan: ModelPlan) -> dict[str,
     model = model.to("cuda")
     exact = gradients(model, batch)
     plain = gradients(model.bfloat16(), batch)
-    apply_compile(model, make_plan(ParallelSection(compile=True), plan, model, 1).roles.compiled)
+    apply_compile(model, make_plan(ParallelSection(compile=True), plan, model, 1).layout.modules.compiled)
     compiled = gradients(model, batch)
     assert compiled.keys() == plain.keys() == exact.keys()
     far = {}

@@ -67,7 +67,7 @@ def run(settings: dict[str, Any], steps: int = 2) -> tuple[list[float], dict[str
     setup = build_meta_model(config, 1)
     plan = setup.plan
     with dist.fake_world(1, 0):
-        module = parallelize(setup.module, plan, Mesh(plan.axes, CPU), CPU)
+        module = parallelize(setup.module, plan, Mesh(plan.layout.axes, CPU), CPU)
         initial_weights(module, config, setup, CPU)()
     chance = torch.Generator().manual_seed(2)
     with torch.no_grad():

@@ -361,24 +361,23 @@ def test_experts_are_adapted_where_a_pattern_names_them() -> None:
 
 def test_a_plan_splits_adapters_as_their_experts_are() -> None:
     """Two ranks have half of the experts each, and two of each of these half of the width."""
-    layout = setup(world=4, targets=["text.layers.0.mlp.experts"], rank=4, parallel={"ep": 2, "tp": 2}).plan
-    assert layout.experts is not None
-    splits = layout.experts.stacks["text.layers.0.mlp.experts"]
+    plan = setup(world=4, targets=["text.layers.0.mlp.experts"], rank=4, parallel={"ep": 2, "tp": 2}).plan
+    assert plan.layout.experts is not None
+    splits = plan.layout.experts.stacks["text.layers.0.mlp.experts"]
     assert {name: dim for name, dim in splits.items() if "lora" in name} == {
         "gate_up_proj.lora_b.weight": 2,
         "down_proj.lora_a.weight": 2,
     }
-    shapes = {s.name.split("experts.")[1]: s.shape for s in layout.param_shards if is_factor(s.name)}
+    shapes = {s.name.split("experts.")[1]: s.shape for s in plan.param_shards if is_factor(s.name)}
     assert shapes == {
         "gate_up_proj.lora_a.weight": (4, 4, 128),
         "gate_up_proj.lora_b.weight": (4, 2, 48, 4),
         "down_proj.lora_a.weight": (4, 4, 48),
         "down_proj.lora_b.weight": (4, 1, 128, 4),
     }
-    assert layout.tensor is not None
-    partial = [
-        name.split("experts.")[1] for name in layout.tensor.styles if is_factor(name) and layout.tensor.partial(name)
-    ]
+    tensor = plan.layout.tensor
+    assert tensor is not None
+    partial = [name.split("experts.")[1] for name in tensor.styles if is_factor(name) and tensor.partial(name)]
     assert partial == ["gate_up_proj.lora_a.weight", "down_proj.lora_b.weight"]
 
 

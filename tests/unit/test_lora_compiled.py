@@ -60,7 +60,8 @@ def adapted_model(dropout: float = 0.0, bits: WeightBits | None = None) -> tuple
     weights = {path: model.get_submodule(path).weight.detach().clone() for path in adapters}  # type: ignore[operator, union-attr]
     add_adapters(model, adapters, dropout, bits)
     fill(model, weights)
-    return config, model, make_plan(ParallelSection(compile=True), with_adapters(plan), model, 1).roles.compiled
+    layout = make_plan(ParallelSection(compile=True), with_adapters(plan), model, 1).layout
+    return config, model, layout.modules.compiled
 
 
 def reference(model: nn.Module, batch: Batch) -> Tensor:
@@ -223,7 +224,7 @@ def test_adapters_of_experts_break_no_graph() -> None:
     batch = Batch(tensors, {"text": Segments.of([40])}, seeds=(0,))
     expected, before = model(batch)["logits"].hidden.detach(), reference(model, batch)
     counter = CompileCounter()
-    blocks = make_plan(ParallelSection(compile=True), with_adapters(plan), model, 1).roles.compiled
+    blocks = make_plan(ParallelSection(compile=True), with_adapters(plan), model, 1).layout.modules.compiled
     apply_compile(model, blocks, backend=counter)  # type: ignore[arg-type]
     torch.testing.assert_close(model(batch)["logits"].hidden.detach(), expected)
     torch.testing.assert_close(reference(model, batch), before)

@@ -39,7 +39,7 @@ def test_the_compiler_follows_every_block_of_a_family_to_its_end(family: str) ->
     torch.compiler.reset()
     followed = 0
     with dist.fake_world(1, 0):
-        mesh = Mesh(setup.plan.axes, CPU)
+        mesh = Mesh(setup.plan.layout.axes, CPU)
         batch = example_batch(config, setup, mesh)
         module = materialize(parallelize_on_meta(setup.module, setup.plan, mesh, CPU), setup.plan, CPU)
         for tensor in [*module.parameters(), *module.buffers()]:

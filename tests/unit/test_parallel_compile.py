@@ -81,8 +81,8 @@ def test_gradients_are_those_of_plain_blocks_and_nothing_is_compiled_again() -> 
     plain = [gradients(model, batch) for batch in batches]
     counter = CompileCounterWithBackend("aot_eager")
     plan = make_plan(ParallelSection(compile=True), spec.main.plan(config), model, 1)
-    assert len(plan.roles.compiled) == 4
-    apply_compile(model, plan.roles.compiled, backend=counter)  # type: ignore[arg-type]
+    assert len(plan.layout.modules.compiled) == 4
+    apply_compile(model, plan.layout.modules.compiled, backend=counter)  # type: ignore[arg-type]
     for _ in range(2):
         before = counter.frame_count
         for batch, expected in zip(batches, plain, strict=True):
@@ -117,7 +117,7 @@ def test_a_class_without_blocks_compiles_what_is_wrapped_or_says_that_nothing_wo
     with raises("layout.nothing-to-compile") as refused:
         make_plan(ParallelSection(compile=True), plan, module, 1)
     assert refused.value.where == "parallel.compile"
-    assert make_plan(ParallelSection(compile=True, wrap=["1"]), plan, module, 1).roles.compiled == ("1",)
+    assert make_plan(ParallelSection(compile=True, wrap=["1"]), plan, module, 1).layout.modules.compiled == ("1",)
 
 
 def test_blocks_of_a_class_that_shards_itself_are_compiled_too() -> None:
@@ -125,7 +125,7 @@ def test_blocks_of_a_class_that_shards_itself_are_compiled_too() -> None:
         module = TwoEncoders()
     plan = make_plan(ParallelSection(compile=["fuse", "picture.1"]), ModelPlan(blocks=(), tensor={}), module, 2)
     with fake_world(2):
-        part = parallelize_on_meta(module, plan, Mesh(plan.axes, torch.device("cpu")), torch.device("cpu"))
+        part = parallelize_on_meta(module, plan, Mesh(plan.layout.axes, torch.device("cpu")), torch.device("cpu"))
     compiled = {
         clean_name(name + ".")[:-1] for name, child in part.named_modules() if child._compiled_call_impl is not None
     }

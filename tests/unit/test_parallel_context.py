@@ -242,19 +242,19 @@ def plan(world: int, **parallel: Any) -> Plan:
 
 
 def test_a_plan_wraps_the_text_and_distributes_the_encoder() -> None:
-    context = plan(4, cp=4, ulysses=2).context
+    context = plan(4, cp=4, ulysses=2).layout.context
     assert context is not None
     assert context.sharding.split == SequenceSharding(2, 2)
     assert list(context.attention) == [f"text.layers.{n}.attn.core" for n in range(4)]
     (encoder,) = context.sharding.encoders
     assert (encoder.dp, encoder.split, encoder.attention) == (4, None, ())
-    shared = plan(4, cp=4, ulysses=2, encoders={"vision": {"cp": 4}}).context
+    shared = plan(4, cp=4, ulysses=2, encoders={"vision": {"cp": 4}}).layout.context
     assert shared is not None
     (encoder,) = shared.sharding.encoders
     assert encoder.split == SequenceSharding(2, 2, 4)  # four patches become one token
     assert encoder.dp == 1
     assert encoder.attention == tuple(f"vision.blocks.{n}.attn.core" for n in range(3))
-    assert plan(4).context is None
+    assert plan(4).layout.context is None
 
 
 BAD = [

@@ -28,26 +28,26 @@ def plan(world: int, model: dict[str, Any] | None = None, **parallel: Any) -> Pl
 
 
 def test_experts_of_a_layer_are_a_shard_group_of_their_own_where_ep_distributes_them() -> None:
-    experts = plan(4, ep=2).experts
+    experts = plan(4, ep=2).layout.experts
     assert experts is not None
     assert experts.modules == ("text.layers.0.mlp.experts", "text.layers.1.mlp.experts")
     assert (experts.ep, experts.tp, experts.row_sums) == (2, 1, ())
 
 
 def test_experts_that_every_rank_has_go_with_their_layer() -> None:
-    experts = plan(4).experts
+    experts = plan(4).layout.experts
     assert experts is not None
     assert experts.modules == ()
 
 
 def test_dense_layers_have_no_experts() -> None:
-    experts = plan(2, {"layers": 3, "dense_layers": 2}, ep=2).experts
+    experts = plan(2, {"layers": 3, "dense_layers": 2}, ep=2).layout.experts
     assert experts is not None
     assert experts.modules == ("text.layers.2.mlp.experts",)
 
 
 def test_tp_cuts_the_width_of_every_expert() -> None:
-    experts = plan(4, ep=2, tp=2).experts
+    experts = plan(4, ep=2, tp=2).layout.experts
     assert experts is not None
     assert experts.stacks["text.layers.0.mlp.experts"] == {"gate": 1, "up": 1, "down": 2}
 

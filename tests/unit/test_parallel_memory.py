@@ -146,10 +146,10 @@ def planned(world: int = 1, precision: PrecisionSection = DEFAULT_PRECISION, **s
 
 def test_prefetch_lists_are_in_order_of_execution() -> None:
     plan = planned(2, prefetch_forward=2, prefetch_backward=1)
-    assert plan.ahead(0, "forward") == ["layers.1", "layers.2"]
-    assert plan.ahead(2, "forward") == []
-    assert plan.ahead(2, "backward") == ["layers.1"]
-    assert plan.ahead(0, "backward") == []
+    assert plan.layout.ahead(0, "forward") == ["layers.1", "layers.2"]
+    assert plan.layout.ahead(2, "forward") == []
+    assert plan.layout.ahead(2, "backward") == ["layers.1"]
+    assert plan.layout.ahead(0, "backward") == []
     assert "2 ahead (layers.0 -> layers.1, layers.2)" in plan.describe()
 
 
@@ -158,7 +158,7 @@ def test_prefetch_reaches_the_engine() -> None:
         plan = planned(2, prefetch_forward=2, prefetch_backward=1)
         with torch.device("meta"):
             net = Net()
-        parallelize(net, plan, Mesh(plan.axes, CPU), CPU)
+        parallelize(net, plan, Mesh(plan.layout.axes, CPU), CPU)
         state = net.layers[0]._get_fsdp_state()
         others = [layer._get_fsdp_state() for layer in net.layers]
         assert state._states_to_forward_prefetch == others[1:]
@@ -173,7 +173,7 @@ def test_types_are_of_parameters_alone_and_the_output_type_is_the_roots() -> Non
             net = Net()
             net.register_buffer("table", torch.zeros(3))
         plan = planned(precision=PrecisionSection(compute="bfloat16", output="float32"))
-        parallelize(net, plan, Mesh(plan.axes, CPU), CPU)
+        parallelize(net, plan, Mesh(plan.layout.axes, CPU), CPU)
         with torch.no_grad():
             for parameter in net.parameters():
                 parameter.to_local().normal_()  # type: ignore[attr-defined]

@@ -26,7 +26,7 @@ def plan(world: int = 1, preset: str = "quickstart", **overrides: Any) -> Plan:
 def test_a_plan_of_72b_on_a_thousand_ranks_is_made_on_a_laptop() -> None:
     large = plan(1024, "72b", precision__compute="bfloat16", parallel__shard=64)
     assert not dist.is_initialized()
-    assert (large.replicate, large.axes.size("fsdp"), large.precision.compute) == (16, 64, torch.bfloat16)
+    assert (large.layout.replicate, large.layout.axes.size("fsdp"), large.precision.compute) == (16, 64, torch.bfloat16)
     assert 72e9 < large.parameters < 75e9
     assert large.memory.heaviest.parameters == pytest.approx(large.parameters * 4 / 64, rel=0.01)
     assert large.memory.heaviest.optimizer == pytest.approx(2 * large.memory.heaviest.gradients, rel=0.01)
@@ -63,8 +63,8 @@ def test_the_dimension_that_ranks_share(shape: Any, ranks: int, cut: Any, expect
 
 def test_blocks_are_the_layers_of_encoder_and_decoder() -> None:
     planned = plan()
-    assert "text.layers.0" in planned.roles.blocks
-    assert "vision.blocks.2" in planned.roles.blocks
+    assert "text.layers.0" in planned.layout.modules.blocks
+    assert "vision.blocks.2" in planned.layout.modules.blocks
 
 
 def test_frozen_encoders_have_no_gradients() -> None:
@@ -153,7 +153,7 @@ def test_a_tied_weight_cannot_lie_in_two_groups() -> None:
 def test_ignored_encoders_are_whole_and_no_blocks() -> None:
     planned = plan(2, model__freeze=["vision"], parallel__ignore=["vision"], precision__compute="bfloat16")
     sharded = plan(2, model__freeze=["vision"], precision__compute="bfloat16")
-    assert all(path.startswith("text.") for path in planned.roles.blocks)
+    assert all(path.startswith("text.") for path in planned.layout.modules.blocks)
     # Whole in bf16 or half of it in fp32 is the same number of bytes.
     assert planned.memory.heaviest.parameters == pytest.approx(sharded.memory.heaviest.parameters, rel=0.01)
     whole = plan(8, model__freeze=["vision"], parallel__ignore=["vision"]).memory.heaviest.parameters
@@ -189,4 +189,4 @@ def test_the_text_names_every_memory_form() -> None:
 
 def test_the_plan_is_frozen() -> None:
     with pytest.raises(AttributeError):
-        plan().microbatches = 2  # type: ignore[misc]
+        plan().parameters = 2  # type: ignore[misc]

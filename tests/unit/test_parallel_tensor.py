@@ -34,11 +34,11 @@ def plan(world: int, preset: str = "quickstart", **overrides: Any) -> Plan:
 
 
 def test_one_rank_per_layer_needs_no_tensor_plan() -> None:
-    assert plan(2).tensor is None
+    assert plan(2).layout.tensor is None
 
 
 def test_layers_enter_once_and_every_parameter_has_a_style() -> None:
-    tensor = plan(2, parallel__tp=2, parallel__sequence_parallel=True).tensor
+    tensor = plan(2, parallel__tp=2, parallel__sequence_parallel=True).layout.tensor
     assert not dist.is_initialized()
     assert tensor is not None
     assert tensor.decoder == "text"

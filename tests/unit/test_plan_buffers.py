@@ -44,10 +44,10 @@ def recipe(model: dict[str, Any]) -> dict[str, Any]:
 def test_a_rank_holds_what_the_plan_says(model: dict[str, Any], world: int, parallel: dict[str, Any]) -> None:
     planned = tessera.plan(recipe(model), parallel, world=world)
     assert sum(memory.buffers for memory in planned.memory.by_position) > 0
-    for position in range(planned.axes.size(PP)):
+    for position in range(planned.layout.axes.size(PP)):
         setup = build_meta_model(load_config(recipe(model), parallel), world)
-        with dist.fake_world(world, position * world // planned.axes.size(PP)):
-            mesh = Mesh(setup.plan.axes, CPU)
+        with dist.fake_world(world, position * world // planned.layout.axes.size(PP)):
+            mesh = Mesh(setup.plan.layout.axes, CPU)
             module = parallelize(setup.module, setup.plan, mesh, CPU)
             parameters = sum(local_shard(p).nbytes for p in module.parameters())
             buffers = sum(buffer.nbytes for buffer in module.buffers())

@@ -77,7 +77,7 @@ class ModelOverRanks:
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> Outputs:
-        sharding = self.plan.batch_sharding
+        sharding = self.plan.layout.batch_sharding
         if sharding is None or self.mesh.size(CONTEXT) == 1:
             return self._predict(batch)
         latents = tensor(self._predict(self._sharded(batch, sharding)), LATENTS)
