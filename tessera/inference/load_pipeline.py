@@ -88,7 +88,7 @@ def load_pipeline(
     first_merged, second_merged = _by_expert(adapter_strengths(adapters), adapter_strengths(adapters_2))
     strengths, others = (second_merged, first_merged) if second else (first_merged, second_merged)
     model, _ = load(folder, device, source.dtype, adapters=strengths, **how)
-    both = {"family": family, "parallel": parallel, "trust": trust}
+    both: dict[str, Any] = {"family": family, "parallel": parallel, "trust": trust}
     other, _ = load(home / (FIRST if second else SECOND), device, source.dtype, adapters=others, **both)
     experts = [(other, 1000.0 * boundary), (model, 0.0)] if second else [(model, 1000.0 * boundary), (other, 0.0)]
     return Pipeline(experts, generation, home, model.device, source.dtype, model.passes)

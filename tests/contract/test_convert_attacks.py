@@ -351,7 +351,7 @@ def test_a_full_disk_is_said_and_leaves_nothing_under_the_name(
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "could not be written: File too large" in said
     assert "output.write-failed" in said
-    assert "are needed" in said
+    assert "ulimit -f" in said
     assert contents(tmp_path) == before
 
 

@@ -15,6 +15,7 @@ import pytest
 import tessera
 from tessera.core.batch import Batch
 from tessera.core.callback import Callback, StepResult
+from tessera.core.sample import BadSample
 from tessera.runtime.files import JsonLines, last_step, read_jsonl, rows_from_end, truncate_after
 from tessera.training.records import Ledger, Quarantine, read_ledger, read_masked
 from tests.toys.chat_set import chat_recipe, write_chat_set
@@ -287,6 +288,6 @@ def test_quarantine_passes_over_a_broken_line(tmp_path: Path) -> None:
     (tmp_path / "quarantine.jsonl").write_bytes(b'{"id": "a", "reason": ""}\n\xff\xff\n')
     quarantine = Quarantine()
     quarantine.on_start(trainer_at(tmp_path, 0))
-    quarantine.note("a", "again")
-    quarantine.note("b", "new")
+    quarantine.note(BadSample("a", "again"))
+    quarantine.note(BadSample("b", "new"))
     assert [row["id"] for row in read_jsonl(tmp_path / "quarantine.jsonl")] == ["a", "b"]
