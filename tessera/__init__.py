@@ -12,6 +12,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from tessera.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from tessera.api import (
         GenerationModel,
@@ -35,7 +37,6 @@ if TYPE_CHECKING:
         train,
     )
 
-__version__ = "0.1.0"
 __all__ = [
     "GenerationModel",
     "Run",

@@ -25,9 +25,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-import tessera
 from tessera.errors import TesseraError
 from tessera.runtime.files import check_regular, refuse_pickle
+from tessera.version import __version__
 
 Fault = Callable[[str], None]
 CHUNK_BYTES = 16 << 20
@@ -226,7 +226,7 @@ class Manifest:
             "version": VERSION,
             "step": self.step,
             "serial": self.serial,
-            "tessera": tessera.__version__,
+            "tessera": __version__,
             "torch": torch.version.__version__,
             "files": {f.name: {"size": f.size, "sha256": f.sha256} for f in self.files},
         }

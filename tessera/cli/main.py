@@ -13,7 +13,6 @@ from typing import Annotated, NoReturn
 
 import typer
 
-import tessera
 from tessera.cli import run
 from tessera.cli.chat import chat
 from tessera.cli.data import data_app
@@ -24,6 +23,7 @@ from tessera.config.extensions import extension_names, extensions, find_hint
 from tessera.errors import TesseraError, reported
 from tessera.runtime.launcher import launcher_blamed
 from tessera.runtime.log import quiet_libraries
+from tessera.version import __version__
 
 app = typer.Typer(
     name="tessera",
@@ -41,7 +41,7 @@ def _show_version(requested: bool) -> None:
         for name in ("torch", "transformers"):
             with contextlib.suppress(PackageNotFoundError):
                 packages.append(f"{name} {version(name)}")
-        typer.echo(f"tessera {tessera.__version__} ({', '.join(packages)})")
+        typer.echo(f"tessera {__version__} ({', '.join(packages)})")
         raise typer.Exit
 
 

@@ -12,11 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import tessera
 from tessera.checkpoint.files import hash_file, write_file
 from tessera.checkpoint.publish import MARK
 from tessera.errors import TesseraError
 from tessera.runtime.files import read_json_mapping
+from tessera.version import __version__
 
 FORMAT = "tessera-export"
 VERSION = 5
@@ -45,7 +45,7 @@ def write_record(folder: Path, base: Path | None = None) -> ExportRecord:
     content = {
         "format": FORMAT,
         "version": VERSION,
-        "tessera": tessera.__version__,
+        "tessera": __version__,
         "written": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         **asdict(record),
     }

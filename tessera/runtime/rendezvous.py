@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
 
-import tessera
 from tessera.errors import TesseraError, first_line
+from tessera.version import __version__
 
 JOIN_TIMEOUT_S = 30.0
 _POLL_S = 0.05
@@ -73,7 +73,7 @@ def rank_info(rank: int, size: int, local_rank: int, config: str = "") -> RankIn
         pid=os.getpid(),
         python=".".join(platform.python_version_tuple()[:2]),  # patch releases are compatible
         torch=torch.version.__version__,
-        tessera=tessera.__version__,
+        tessera=__version__,
         config=config,
     )
 

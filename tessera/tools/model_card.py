@@ -9,12 +9,12 @@ from typing import Any, Literal
 
 import yaml
 
-import tessera
 from tessera.config.hub_ids import is_hub_id, parse_hub_id
 from tessera.config.run_config import RunConfig, SourceSection, load_config
 from tessera.config.saved_recipe import read_saved
 from tessera.errors import TesseraError
 from tessera.runtime.files import read_metrics
+from tessera.version import __version__
 
 Library = Literal["transformers", "diffusers", "peft"]
 _SECTIONS = (
@@ -117,7 +117,7 @@ def _recipe(config: RunConfig) -> list[str]:
 
 
 def _versions() -> str:
-    versions = [f"Tessera {tessera.__version__}", f"Python {platform.python_version()}"]
+    versions = [f"Tessera {__version__}", f"Python {platform.python_version()}"]
     for name in ("torch", "transformers", "diffusers", "peft"):
         try:
             versions.append(f"{name} {version(name)}")

@@ -18,11 +18,12 @@ COMPAT = ROOT / "tessera_compat"  # the same distribution, another import packag
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 450, 80
 
 # What each package may import besides itself.
-BASE = {"errors", "config", "runtime", "weights", "core"}
+BASE = {"version", "errors", "config", "runtime", "weights", "core"}
 MAY_IMPORT: dict[str, set[str]] = {
+    "version": set(),
     "errors": set(),
     "config": {"errors"},
-    "runtime": {"errors", "config"},
+    "runtime": {"version", "errors", "config"},
     "weights": {"errors", "config", "runtime"},
     "core": {"errors", "config", "runtime", "weights"},
     "ops": {*BASE},
@@ -79,7 +80,7 @@ def statements(source: str) -> list[ast.stmt]:
 
 
 def imported_packages(source: str) -> set[str]:
-    """Return the packages of tessera that a file imports, at any depth of the file."""
+    """Return the packages of tessera that a file imports, at any depth of the file; `tessera` is the root itself."""
     packages: set[str] = set()
     for node in nodes(source):
         if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
@@ -88,7 +89,8 @@ def imported_packages(source: str) -> set[str]:
             names = [a.name for a in node.names]
         else:
             continue
-        packages.update(name.split(".")[1] for name in names if name.startswith("tessera.") and name.count("."))
+        packages.update(name.split(".")[1] for name in names if name.startswith("tessera."))
+        packages.update(name for name in names if name == "tessera")
     return packages
 
 
@@ -102,7 +104,9 @@ def device_words(source: str) -> list[str]:
 
 def files() -> list[Path]:
     """Return the files of the library that belong to a package of `MAY_IMPORT`."""
-    return sorted(p for p in PACKAGE.rglob("*.py") if p.parent != PACKAGE or p.name in ("api.py", "errors.py"))
+    return sorted(
+        p for p in PACKAGE.rglob("*.py") if p.parent != PACKAGE or p.name in ("api.py", "errors.py", "version.py")
+    )
 
 
 def both_packages() -> list[Path]:
@@ -131,6 +135,8 @@ def test_the_order_of_packages_has_no_circle() -> None:
 def test_a_planted_import_is_found() -> None:
     assert import_violations("core", "from tessera.models import FAMILIES") == {"models"}
     assert import_violations("nn", "def f():\n    import tessera.training.trainer") == {"training"}
+    assert import_violations("cli", "import tessera") == {"tessera"}
+    assert import_violations("cli", "from tessera import __version__") == {"__version__"}
     assert not import_violations("models", "from tessera.nn.multimodal import MultimodalModel")
 
 

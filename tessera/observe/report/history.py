@@ -16,10 +16,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import tessera
 from tessera.errors import TesseraError
 from tessera.runtime.files import JsonLines, read_jsonl, step_of
 from tessera.runtime.process import Process
+from tessera.version import __version__
 
 HISTORY = "history.jsonl"
 START, ALIVE, END = "start", "alive", "end"
@@ -136,7 +136,7 @@ def _still(owner: dict[str, Any], last: datetime) -> str:
 
 
 def _versions() -> Iterator[tuple[str, str]]:
-    yield "tessera", tessera.__version__
+    yield "tessera", __version__
     yield "python", platform.python_version()
     for name in _PACKAGES:
         try:
