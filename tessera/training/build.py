@@ -74,7 +74,7 @@ def build_trainer(
         task.compile()
     if config.data.workers not in (0, "auto"):
         start_early()
-    processor = build_processor(config, setup)
+    processor = build_processor(config, setup, required=_reads_samples(config, objects))
     copy = Path(os.path.abspath(config.folder / "processor"))  # absolute, because it is compared with `model.tokenizer`
     # A resumed run uses its own copy of the tokenizer files and does not rewrite it: other ranks may be reading it.
     if world.is_main and config.model.tokenizer != copy:
@@ -218,11 +218,19 @@ def _clip(
     return clip
 
 
-def build_processor(config: RunConfig, setup: ModelSetup) -> Processor | None:
+def _reads_samples(config: RunConfig, objects: Objects) -> bool:
+    """Return whether samples have to be encoded. A step source makes its own batches."""
+    return not isinstance(objects.dataset, StepSource) or has_held_out(config) or objects.eval_dataset is not None
+
+
+def build_processor(config: RunConfig, setup: ModelSetup, required: bool = True) -> Processor | None:
+    """Return the processor of the model; None if it has none, or if it is not required and the recipe names none."""
     if setup.spec.processor is None:
         return None
     folder = _processor_source(config)
     if folder is None and not isinstance(setup.spec, GenerationSpec) and not setup.spec.foreign:
+        if not required:
+            return None
         raise TesseraError(
             "models of this family need a tokenizer, and the recipe names none",
             where="model.tokenizer",

@@ -16,6 +16,7 @@ import tessera
 from tessera.core.batch import Batch
 from tessera.core.callback import Callback
 from tessera.core.step_source import StepSource
+from tessera.models.text.costs import example_batch
 from tessera.training.steps import DataWait
 from tests.errors import raises
 from tests.toys.callbacks import StopAt
@@ -56,6 +57,16 @@ def test_a_list_of_batches_trains(tmp_path: Path) -> None:
     run = tessera.train(recipe(tmp_path), model=net(), task=Regression(), dataset=ListSteps(batches))
     assert losses(run)[-1] < 0.5 * losses(run)[0]
     assert (run.folder / "ledger" / "rank-00000.jsonl").read_text().count("\n") == 40
+
+
+def test_ready_tokens_need_no_tokenizer(tmp_path: Path) -> None:
+    batch = example_batch(16)
+    settings = recipe(tmp_path, 1, model={"family": "qwen3", "preset": "quickstart"})
+    run = tessera.train(settings, {"train.global_batch": 1, "train.micro_batch": 1}, dataset=ListSteps([batch]))
+    assert len(losses(run)) == 1
+    settings["data"] = {"options": {"eval": "held_out"}}
+    with raises("tokenizer.not-named"):
+        tessera.train(settings, overwrite=True, dataset=ListSteps([batch]))
 
 
 def test_a_rollout_trains_on_what_the_model_generates_and_resumes_bitwise(tmp_path: Path) -> None:
