@@ -7,12 +7,21 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import PurePath
 
 
-def nearest(name: str, options: Iterable[str]) -> str | None:
+def nearest(name: str, options: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the option closest to `name`, or None when nothing is close enough to suggest."""
-    matches = difflib.get_close_matches(name, list(options), n=1, cutoff=0.6)
+    matches = difflib.get_close_matches(name, list(options), n=1, cutoff=cutoff)
     return matches[0] if matches else None
+
+
+def nearest_file(name: str, options: Iterable[str]) -> str | None:
+    """Return the file closest to `name`, or None. Endings do not count: many files share them."""
+    options = list(options)
+    stem = nearest(PurePath(name).stem, {PurePath(option).stem for option in options}, cutoff=0.65)
+    same = [option for option in options if PurePath(option).stem == stem]
+    return nearest(f"{stem}{PurePath(name).suffix}", same) or (same[0] if same else None)
 
 
 def first_line(error: BaseException) -> str:

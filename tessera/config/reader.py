@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, fie
 from tessera.config.extensions import find_hint
 from tessera.config.values import check_kind, members_of, plain_copy
 from tessera.config.yaml12 import StrictDumper, StrictLoader
-from tessera.errors import TesseraError, first_line, nearest
+from tessera.errors import TesseraError, first_line, nearest, nearest_file
 
 MAX_CONFIG_BYTES = 4 << 20
 C = TypeVar("C", bound="Section")
@@ -70,7 +70,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
         raise TesseraError(
             f"no such configuration file: {path}",
             allowed=beside or None,
-            nearest=nearest(path.name, beside),
+            nearest=nearest_file(path.name, beside),
             code="recipe.no-such-file",
         )
     if path.stat().st_size > MAX_CONFIG_BYTES:
@@ -209,10 +209,12 @@ def _line(
         if hint is not None and hint.key != key:
             meant = "" if hint.name == written else f" (did you mean {hint.name}?)"
             return f"unknown key: {key}{meant}; {hint.sentence}", None, hint.key or None, "recipe.unknown-key"
-        near = nearest(str(path[-1]), keys)
-        text = f"unknown key: {key}" + (f" (did you mean {near}?)" if near else "")
-        near_path = None if near is None else ".".join([*map(str, path[:-1]), near])
-        return text, keys, near_path, "recipe.unknown-key"
+        near = nearest(written, keys)
+        likely = [dotted for dotted in keys_of(section) if dotted.endswith(f".{written}")]
+        if near is not None:
+            likely = [".".join([*map(str, path[:-1]), near])]
+        text = f"unknown key: {key}" + (f" (did you mean {near or ' or '.join(likely)}?)" if likely else "")
+        return text, keys, likely[0] if len(likely) == 1 else None, "recipe.unknown-key"
     inner = _section_at(section, path) if len(reports) == 1 and first["type"] == "model_type" else None
     value = first.get("input")
     if inner is not None:
@@ -227,6 +229,8 @@ def _line(
     if isinstance(value, (str, int, float)) and first["type"] != "missing":
         reasons[-1] += f", got {_spelled(value)}"
     asks_for_list = any(report["type"] == "list_type" for _, report in reports)
+    if value is None and all(report["type"].endswith("_type") for _, report in reports):
+        reasons = ["cannot be null; " + ("an empty list is []" if asks_for_list else "leave the key out")]
     if asks_for_list and isinstance(value, str) and value and _takes_list_of_texts(section, path):
         reasons[-1] += f'; write a list: {key}=["{value}"]'
     text = f"{key}: {' or: '.join(reasons)}" if key else " or: ".join(reasons)
@@ -245,7 +249,9 @@ def _takes_list_of_texts(section: type[Section], path: Sequence[Any]) -> bool:
 
 
 def _spelled(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else repr(value)[:200]
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return repr(value)[:200]
 
 
 _BOUNDS = {
@@ -313,6 +319,7 @@ def keys_of(section: type[Section]) -> list[str]:
     for name, field in section.model_fields.items():
         word, members = field.alias or name, members_of(field.annotation)
         inner = [member for member in members if isinstance(member, type) and issubclass(member, Section)]
+        inner = [member for member in inner if member is not section]  # a section may contain itself
         keys += [f"{word}.{key}" for section in inner for key in keys_of(section)] or [word]
     return keys
 

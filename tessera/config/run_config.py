@@ -143,7 +143,7 @@ def _without_replaced(data: dict[str, Any], overrides: Mapping[str, Any]) -> dic
 
 def _short(value: Any) -> str:
     try:
-        text = str(value)
+        text = "null" if value is None else str(value)
     except ValueError:  # Python refuses to print a number of more than 4300 digits
         return "..."
     text = text if text.isprintable() else repr(text)

@@ -72,10 +72,11 @@ def no_run(folder: Path, lacks: str, fix: str = "give the run folder that `tesse
     `lacks`: the file that a run folder must have.
     """
     beside = sorted(file.parent for file in folder.parent.glob("*/config.yaml"))
+    near = nearest(folder.name, [run.name for run in beside])
     return TesseraError(
         f"{folder} is not a run: it has no {lacks}" if folder.is_dir() else f"there is no run {folder}",
         allowed=[*beside[:MOST_RUNS], *(["..."] if len(beside) > MOST_RUNS else [])] if beside else None,
-        nearest=nearest(str(folder), [str(run) for run in beside]),
+        nearest=None if near is None else str(folder.parent / near),
         fix=fix,
         code="run.not-a-run",
     )

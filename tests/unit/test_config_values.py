@@ -203,6 +203,14 @@ def test_anything_under_any_key_of_the_shell_and_of_a_file_is_taken_or_told(
         ("data.length", 10**15, "at most"),
         ("checkpoint.keep", 10**9, "at most"),
         ("parallel.fsdp2_config", 3, "path"),
+        (
+            "data.eval",
+            None,
+            "data.eval: cannot be null; an empty list is []\n  where:   recipe given as a mapping with "
+            "overrides data.eval=null",
+        ),
+        ("callbacks", [], "did you mean: train.callbacks"),
+        ("every", 3, "did you mean train.ema.every or checkpoint.every or log.every?"),
     ],
 )
 def test_values_without_sense_are_refused_with_what_is_allowed(key: str, value: Any, said: str) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tessera.config.built_ins import TASK_NAMES
 from tessera.config.registry import Maker, Registry
 from tessera.core.task import Task
-from tessera.errors import TesseraError
+from tessera.errors import TesseraError, nearest_file
 from tessera.runtime import device as devices
 from tessera.runtime.distributed import environment_ranks, fake_world, free_port, port_is_free
 from tessera.runtime.rng import derive, generator
@@ -29,6 +29,14 @@ def test_error_shows_all_it_knows_and_survives_a_process_border() -> None:
     text = str(error)
     assert all(word in text for word in ("no such key", "a.yaml", "x, y", "did you mean: x", "use x"))
     assert str(copy.copy(error)) == text  # copying takes the same road as sending
+
+
+def test_the_ending_of_a_file_name_makes_no_file_the_nearest() -> None:
+    files = ["long.jsonl", "codes.json", "train.json", "train.jsonl"]
+    assert [nearest_file(name, files) for name in ("nothere.jsonl", "model.json")] == [None, None]
+    assert [nearest_file(name, files) for name in ("tain.jsonl", "train.jsnl", "train.json", "code")] == [
+        *("train.jsonl", "train.jsonl", "train.json", "codes.json")
+    ]
 
 
 def test_registry_finds_built_ins_and_import_paths() -> None:

@@ -121,6 +121,7 @@ def test_bad_conversations_leave_a_hole_or_end_the_run() -> None:
         ({}, "data.dataset-or-loader"),
         ({"dataset": f"{TOYS}:Digits", "loader": f"{TOYS}:digit_loader"}, "data.dataset-or-loader"),
         ({"datasett": "x"}, "unknown key: datasett (did you mean dataset?)"),
+        ({"zzz": "x"}, "unknown key: zzz\n"),
         ({"dataset": "tests.toys"}, "not an import path"),
         ({"dataset": "no.such:thing"}, "cannot import no.such"),
         ({"dataset": f"{TOYS}:Digitz"}, "did you mean: Digits"),

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import NoReturn
 
-from tessera.errors import TesseraError, nearest
+from tessera.errors import TesseraError, nearest_file
 
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _MAX_FILES = 1_000_000
@@ -61,7 +61,7 @@ def _no_such(path: Path, missing: list[Path]) -> NoReturn:
     raise TesseraError(
         f"no such data file: {first}{more}",
         where="data",
-        nearest=nearest(first.name, beside),
+        nearest=nearest_file(first.name, beside),
         fix="name a JSON, JSONL, Parquet, CSV, TSV, text or tar file, or a folder",
         code="data.no-such-file",
     )
