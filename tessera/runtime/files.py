@@ -14,7 +14,7 @@ import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, BinaryIO, TextIO, TypeVar
 
 from tessera.errors import TesseraError
 
@@ -84,21 +84,36 @@ def keep_inside(path: Path) -> None:
         check_regular(path)
 
 
-def read_bytes(path: Path, limit: int = MAX_JSON_BYTES) -> bytes:
-    """Return all bytes of a regular file of at most `limit` bytes."""
+def open_regular(path: Path, buffering: int = -1) -> BinaryIO:
+    """Open a regular file for reading. Raise for other files, such as a pipe, whose opening or reading may block."""
     check_regular(path)
     try:
         # O_NONBLOCK: since the check above, the file may have been replaced by a pipe.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        with open(descriptor, "rb") as file:
-            status = _regular(os.fstat(descriptor), path)
-            if status.st_size > limit:
+    except OSError as error:
+        raise TesseraError(
+            f"cannot be opened: {error.strerror}", where=str(path), code="environment.cannot-open"
+        ) from None
+    try:
+        _regular(os.fstat(descriptor), path)
+        return open(descriptor, "rb", buffering)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_bytes(path: Path, limit: int = MAX_JSON_BYTES) -> bytes:
+    """Return all bytes of a regular file of at most `limit` bytes."""
+    try:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > limit:
                 raise TesseraError(
-                    f"the file has {status.st_size} bytes; the limit is {limit}",
+                    f"the file has {size} bytes; the limit is {limit}",
                     where=str(path),
                     code="environment.file-too-large",
                 )
-            return file.read(min(limit, status.st_size + 1))  # it allocates as many bytes as its argument
+            return file.read(min(limit, size + 1))  # it allocates as many bytes as its argument
     except OSError as error:
         raise TesseraError(
             f"cannot be opened: {error.strerror}", where=str(path), code="environment.cannot-open"

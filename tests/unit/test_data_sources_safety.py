@@ -1,4 +1,4 @@
-"""Tar files from strangers: nothing is unpacked, no header is believed, and what is refused is named."""
+"""Files from strangers: no tar is unpacked, no header is believed, no link leads out, and no pipe is waited for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import pytest
 
 from tessera.config.run_config import SourceSection
 from tessera.core.sample import Sample
-from tessera.data.sources.container import RecordError
+from tessera.data.sources.container import RecordError, file_facts
+from tessera.data.sources.file_names import source_files
 from tessera.data.sources.source import open_source
 from tessera.errors import TesseraError
 from tests.errors import raises
@@ -155,3 +156,96 @@ def test_mutated_tar_files_are_read_or_refused(tmp_path: Path) -> None:
                 assert 0 <= part.value.start <= part.value.start + part.value.size <= len(torn)
     assert read > 30
     assert refused > 30
+
+
+# ---------------------------------------------------------------------------------------------- links and pipes
+
+ROW = json.dumps({"text": "a thing"}) + "\n"
+
+
+def refused(path: Path, number: int = 0) -> str | None:
+    outcome = outcomes(path)[number]
+    return outcome.code if isinstance(outcome, RecordError) else None
+
+
+@pytest.mark.parametrize("name", ["o.txt", "o.caption", "o.json"])
+def test_texts_of_a_folder_are_read_from_the_folder_only(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "set"
+    folder.mkdir()
+    for stem in "op":
+        (folder / f"{stem}.png").write_bytes(b"")
+    (folder / "p.txt").write_text("a thing")
+    (tmp_path / "secret").write_text(ROW)
+    text = folder / name
+    for target, code in [
+        (tmp_path / "secret", "media.outside-root"),
+        (Path("/dev/zero"), "media.outside-root"),
+        (folder / "gone", "media.no-such-file"),
+        (text, "media.not-a-path"),
+    ]:
+        text.symlink_to(target)
+        assert refused(folder) == code
+        assert refused(folder, 1) is None
+        text.unlink()
+    os.mkfifo(text)
+    assert refused(folder) == "media.not-a-file"
+    text.unlink()
+    (folder / "inner").write_text(ROW)
+    text.symlink_to(folder / "inner")
+    assert refused(folder) is None
+
+
+def test_links_to_no_media_are_bad_samples(tmp_path: Path) -> None:
+    for stem in "abc":
+        (tmp_path / f"{stem}.txt").write_text("a thing")
+    (tmp_path / "a.png").write_bytes(b"")
+    (tmp_path / "b.png").symlink_to("gone.png")
+    (tmp_path / "c.png").symlink_to("c.png")
+    assert len(outcomes(tmp_path)) == 3  # the media are opened later
+    documents = tmp_path / "documents"
+    documents.mkdir()
+    (documents / "a.txt").write_text("a thing")
+    (documents / "b.txt").symlink_to("gone.txt")
+    assert refused(documents) is None
+    assert refused(documents, 1) == "media.no-such-file"
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "txt", "parquet", "tar"])
+def test_pipes_and_devices_are_no_data_sets(tmp_path: Path, suffix: str) -> None:
+    pipe = tmp_path / f"pipe.{suffix}"
+    os.mkfifo(pipe)
+    device = tmp_path / f"device.{suffix}"
+    device.symlink_to("/dev/zero")
+    for path in (pipe, device, tmp_path / f"p*.{suffix}"):
+        with raises("environment.not-regular-file"):
+            source_files(path)
+        with raises("environment.not-regular-file"):
+            open_source(SourceSection(path=path))
+    with raises("environment.not-regular-file"):  # it became a pipe after the names were checked
+        file_facts(pipe)
+    device.unlink()
+    if suffix != "txt":  # a folder of texts is a data set of documents
+        with raises("environment.not-regular-file"):
+            open_source(SourceSection(path=tmp_path))
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "metadata.jsonl"])
+def test_a_link_to_records_is_followed_if_the_recipe_names_it(tmp_path: Path, name: str) -> None:
+    (tmp_path / "elsewhere").write_text(ROW)
+    folder = tmp_path / "set"
+    folder.mkdir()
+    link = folder / name
+    link.symlink_to(tmp_path / "elsewhere")
+    assert len(outcomes(link)) == 1
+    assert len(outcomes(folder / f"*{link.suffix}")) == 1
+    with raises("data.link-out-of-folder", name):
+        open_source(SourceSection(path=folder))
+    link.unlink()
+    link.symlink_to("gone")
+    with raises("environment.cannot-open", name):
+        open_source(SourceSection(path=folder))
+    link.unlink()
+    (folder / "inner").write_text(ROW)
+    link.symlink_to("inner")
+    (tmp_path / "linked").symlink_to(folder)  # a link to a whole data set, such as on another disk
+    assert len(outcomes(tmp_path / "linked")) == 1

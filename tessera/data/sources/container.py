@@ -16,6 +16,7 @@ from tessera.config.registry import Instance, Registry
 from tessera.core.sample import BadSample
 from tessera.data.media.files import ArchiveMember
 from tessera.errors import TesseraError, first_line
+from tessera.runtime.files import open_regular
 
 MAX_RECORD_BYTES = 64 << 20  # size limit of a record, which has text and media paths
 _HASHED_END_BYTES = 64 << 10
@@ -131,7 +132,7 @@ def file_facts(path: Path) -> dict[str, Any]:
     """Return path, size, modification time and a hash of both ends of a file. Hashing all bytes would take too long."""
     stat = path.stat()
     ends = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         ends.update(file.read(_HASHED_END_BYTES))
         file.seek(max(0, stat.st_size - _HASHED_END_BYTES))
         ends.update(file.read(_HASHED_END_BYTES))

@@ -18,13 +18,14 @@ from typing import Any, BinaryIO, Literal, NamedTuple, NoReturn
 import numpy as np
 
 from tessera.core.sample import PartKind
-from tessera.data.media.files import ArchiveMember
-from tessera.data.sources.container import MAX_RECORD_BYTES, Container, RawRecord, RecordError, file_facts
+from tessera.data.media.files import ArchiveMember, opened
+from tessera.data.sources.container import MAX_RECORD_BYTES, Container, RawRecord, RecordError, bad_sample, file_facts
 from tessera.data.sources.fields import MEDIA, media_kind, stem_of
 from tessera.data.sources.text import load_object, load_text
 from tessera.data.tables import AnyTables, cached_tables
 from tessera.errors import TesseraError, first_line
 from tessera.hub.files import suffix_of
+from tessera.runtime.files import open_regular
 
 log = logging.getLogger("tessera")
 
@@ -159,11 +160,11 @@ class FolderFiles(FileGroups):
 
         def content(name: str) -> bytes:
             try:
-                with (self.path / name).open("rb") as file:
-                    data = file.read(MAX_RECORD_BYTES + 1)
-            except OSError as error:
-                what = f"cannot be read: {name} ({error.strerror})"
-                raise RecordError(what, where=location, code="data.unreadable-sample") from None
+                with opened(name, self.path, "text") as source:  # as media: below the folder, and a regular file
+                    data = source.file.read(MAX_RECORD_BYTES + 1)
+            except (TesseraError, OSError) as error:
+                bad = bad_sample(location, error)
+                raise RecordError(bad.reason, where=location, code=bad.code) from None
             if len(data) > MAX_RECORD_BYTES:
                 what = f"{name} is larger than a text file may be, {MAX_RECORD_BYTES} bytes"
                 raise RecordError(what, where=location, code="data.record-too-large")
@@ -220,7 +221,12 @@ def walk(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
         inner = os.path.relpath(here, folder)
         for name in sorted(files):
             if not name.startswith("."):
-                yield name if inner == "." else f"{inner}/{name}", os.stat(os.path.join(here, name))
+                path = os.path.join(here, name)
+                try:
+                    stat = os.stat(path)
+                except OSError:  # a link to no file: its sample is unreadable
+                    stat = os.lstat(path)
+                yield name if inner == "." else f"{inner}/{name}", stat
 
 
 def open_files(
@@ -287,7 +293,7 @@ class TarShard(FileGroups):
             kind = media_kind(name)
             if kind is not None:
                 media.append(MediaFile(kind, name, ArchiveMember(self.path, *self._span(member), name)))
-        with self.path.open("rb") as file:
+        with open_regular(self.path) as file:
             stat = os.fstat(file.fileno())
             if (stat.st_size, stat.st_mtime_ns) != (self.facts["size"], self.facts["time"]):
                 what = "the tar file changed since it was opened"
@@ -358,7 +364,7 @@ def open_tar(
 
 def _members(path: Path, size: int) -> Iterator[tarfile.TarInfo]:
     """Yield the members of a tar archive, without folders. Raise if the archive is damaged or truncated."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         bounded = _BoundedFile(file)
         try:
             with tarfile.open(fileobj=bounded, mode="r:", encoding="utf-8", errors="surrogateescape") as archive:  # type: ignore[call-overload]

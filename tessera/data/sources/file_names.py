@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from tessera.errors import TesseraError, nearest_file
+from tessera.runtime.files import check_regular
 
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _MAX_FILES = 1_000_000
@@ -22,6 +23,8 @@ def source_files(path: Path) -> tuple[list[Path], Path]:
     `path` may be a file, a glob pattern or a range. If it is a folder, the list is the folder itself.
     """
     if path.exists():
+        if not path.is_dir():
+            check_regular(path)
         return [path], path if path.is_dir() else path.parent
     text = str(path)
     patterns = _ranges(text) if _RANGE.search(text) else [text]
@@ -56,6 +59,8 @@ def _ranges(text: str) -> list[str]:
 
 def _no_such(path: Path, missing: list[Path]) -> NoReturn:
     first = missing[0] if missing else path
+    if first.exists():
+        check_regular(first)
     beside = [entry.name for entry in first.parent.iterdir()] if first.parent.is_dir() else []
     more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
     raise TesseraError(

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from tessera.data.cache import CACHE_VARIABLE, digest_of, unique_name, user_cache, warn_once
 from tessera.data.sources.container import Container, RawRecord, RecordError, file_facts
 from tessera.errors import TesseraError, first_line
+from tessera.runtime.files import open_regular
 
 log = logging.getLogger("tessera")
 
@@ -92,7 +93,7 @@ class ParquetFile(Container):
     def _read(self, group: int) -> Any:
         expected = self.starts[group + 1] - self.starts[group]
         try:
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
                 reader = _reader(file, self._metadata)
                 self._metadata = reader.metadata
                 expanding = _expanding_columns(reader.metadata.row_group(group))
@@ -126,7 +127,7 @@ class ParquetFile(Container):
 def open_parquet(path: Path, name: str, limit: int | None) -> ParquetFile:
     """Open a Parquet file: read its footer. Raise `TesseraError` if the footer is damaged or inconsistent."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             reader = _reader(file)
             groups = [reader.metadata.row_group(number).num_rows for number in range(reader.num_row_groups)]
             total = reader.metadata.num_rows

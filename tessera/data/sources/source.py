@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +22,7 @@ from tessera.data.sources.text import TextKind, open_text_file
 from tessera.errors import TesseraError
 from tessera.hub.config import local_source
 from tessera.hub.files import suffix_of
+from tessera.runtime.files import leads_out, open_regular
 
 # Record formats that need another `data.kind`, each with the `fix` of the error message.
 KIND_OF_FORMAT: dict[RecordFormat, str] = {
@@ -182,7 +184,7 @@ def _open_file(
 
 
 def _refuse_compressed(path: Path) -> None:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         head = file.read(8)
     for magic, name in _COMPRESSED.items():
         if head.startswith(magic):
@@ -194,6 +196,19 @@ def _refuse_compressed(path: Path) -> None:
             )
 
 
+def _inside(files: list[Path]) -> list[Path]:
+    """Return the files of a folder; raise for a link out of it. A file that the recipe names may be such a link."""
+    for file in files:
+        if leads_out(file, file.parent):
+            raise TesseraError(
+                f"{file.name} is a link out of the folder of the data set, to {os.path.realpath(file)}",
+                where=str(file.parent),
+                fix=f"name the files instead of the folder, such as {file.parent / '*'}{file.suffix}",
+                code="data.link-out-of-folder",
+            )
+    return files
+
+
 def _open_folder(folder: Path, section: SourceSection, cache_folder: Path | None) -> Container:
     """Open a folder: by its metadata file, else its record files, else media files with texts, else text documents."""
     limit, columns = section.max_samples, section.columns
@@ -202,15 +217,15 @@ def _open_folder(folder: Path, section: SourceSection, cache_folder: Path | None
             return FOLDERS.get(name).open(folder, limit)
     for name in METADATA:
         if (folder / name).is_file():
-            return Metadata(_open_file(folder / name, name, limit, columns, cache_folder), columns)
-    here = sorted(entry for entry in folder.iterdir() if entry.is_file() and not entry.name.startswith("."))
+            return Metadata(_open_all(_inside([folder / name]), folder, section, cache_folder), columns)
+    here = sorted(entry for entry in folder.iterdir() if not (entry.is_dir() or entry.name.startswith(".")))
     files = [entry for entry in here if suffix_of(entry.name) in _RECORD_FILES]
     if any(suffix_of(entry.name) != "json" for entry in files):
-        return _open_all(files, folder, section, cache_folder)
+        return _open_all(_inside(files), folder, section, cache_folder)
     if any(media_kind(name) for name, _ in walk(folder)):
         return open_files(folder, "media", limit, cache_folder, columns)
     if files:
-        return _open_all(files, folder, section, cache_folder)
+        return _open_all(_inside(files), folder, section, cache_folder)
     if any(suffix_of(name) == "txt" for name, _ in walk(folder)):
         return open_files(folder, "documents", limit, cache_folder, columns)
     raise TesseraError(

@@ -21,6 +21,7 @@ import numpy as np
 from tessera.data.sources.container import MAX_RECORD_BYTES, Container, RawRecord, RecordError, file_facts
 from tessera.data.tables import AnyTables, cached_tables
 from tessera.errors import TesseraError, first_line
+from tessera.runtime.files import open_regular
 
 TextKind = Literal["json", "csv", "tsv", "text"]
 _DELIMITERS = {"csv": ",", "tsv": "\t"}
@@ -53,12 +54,12 @@ class TextFile(Container):
 
     def load(self, number: int) -> RawRecord:
         start, size, _ = self.tables["spans"][number].tolist()
-        with self.path.open("rb") as file:
+        with open_regular(self.path) as file:
             return self._read(file, start, size, self.location(number))
 
     def scan(self, numbers: range) -> Iterator[tuple[int, RawRecord | RecordError]]:
         assert numbers.step == 1
-        with self.path.open("rb", buffering=1 << 18) as file:
+        with open_regular(self.path, 1 << 18) as file:
             for first in range(numbers.start, numbers.stop, _SPANS_PER_READ):
                 spans = self.tables["spans"][first : min(first + _SPANS_PER_READ, numbers.stop)].tolist()
                 for number, (start, size, counted) in enumerate(spans, start=first):
@@ -155,7 +156,7 @@ def _csv_header(path: Path, name: str, delimiter: str) -> list[str]:
     if not len(first):
         return []
     start, size, _ = first[0].tolist()
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         file.seek(start)
         try:
             if size > _MAX_HEADER_BYTES:
@@ -183,7 +184,7 @@ def find_lines(path: Path, limit: int | None = None, *, quoted: bool = False) ->
     """Return the byte spans [n, 3] of lines that are not blank. `quoted`: ignore line ends in double quotes (CSV)."""
     parts: list[np.ndarray] = []
     count, lines_before, open_quotes = 0, 0, 0
-    with path.open("rb") as file, path.open("rb") as again:
+    with open_regular(path) as file, open_regular(path) as again:
         start = len(_BOM) if file.read(len(_BOM)) == _BOM else 0
         file.seek(start)
         base = start
@@ -225,14 +226,14 @@ def _without_blank(
 
 
 def _is_array(path: Path) -> bool:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return file.read(4096).removeprefix(_BOM).lstrip().startswith(b"[")
 
 
 def find_elements(path: Path, limit: int | None = None) -> np.ndarray:
     """Return the byte spans [n, 3] of the elements of a JSON array, found by matching brackets outside of strings."""
     spans = array("q")
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+    with open_regular(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         position = element_end = data.find(b"[") + 1
         element_start, depth, count = position, 1, 0
         while depth and (limit is None or count < limit):
