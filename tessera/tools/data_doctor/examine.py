@@ -146,7 +146,10 @@ def _examine_set(section: SourceSection, options: _Options) -> ExaminedSet:
         if len(rows):
             measure = MeasureRows(source, rows, look, options.limits, look.sampling, target, timeout_s)
             title = f"samples of {source.path.name}"
-            examined.add_look(measure_all(measure, workers=options.workers, title=title))
+            # Worker processes limit the memory of decoding, and a decoder may crash.
+            in_workers = options.decode and options.workers == "auto"
+            workers = default_workers() if in_workers else options.workers
+            examined.add_look(measure_all(measure, workers=workers, title=title))
     except TesseraError as error:
         examined.refuse(error)
     return examined

@@ -124,19 +124,19 @@ SAMPLE_KINDS = (
 
 # Kind of finding -> codes of the errors that make a record unusable. `ExaminedSet.kind_of_bad` decides other codes.
 _CODES = {
+    "bad-row": ("data.record-too-large",),
     "damaged-media": ("data.damaged-media",),
     "empty-caption": ("data.empty-caption", "generation.empty-caption"),
     "huge-caption": ("generation.caption-too-long", "generation.caption-over-tokens"),
     "placeholders": ("data.placeholder-count", "data.media-column-unknown"),
     "unknown-role": ("data.unknown-speaker", "data.no-role"),
-    "missing-file": ("media.no-such-file", "media.not-a-file"),
+    "missing-file": ("media.no-such-file", "media.not-a-file", "media.not-a-path"),
     "by-url": ("media.url-not-allowed",),
     "outside-root": ("media.outside-root", "media.path-leads-up"),
     "stuck": ("data.sample-too-slow", "data.item-ends-worker"),
     "too-large": (
         *("media.too-many-pixels", "media.video-too-large", "media.audio-too-long", "media.file-too-large"),
         *("media.download-too-large", "media.data-url-too-large", "media.header-claims-too-much"),
-        "data.record-too-large",
     ),
     "nothing-trained": ("data.nothing-trained",),
 }
