@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tessera.cli.main import main
+from tessera.cli.start import main
 
 if __name__ == "__main__":
     main()

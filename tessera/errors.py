@@ -9,9 +9,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import PurePath
 
+LONGEST_NAME = 256  # the search for similar names is quadratic in their length
+
 
 def nearest(name: str, options: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the option closest to `name`, or None when nothing is close enough to suggest."""
+    if len(name) > LONGEST_NAME:
+        return None
     matches = difflib.get_close_matches(name, list(options), n=1, cutoff=cutoff)
     return matches[0] if matches else None
 

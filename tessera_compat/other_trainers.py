@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from tessera.config.extensions import KeyHint
+from tessera.errors import LONGEST_NAME
 
 
 class Ours(NamedTuple):
@@ -66,7 +67,7 @@ def hint(key: str, value: Any = None, allowed: Collection[str] | None = None) ->
     ours = foreign_keys().get(written)
     if ours is not None:
         return KeyHint(key, ours.sentence(value), ours.key)
-    if allowed is None:
+    if allowed is None or len(written) > LONGEST_NAME:
         return None
     similarity = {name: SequenceMatcher(None, written, name).ratio() for name in foreign_keys()}
     best = max(similarity, key=lambda name: similarity[name])

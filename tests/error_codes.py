@@ -50,7 +50,7 @@ class Raised:
     """One construction of a `TesseraError` in the source."""
 
     where: str  # file and line
-    code: str | None  # None: the call has no `code=`; "": the code is computed
+    code: str | None  # None: the call has no code that can be listed; "": its code comes from a listed error or call
     cause: str
     cure: str
 
@@ -94,15 +94,43 @@ def template(node: ast.expr | None, scope: ast.AST) -> str:
         values = [
             assign.value
             for assign in ast.walk(scope)
-            if isinstance(assign, ast.Assign) and ast.unparse(assign.targets[0]) == node.id and assign.value is not node
+            if isinstance(assign, ast.Assign)
+            and ast.unparse(assign.targets[0]) == node.id
+            and assign.lineno <= node.lineno
+            and assign.value is not node
         ]
-        if values and not any(isinstance(inner, ast.Name) and inner.id == node.id for inner in ast.walk(values[0])):
-            return template(values[0], scope)
+        value = max(values, key=lambda value: value.lineno, default=None)
+        if value and not any(isinstance(inner, ast.Name) and inner.id == node.id for inner in ast.walk(value)):
+            return template(value, scope)
     return "" if node is None else "…"
 
 
 def _is_none(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and node.value is None
+
+
+def codes_of(value: ast.expr | None, scope: ast.AST) -> list[str | None]:
+    """Return the codes of an argument `code=`: a text, or one text or the other.
+
+    The code of another error, and a parameter that only keywords set, are listed elsewhere: they are "". All else,
+    such as a variable, is None: its codes would not be listed.
+    """
+    if isinstance(value, ast.Constant):
+        return [value.value]
+    if isinstance(value, ast.IfExp):
+        return codes_of(value.body, scope) + codes_of(value.orelse, scope)
+    if isinstance(value, ast.Attribute) and value.attr == "code":
+        return [""]
+    listed: list[ast.arg] = []
+    if isinstance(scope, ast.FunctionDef):  # the calls of `fail` are listed with their positional codes
+        listed = scope.args.args if scope.name == "fail" else scope.args.kwonlyargs
+    return [""] if isinstance(value, ast.Name) and value.id in [one.arg for one in listed] else [None]
+
+
+def code_texts(nodes: Iterable[ast.AST]) -> set[str]:
+    """Return the texts of a tree that can only be codes: names of files, modules and recipe keys have no hyphen."""
+    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return {text for text in texts if "-" in text and CODE.fullmatch(text)}
 
 
 def raised(nodes: list[ast.AST], where: str, names: set[str], with_own_code: set[str]) -> Iterator[Raised]:
@@ -123,27 +151,34 @@ def raised(nodes: list[ast.AST], where: str, names: set[str], with_own_code: set
         if name == "fail" and len(node.args) == 2:  # of a bad record: fail(code, reason)
             code = str(node.args[0].value) if isinstance(node.args[0], ast.Constant) else ""
             yield Raised(f"{where}:{node.lineno}", code, template(node.args[1], nodes[0]), "")
-        if name not in names:
+        keywords = {key.arg: key.value for key in node.keywords}
+        if name not in names and "code" not in keywords:
             continue
         around = [scope for scope in scopes if scope.lineno <= node.lineno <= (scope.end_lineno or 0)]
         scope: ast.AST = max(around, key=lambda scope: scope.lineno) if around else nodes[0]
-        keywords = {key.arg: key.value for key in node.keywords}
-        value = keywords.get("code")
-        code = None if value is None else value.value if isinstance(value, ast.Constant) else ""
-        if value is None and (name in with_own_code or None in keywords):
-            code = ""
+        codes = codes_of(keywords.get("code"), scope)
+        if name not in names:  # a function that makes the error
+            codes = [code for code in codes if isinstance(code, str) and CODE.fullmatch(code)]
+        elif "code" not in keywords and (name in with_own_code or None in keywords):
+            codes = [""]
         cause = template(node.args[0] if node.args else keywords.get("what"), scope)
         cure = template(keywords.get("fix"), scope)
         if not cure.strip("… ") and {"allowed", "nearest"} & keywords.keys():
             cure = "use a value that the message lists"
-        yield Raised(f"{where}:{node.lineno}", code, cause, cure)
+        yield from (Raised(f"{where}:{node.lineno}", code, cause, cure) for code in codes)
+
+
+@cache
+def parsed() -> dict[Path, list[ast.AST]]:
+    """Return the nodes of every file of the library and the second package, parsed once per process."""
+    paths = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+    return {path: list(ast.walk(ast.parse(path.read_text(encoding="utf-8")))) for path in paths}
 
 
 @cache
 def all_raised() -> tuple[Raised, ...]:
-    """Return every error that the library and the second package construct, parsed once per process."""
-    paths = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
-    files = {path: list(ast.walk(ast.parse(path.read_text(encoding="utf-8")))) for path in paths}
+    """Return every error that the two packages construct."""
+    files = parsed()
     classes = [node for nodes in files.values() for node in nodes if isinstance(node, ast.ClassDef)]
     names = error_classes(classes)
     with_own_code = own_codes(classes, names)

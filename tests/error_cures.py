@@ -15,7 +15,7 @@ _CODES_BY_CURE = {
         model.bad-native-config output.bad-export-record tokenizer.id-too-high weights.absurd-shape
         weights.damaged-index weights.damaged-quantization weights.duplicate-tensor weights.experts-incomplete
         weights.indexed-file-missing weights.invalid-safetensors weights.not-a-tensor weights.not-safetensors
-        weights.path-outside-folder adapter.matrix-missing""",
+        weights.path-outside-folder adapter.matrix-missing tokenizer.unreadable-file""",
     "load or resume from an earlier checkpoint: `tessera resume` does so by itself": """
         checkpoint.damaged checkpoint.damaged-manifest checkpoint.damaged-state checkpoint.damaged-table
         checkpoint.no-manifest checkpoint.part-differs checkpoint.parts-incomplete checkpoint.tensors-missing
@@ -33,7 +33,7 @@ _CODES_BY_CURE = {
         megatron.sequence-not-divisible megatron.shard-axis megatron.several-models
         model.heads-do-not-divide-width model.invalid-value model.rope-fields-missing model.absurd-size
         recipe.no-list-entry recipe.not-a-mapping recipe.not-a-section recipe.not-callable recipe.several-problems
-        recipe.too-deep task.zero-weights job.media-count""",
+        recipe.too-deep task.zero-weights job.media-count megatron.axis-order megatron.interleaved-stages""",
     "correct the syntax at the place that the message names": "job.invalid-json job.invalid-yaml recipe.not-yaml",
     "leave the option, flag or argument out": """
         job.adapter-flags job.converter-option-refused job.converter-refused job.no-effect-here
@@ -112,6 +112,7 @@ _CODES_BY_CURE = {
     "declare another split of this module in the model's plan": "layout.feature-statistics layout.style-kind",
     "lower the learning rate, or look for bad samples": "megatron.gradient-not-finite",
     "use Tessera's attention with segments, without packed sequences of Megatron": "megatron.packed-sequences",
+    "install a version of the library that reads this model": "weights.reference-fails",
     "use another seed": "megatron.random-seed-taken",
     "nothing is to be done: the folder has no such tensors": "weights.nothing-to-merge weights.nothing-to-split",
 }

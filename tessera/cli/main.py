@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import platform
@@ -45,6 +46,9 @@ def _show_version(requested: bool) -> None:
         raise typer.Exit
 
 
+# The class of click, or of the copy of click that newer versions of typer contain.
+_UsageError = typer.BadParameter.__mro__[1]
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 ProveOption = Annotated[
     str, typer.Option("--prove", help="auto, always or never: compare logits with those of transformers")
 ]
@@ -305,7 +309,7 @@ def main() -> None:
             quiet_libraries()
             try:
                 _refuse_foreign_options(sys.argv[1:])
-                app()
+                _run_app()
             except TesseraError as error:
                 _tell_other_ranks(error)
                 raise
@@ -313,6 +317,31 @@ def main() -> None:
         if end.code in (None, 0) and "TORCHELASTIC_RUN_ID" in os.environ:
             _leave()
         raise
+
+
+def _run_app() -> None:
+    try:
+        app()
+    except SystemExit as end:
+        if isinstance(end.__context__, _UsageError):  # its words are on the screen
+            error = TesseraError(
+                "the command line has an unknown word, a wrong value, or lacks an argument",
+                fix="add --help: it lists what the command takes",
+                code="environment.wrong-usage",
+            )
+            print("\n".join(str(error).splitlines()[1:]), file=sys.stderr)
+        raise
+    except OSError as error:
+        if error.errno not in _NO_SPACE:
+            raise
+        with contextlib.suppress(OSError):  # what could not be printed would fail again at the end of the process
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise TesseraError(
+            f"cannot be written: {error.strerror}",
+            where=str(error.filename or "standard output"),
+            fix="free space on the disk, or write elsewhere",
+            code="output.disk-full",
+        ) from error
 
 
 def _tell_other_ranks(error: TesseraError) -> None:

@@ -21,6 +21,7 @@ from tessera.config.yaml12 import StrictDumper, StrictLoader
 from tessera.errors import TesseraError, first_line, nearest, nearest_file
 
 MAX_CONFIG_BYTES = 4 << 20
+_MOST_PROBLEMS = 10  # invalid keys that one error lists
 C = TypeVar("C", bound="Section")
 
 
@@ -81,6 +82,8 @@ def read_mapping(path: Path) -> dict[str, Any]:
         )
     try:
         data = parse_yaml(path.read_text(encoding="utf-8"), str(path))
+    except OSError as error:
+        raise TesseraError(f"cannot be read: {error.strerror}", where=str(path), code="recipe.cannot-open") from None
     except UnicodeDecodeError:
         raise TesseraError(
             "not a text file", where=str(path), fix="a configuration is YAML or JSON in UTF-8", code="recipe.not-text"
@@ -173,54 +176,54 @@ def _explain(section: type[Section], error: ValidationError, where: str) -> Tess
         path = _key_path(section, problem["loc"])
         problems.setdefault(".".join(map(str, path)), []).append((path, problem))
     # If a key accepts a mapping or a text, report an invalid key inside of the mapping, not that it is not a text.
-    lines = {
-        key: _line(section, key, reports)
-        for key, reports in problems.items()
-        if not (_asks_for_text(reports) and any(other.startswith(f"{key}.") for other in problems))
-    }
-    if len(lines) > 1:
-        texts = [text for text, *_ in lines.values()]
-        return TesseraError(
-            f"{len(texts)} problems in the configuration:\n    " + "\n    ".join(texts),
-            where=where,
-            code="recipe.several-problems",
-        )
-    text, allowed, near, code = next(iter(lines.values()))
-    return TesseraError(text, where=where, allowed=allowed, nearest=near, code=code)
+    paths = [reports[0][0] for reports in problems.values()]
+    above = {".".join(map(str, path[:end])) for path in paths for end in range(1, len(path))}
+    keys = [key for key, reports in problems.items() if not (key in above and _asks_for_text(reports))]
+    errors = [_problem(section, key, problems[key], where) for key in keys[:_MOST_PROBLEMS]]
+    if len(errors) == 1:
+        return errors[0]
+    texts = [error.what for error in errors]
+    if len(keys) > len(errors):
+        texts.append(f"and {len(keys) - len(errors)} more")
+    return TesseraError(
+        f"{len(keys)} problems in the configuration:\n    " + "\n    ".join(texts),
+        where=where,
+        code="recipe.several-problems",
+    )
 
 
 def _asks_for_text(reports: Sequence[tuple[list[Any], Any]]) -> bool:
     return all(report["type"] == "string_type" and isinstance(report.get("input"), Mapping) for _, report in reports)
 
 
-def _line(
-    section: type[Section], key: str, reports: Sequence[tuple[list[Any], Any]]
-) -> tuple[str, list[str] | None, str | None, str]:
-    """Return the message for one key, the allowed values, the nearest of them and the code of the error."""
+def _problem(section: type[Section], key: str, reports: Sequence[tuple[list[Any], Any]], where: str) -> TesseraError:
+    """Return the error about one key."""
     path, first = reports[0]
     if first["type"] == "extra_forbidden":
         at = _section_at(section, path[:-1])
         new = None if at is None else at.renamed.get(str(path[-1]))
         if new is not None:
-            return f"{key} is now called {new}", None, new, "recipe.renamed-key"
+            return TesseraError(f"{key} is now called {new}", where=where, nearest=new, code="recipe.renamed-key")
         keys = [] if at is None else sorted(_keys_of(at))
         written = str(path[-1])
         hint = find_hint(written, first.get("input"), keys)
         if hint is not None and hint.key != key:
             meant = "" if hint.name == written else f" (did you mean {hint.name}?)"
-            return f"unknown key: {key}{meant}; {hint.sentence}", None, hint.key or None, "recipe.unknown-key"
+            text = f"unknown key: {key:.200}{meant}; {hint.sentence}"
+            return TesseraError(text, where=where, nearest=hint.key or None, code="recipe.unknown-key")
         near = nearest(written, keys)
         likely = [dotted for dotted in keys_of(section) if dotted.endswith(f".{written}")]
         if near is not None:
             likely = [".".join([*map(str, path[:-1]), near])]
-        text = f"unknown key: {key}" + (f" (did you mean {near or ' or '.join(likely)}?)" if likely else "")
-        return text, keys, likely[0] if len(likely) == 1 else None, "recipe.unknown-key"
+        text = f"unknown key: {key:.200}" + (f" (did you mean {near or ' or '.join(likely)}?)" if likely else "")
+        only = likely[0] if len(likely) == 1 else None
+        return TesseraError(text, where=where, allowed=keys, nearest=only, code="recipe.unknown-key")
     inner = _section_at(section, path) if len(reports) == 1 and first["type"] == "model_type" else None
     value = first.get("input")
     if inner is not None:
         text = f"{key} is a section with keys of its own, got {_spelled(value)}"
         defaults = f"; {key}={{}} takes its defaults" if value is True else ""
-        return text + defaults, _keys_of(inner), None, "recipe.not-a-section"
+        return TesseraError(text + defaults, where=where, allowed=_keys_of(inner), code="recipe.not-a-section")
     literals = [report for _, report in reports if report["type"] == "literal_error"]
     words = [word for report in literals for word in _words(report["ctx"]["expected"])]
     reasons = list(dict.fromkeys(_reason(report) for _, report in reports))
@@ -234,7 +237,8 @@ def _line(
     if asks_for_list and isinstance(value, str) and value and _takes_list_of_texts(section, path):
         reasons[-1] += f'; write a list: {key}=["{value}"]'
     text = f"{key}: {' or: '.join(reasons)}" if key else " or: ".join(reasons)
-    return text, words or None, nearest(value, words) if isinstance(value, str) else None, "recipe.wrong-value"
+    near = nearest(value, words) if isinstance(value, str) else None
+    return TesseraError(text, where=where, allowed=words or None, nearest=near, code="recipe.wrong-value")
 
 
 def _keys_of(section: type[Section]) -> list[str]:

@@ -68,6 +68,7 @@ def evaluate(
     If `model` is a run folder, the answers are written to `answers.jsonl` there, and the report is written again.
     `data` may also be the table of a benchmark (AI2D_TEST.tsv), which has its own rule for scores.
     """
+    check_max_samples(max_samples)
     folder = local_model(model)
     if data is not None and Path(data).suffix.lower() == SUFFIX:
         return _benchmark(folder, Path(data), max_samples, max_new_tokens, device, trust)
@@ -107,6 +108,17 @@ def _benchmark(
     loaded, processor = load(folder, device=device, trust=trust)
     answers = score_table(loaded, processor, benchmark, table, max_samples, max_new_tokens=max_new_tokens)
     return Score([{**answer, "correct": answer["score"], "group": table.stem} for answer in answers], 0)
+
+
+def check_max_samples(number: int | None) -> None:
+    """Raise if a limit of samples leaves none."""
+    if number is not None and number < 1:
+        raise TesseraError(
+            f"the number of samples must be 1 or more, got {number}",
+            where="--max-samples",
+            fix="leave --max-samples out to use all samples",
+            code="evaluation.too-few-samples",
+        )
 
 
 def held_out_sources(

@@ -100,7 +100,18 @@ def divisors(number: int) -> list[int]:
     return [d for d in range(1, min(number, 1024) + 1) if number % d == 0]
 
 
+def _check_world(world: int) -> None:
+    if world < 1:
+        raise TesseraError(
+            f"a run has 1 rank or more, got {world}",
+            where="number of ranks",
+            fix="use the number of ranks that you will start",
+            code="layout.too-few-ranks",
+        )
+
+
 def make_axes(section: ParallelSection, model_plan: ModelPlan, world: int) -> Axes:
+    _check_world(world)
     together = section.pp * section.cp * section.tp
     if world % together:
         raise TesseraError(

@@ -60,19 +60,30 @@ def _accelerator() -> str | None:
     return accelerator.type if accelerator is not None else None
 
 
+def check_name(name: str) -> None:
+    """Raise if no machine has a device with this value of `train.device`."""
+    if name != "auto" and name not in _BACKENDS:
+        raise _unknown(name)
+
+
+def _unknown(name: str) -> TesseraError:
+    return TesseraError(
+        f"unknown device: {name!r}",
+        where="train.device",
+        allowed=["auto", *_BACKENDS],
+        nearest=nearest(name, _BACKENDS),
+        code="device.unknown-name",
+    )
+
+
 def resolve(name: str, local_rank: int = 0) -> torch.device:
     """Return the device of this process for a value of `train.device`; raise if this machine has none."""
+    check_name(name)
     kind = name
     if kind == "auto":
         kind = _accelerator() or "cpu"
     if kind not in _BACKENDS:
-        raise TesseraError(
-            f"unknown device: {name!r}",
-            where="train.device",
-            allowed=["auto", *_BACKENDS],
-            nearest=nearest(name, _BACKENDS),
-            code="device.unknown-name",
-        )
+        raise _unknown(kind)
     if kind == "cpu":
         return torch.device("cpu")
     if kind == "npu":

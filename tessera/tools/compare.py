@@ -15,7 +15,7 @@ from tessera.data.media.files import Limits
 from tessera.data.media.read import decode
 from tessera.data.media.video_frames import VideoSampling
 from tessera.errors import TesseraError
-from tessera.evaluation.evaluate import answer_all, held_out_sources
+from tessera.evaluation.evaluate import answer_all, check_max_samples, held_out_sources
 from tessera.hub.config import local_model
 from tessera.inference.export_record import changes_since, read_record
 from tessera.inference.load import load
@@ -76,8 +76,9 @@ def compare(
     them by greedy decoding. `family`: as `model.family` of a recipe, such as the import path of a family of your own;
     None: the family that reads the folder.
     """
-    folder = local_model(folder)
     check_choice(prove)
+    check_max_samples(max_samples)
+    folder = local_model(folder)
     if detect_layout(folder) is None and is_adapters(folder):
         raise TesseraError(
             "this folder contains adapters, and only full models can be compared",

@@ -239,11 +239,11 @@ def _send(planned: Pushed, contents: dict[str, Path | bytes], private: bool, mes
         raise
     except library.errors.HfHubHTTPError as error:
         status = None if error.response is None else error.response.status_code
-        fix, code = "try again", "hub.push-refused"
-        if status in (401, 403):
-            fix, code = "create a token with write permission for this repository", "hub.token-cannot-write"
         message = f"Hugging Face refused the upload: {first_line(error)[:300]}"
-        raise TesseraError(message, where=WHERE, fix=fix, code=code) from None
+        if status in (401, 403):
+            fix = "create a token with write permission for this repository"
+            raise TesseraError(message, where=WHERE, fix=fix, code="hub.token-cannot-write") from None
+        raise TesseraError(message, where=WHERE, fix="try again", code="hub.push-refused") from None
     except (OSError, ValueError) as error:
         raise TesseraError(
             f"the upload failed: {first_line(error)[:300]}",

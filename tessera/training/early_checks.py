@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tessera.config.built_ins import FAMILY_NAMES, KIND_NAMES, TASK_NAMES
 from tessera.config.hub_ids import find_hub_id
+from tessera.config.registry import refuse_standard_library
 from tessera.config.run_config import RunConfig
 from tessera.data.sources.file_names import source_files
 from tessera.errors import TesseraError
@@ -15,10 +16,16 @@ _KINDS_WITH_FILES = ("chat", "preference", "unpaired_preference", "generation", 
 
 
 def check_model_names(config: RunConfig) -> None:
-    """Raise if the task, the family or a folder of the model does not exist."""
-    for built_ins, name in ((TASK_NAMES, config.train.task), (FAMILY_NAMES, config.model.family)):
+    """Raise if the task, the family, the data kind or a folder of the model does not exist."""
+    for built_ins, name in (
+        (TASK_NAMES, config.train.task),
+        (FAMILY_NAMES, config.model.family),
+        (KIND_NAMES, config.data.kind),
+    ):
         if name is not None:
             built_ins.check(name)
+            if name not in built_ins.names():
+                refuse_standard_library(name, built_ins.key)
     lora = config.model.lora
     folders = {
         "model.path": None if config.model.hub_id else config.model.path,
@@ -34,7 +41,6 @@ def check_model_names(config: RunConfig) -> None:
 def check_run_names(config: RunConfig) -> None:
     """Raise if the task, the family, a folder of the model, the data kind or a data file does not exist."""
     check_model_names(config)
-    KIND_NAMES.check(config.data.kind)
     check_evaluated(config)
     if config.data.kind in _KINDS_WITH_FILES:
         for section in (*config.data.train, *config.data.eval):

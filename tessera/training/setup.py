@@ -130,6 +130,7 @@ def build_meta_model(config: RunConfig, world_size: int, objects: Objects = NONE
 
     `objects`: parts that the caller of `tessera.train` passed as objects.
     """
+    devices.check_name(config.train.device)
     spec, model_config, task = _model_and_task(config, objects)
     module = build_on_meta(spec, model_config)
     sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}

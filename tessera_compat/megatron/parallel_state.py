@@ -65,7 +65,7 @@ class ParallelState:
         return self.ranks[name].index(dist.get_rank())
 
 
-def _refuse(code: str, what: str, where: str, fix: str | None = None) -> TesseraError:
+def _refuse(what: str, *, where: str, fix: str | None = None, code: str) -> TesseraError:
     return TesseraError(what, where=f"{WHERE}: {where}", fix=fix, code=code)
 
 
@@ -92,10 +92,14 @@ def initialize_model_parallel(
     """Create the process groups of all parallel axes. Every rank calls it with the same sizes."""
     if not dist.is_initialized():
         fix = "call torch.distributed.init_process_group before it"
-        raise _refuse("megatron.process-group-missing", "the process group is missing", "first", fix)
+        raise _refuse("the process group is missing", where="first", fix=fix, code="megatron.process-group-missing")
     if current().parallel is not None:
-        fix = "call destroy_model_parallel() first"
-        raise _refuse("megatron.initialized-twice", "model parallelism is initialized already", "twice", fix)
+        raise _refuse(
+            "model parallelism is initialized already",
+            where="twice",
+            fix="call destroy_model_parallel() first",
+            code="megatron.initialized-twice",
+        )
     for name, value, nothing in (
         ("pipeline_model_parallel_split_rank", pipeline_model_parallel_split_rank, None),
         ("hierarchical_context_parallel_sizes", hierarchical_context_parallel_sizes, None),
@@ -105,7 +109,7 @@ def initialize_model_parallel(
     ):
         if value != nothing:
             what = f"{name}={value} is not offered: models here have one stack of layers"
-            raise _refuse("megatron.unsupported-argument", what, name)
+            raise _refuse(what, where=name, code="megatron.unsupported-argument")
     if use_sharp or nccl_communicator_config_path:
         logger().info("use_sharp and nccl_communicator_config_path: without effect, groups take torch's settings")
     world = dist.get_world_size()
@@ -119,16 +123,16 @@ def initialize_model_parallel(
     for what, product in (("tensor x pipeline x context", tp * pp * cp), ("expert layers", etp * ep * pp)):
         if product < 1 or world % product:
             raise _refuse(
-                "megatron.rank-count",
                 f"{world} ranks cannot be split: {what} parallelism needs a multiple of {product}",
-                f"tensor {tp}, pipeline {pp}, context {cp}, expert {ep}",
-                "change the sizes or the number of ranks",
+                where=f"tensor {tp}, pipeline {pp}, context {cp}, expert {ep}",
+                fix="change the sizes or the number of ranks",
+                code="megatron.rank-count",
             )
     if virtual_pipeline_model_parallel_size is not None and pp < 2:
         raise _refuse(
-            "megatron.interleaved-stages",
             "an interleaved schedule needs two pipeline stages or more",
-            "pipeline_model_parallel_size",
+            where="pipeline_model_parallel_size",
+            code="megatron.interleaved-stages",
         )
     state = ParallelState(
         sizes={"tp": tp, "cp": cp, "ep": 1, "dp": world // (tp * pp * cp), "pp": pp},
@@ -150,12 +154,16 @@ def _axis_order(order: str, sizes: Sequence[int]) -> tuple[str, ...]:
     names = tuple(order.lower().split("-"))
     if sorted(set(names)) != sorted(names) or not set(names) <= set(AXES):
         raise _refuse(
-            "megatron.axis-order", f"order {order!r} must name each of {', '.join(AXES)} at most once", "order"
+            f"order {order!r} must name each of {', '.join(AXES)} at most once",
+            where="order",
+            code="megatron.axis-order",
         )
     missing = [axis for axis, size in zip(AXES, sizes, strict=True) if size > 1 and axis not in names]
     if missing:
         raise _refuse(
-            "megatron.axis-order", f"order {order!r} leaves out {', '.join(missing)}, whose size is above 1", "order"
+            f"order {order!r} leaves out {', '.join(missing)}, whose size is above 1",
+            where="order",
+            code="megatron.axis-order",
         )
     return names + tuple(axis for axis in AXES if axis not in names)
 
@@ -230,10 +238,10 @@ def get_pipeline_message_group(wraps: bool, backward: bool) -> Any:
     group = _group("pp" + " wrap" * wraps + " backward" * backward)
     if group is None:
         raise _refuse(
-            "megatron.virtual-size-missing",
             "the groups for several model chunks are missing",
-            "virtual_pipeline_model_parallel_size",
-            f"give it to {WHERE}",
+            where="virtual_pipeline_model_parallel_size",
+            fix=f"give it to {WHERE}",
+            code="megatron.virtual-size-missing",
         )
     return group
 

@@ -46,7 +46,7 @@ def test_a_wheel_holds_every_file_of_both_packages() -> None:
 
 def test_both_programs_are_installed() -> None:
     assert SETTINGS["project"]["scripts"] == {
-        "tessera": "tessera.cli.main:main",
+        "tessera": "tessera.cli.start:main",
         "mm-convert": "tessera_compat.mindspeed_mm.convert:main",
     }
 

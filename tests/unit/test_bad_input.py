@@ -62,6 +62,36 @@ def test_versions(run: Any) -> None:
     assert f"torch {torch.__version__.split('+')[0]}" in said
 
 
+@pytest.mark.parametrize("words", ["plann", "train", "plan --wrold 2", "train x.yaml --nproc 0"])
+def test_a_wrong_use_of_the_command_line_has_a_code(run: Any, words: str) -> None:
+    code, said = run(*words.split())
+    assert code == 2
+    assert said.splitlines()[-1].split() == ["code:", "environment.wrong-usage"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_screen_that_cannot_be_written_is_an_error_with_a_code(recipe: Path) -> None:
+    with open("/dev/full", "w") as full:
+        words = [sys.executable, "-m", "tessera", "config", "show", str(recipe)]
+        ended = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.splitlines()[-1].split() == ["code:", "output.disk-full"]
+
+
+def test_a_recipe_that_the_system_does_not_read(run: Any) -> None:
+    code, said = run("config", "show", "/proc/self/mem")
+    assert code == 2
+    assert said.splitlines()[-1].split() == ["code:", "recipe.cannot-open"]
+
+
+def test_ctrl_c_during_the_imports_is_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    words = [sys.executable, "-m", "tessera", "--help"]
+    ended = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (130, "")
+
+
 def test_a_misspelt_option_of_a_task(run: Any, recipe: Path) -> None:
     code, said = run("train", recipe, "train.task=dpo", "train.task_options.bta=1")
     assert code == 2

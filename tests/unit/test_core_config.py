@@ -66,6 +66,15 @@ def test_all_problems_are_listed_at_once() -> None:
     assert all(word in str(caught.value) for word in ("optm", "train.steps", "data.length"))
 
 
+def test_a_recipe_of_nothing_but_unknown_keys_is_refused_briefly() -> None:
+    with raises("recipe.several-problems", "20000 problems", "key9", "19990 more") as raised:
+        load_config({**BASE, **{f"key{number}": 1 for number in range(20_000)}})
+    assert "key10" not in str(raised.value)
+    with raises("recipe.unknown-key") as raised:
+        load_config({**BASE, "k" * 100_000: 1})
+    assert len(str(raised.value)) < 2000
+
+
 def test_numbers_like_1e_5_are_numbers() -> None:
     assert parse_yaml("{a: 1e-5, b: 1.5E3, c: -2e+4, d: 1e5x}", "t") == {"a": 1e-5, "b": 1500.0, "c": -2e4, "d": "1e5x"}
     assert parse_overrides(["optim.lr=1e-4", "data.pack=false", "x=[1, 2]", "y="]) == {

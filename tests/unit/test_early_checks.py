@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import tessera
 from tessera.config.built_ins import FAMILY_NAMES, KIND_NAMES, TASK_NAMES
 from tessera.config.run_config import load_config
 from tessera.data.kinds import KINDS
@@ -16,6 +17,7 @@ from tessera.models import FAMILIES
 from tessera.tasks import TASKS
 from tessera.training.early_checks import check_evaluated, check_model_names, check_path, check_run_names
 from tessera.weights.layouts import no_such_folder
+from tests.errors import raises
 
 RECIPE = "model: {family: qwen2, preset: quickstart}\ndata: {train: {path: data.jsonl}}\ntrain: {steps: 2}\n"
 
@@ -50,6 +52,26 @@ def test_a_wrong_name_is_refused_without_torch(recipe: Path, tmp_path: Path, wor
     run = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, cwd=tmp_path)
     assert run.returncode == 2, run.stderr
     assert run.stdout.split() == ["False"]
+
+
+def test_a_plan_refuses_what_a_run_refuses(recipe: Path) -> None:
+    with raises("recipe.part-of-python", "data.kind"):
+        check_model_names(load_config(recipe, {"data.kind": "os:system"}))
+    with raises("device.unknown-name"):
+        tessera.plan(recipe, {"train.device": "tpu"})
+    with raises("recipe.pattern-matches-nothing", "optim.groups.0"):
+        tessera.plan(recipe, {"optim.groups": [{"pattern": "nowhere", "lr": 1e-3}]})
+    for world in (0, -1):
+        with raises("layout.too-few-ranks"):
+            tessera.plan(recipe, world=world)
+
+
+def test_limits_that_leave_no_sample_are_refused() -> None:
+    for number in (0, -1):
+        with raises("evaluation.too-few-samples"):
+            tessera.evaluate("nowhere", max_samples=number)
+        with raises("evaluation.too-few-samples"):
+            tessera.compare("nowhere", max_samples=number)
 
 
 def test_a_mistyped_task_gets_the_nearest_name(recipe: Path) -> None:

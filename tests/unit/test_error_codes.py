@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 
 from tessera.errors import TesseraError
-from tests.error_codes import CODE, PAGE, all_raised, page, raised
+from tests.error_codes import CODE, PAGE, all_raised, code_texts, page, parsed, raised
 from tests.error_cures import CURES
 
 
@@ -21,6 +21,12 @@ def test_the_page_lists_every_code() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "run: python -m tests.error_codes"
 
 
+def test_the_page_lists_every_text_of_the_source_that_is_a_code() -> None:
+    listed = {error.code for error in all_raised()}
+    written = {code for nodes in parsed().values() for code in code_texts(nodes)}
+    assert sorted(written - listed) == [], "write the code as code= of the call that makes the error"
+
+
 def test_every_code_has_a_cure() -> None:
     cures = {row.split(" | ")[0]: row.rstrip(" |").count(" | ") for row in page().splitlines() if row.startswith("| `")}
     assert [code for code, columns in cures.items() if columns < 2] == [], (
@@ -34,6 +40,21 @@ def test_a_planted_error_without_a_code_is_found() -> None:
     tree = ast.parse("def f(x):\n    raise TesseraError(f'no {x}', fix='name it')\n")
     (error,) = raised(list(ast.walk(tree)), "f.py", {"TesseraError"}, set())
     assert (error.where, error.code, error.cause, error.cure) == ("f.py:2", None, "no <x>", "name it")
+
+
+def test_codes_that_are_computed_or_passed_on_are_found() -> None:
+    nodes = list(
+        ast.walk(
+            ast.parse(
+                "def f(x, *, code):\n    raise TesseraError('no', code=code)\n"
+                "f(1, code='run.one-way' if x else 'run.two')\n"
+                "code = 'run.three-ways'\nraise TesseraError('no', code=code)\nf(1, 'run.four-ways')\n"
+            )
+        )
+    )
+    codes = {(error.where, error.code) for error in raised(nodes, "f.py", {"TesseraError"}, set())}
+    assert codes == {("f.py:2", ""), ("f.py:3", "run.one-way"), ("f.py:3", "run.two"), ("f.py:5", None)}
+    assert code_texts(nodes) == {"run.one-way", "run.three-ways", "run.four-ways"}
 
 
 def test_the_code_is_the_last_line_and_survives_a_process_border() -> None:

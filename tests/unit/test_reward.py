@@ -17,7 +17,7 @@ from tessera.core.batch import Batch
 from tessera.core.outputs import REWARDS
 from tessera.errors import TesseraError
 from tessera.models.processing.tokenizer import train_tokenizer
-from tessera.models.text.reward import as_classifier, is_classifier
+from tessera.models.text.reward import as_classifier, classifier_obstacle, is_classifier
 from tessera.parallel.engine import SimpleEngine
 from tessera.tasks.reward import RewardTask
 from tessera.training.build import build_processor, build_rows
@@ -213,3 +213,9 @@ def test_a_classifier_with_more_than_one_class_is_no_reward_model() -> None:
     assert not is_classifier({})
     with raises("model.several-classes"):
         is_classifier({**told, "num_labels": 3})
+
+
+@pytest.mark.parametrize("architectures", [5, "LlamaForCausalLM", {"a": 1}, [], None])
+def test_a_list_of_classes_that_is_none_names_no_classifier(architectures: object) -> None:
+    assert not is_classifier({"architectures": architectures})
+    assert classifier_obstacle({"architectures": architectures})

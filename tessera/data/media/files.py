@@ -78,8 +78,10 @@ def refusing(what: str, name: str) -> Iterator[None]:
     except TesseraError:
         raise
     except Exception as error:
-        code = "media.damaged-file" if what.startswith("damaged") else "media.unreadable-file"
-        raise TesseraError(f"{what}: {name} ({reason(error)})", code=code) from None
+        raise TesseraError(
+            f"{what}: {name} ({reason(error)})",
+            code="media.damaged-file" if what.startswith("damaged") else "media.unreadable-file",
+        ) from None
 
 
 def resolve(value: Any, root: Path) -> Path:

@@ -13,7 +13,7 @@ from typing import NoReturn
 from tessera.errors import TesseraError, nearest_file
 from tessera.runtime.files import check_regular
 
-_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+_RANGE = re.compile(r"\{([0-9]{1,18})\.\.([0-9]{1,18})\}")
 _MAX_FILES = 1_000_000
 
 
@@ -42,19 +42,19 @@ def source_files(path: Path) -> tuple[list[Path], Path]:
 
 def _ranges(text: str) -> list[str]:
     """Expand shard-{000..127}.tar to 128 names. All numbers have as many digits as the first."""
-    match = _RANGE.search(text)
-    if match is None:
-        return [text]
-    first, last = int(match[1]), int(match[2])
-    if last < first or last - first >= _MAX_FILES:
-        raise TesseraError(
-            f"not a valid range of files: {match[0]}",
-            where=text,
-            fix="write it as {000..127}",
-            code="data.bad-file-range",
-        )
-    numbers = (f"{number:0{len(match[1])}d}" for number in range(first, last + 1))
-    return [name for number in numbers for name in _ranges(text[: match.start()] + number + text[match.end() :])]
+    names = [""]
+    *parts, end = re.split(_RANGE, text)  # text, first and last number of a range, text, ...
+    for before, first, last in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
+        numbers = range(int(first), int(last) + 1)
+        if not 0 < len(names) * len(numbers) <= _MAX_FILES:
+            raise TesseraError(
+                f"not a valid range of files: {{{first}..{last}}}",
+                where=text,
+                fix=f"write it as {{000..127}}, of at most {_MAX_FILES} files in all",
+                code="data.bad-file-range",
+            )
+        names = [f"{name}{before}{number:0{len(first)}d}" for name in names for number in numbers]
+    return [name + end for name in names]
 
 
 def _no_such(path: Path, missing: list[Path]) -> NoReturn:

@@ -52,7 +52,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         )
     if _may_take_long(data):
         _try_out(path)
-    with _library_errors(f"not readable as a tokenizer ({path})", "tokenizer.unreadable-file"):
+    with _library_errors(f"not readable as a tokenizer ({path})", code="tokenizer.unreadable-file"):
         return Tokenizer.from_file(str(path))
 
 
@@ -72,7 +72,9 @@ def _from_merges(folder: Path) -> Tokenizer:
     merges = [line.partition(" ")[::2] for line in lines if line and not line.startswith("#version")]
     vocab = read_json_mapping(folder / "vocab.json", _MAX_BYTES)
     added = config.get("added_tokens_decoder") or {}
-    with _library_errors(f"vocab.json and merges.txt are no valid tokenizer ({folder})", "tokenizer.unreadable-file"):
+    with _library_errors(
+        f"vocab.json and merges.txt are no valid tokenizer ({folder})", code="tokenizer.unreadable-file"
+    ):
         tokenizer = _byte_level(BPE(vocab=vocab, merges=merges))
         for number, token in sorted(added.items(), key=lambda item: int(item[0])):
             add = tokenizer.add_special_tokens if token.get("special") else tokenizer.add_tokens
@@ -83,7 +85,7 @@ def _from_merges(folder: Path) -> Tokenizer:
 
 
 @contextmanager
-def _library_errors(what: str, code: str = "tokenizer.cannot-encode") -> Iterator[None]:
+def _library_errors(what: str, *, code: str = "tokenizer.cannot-encode") -> Iterator[None]:
     """Turn exceptions of the tokenizers library into a `TesseraError`.
 
     A panic in its Rust code is a `PanicException`, which `except Exception` does not catch.
@@ -182,7 +184,7 @@ class ChatEncoder:
 
     def __init__(self, tokenizer: Tokenizer, control: Iterable[str] = ()) -> None:
         self.json = tokenizer.to_str()
-        with _library_errors("this tokenizer cannot be saved and read again", "tokenizer.unreadable-file"):
+        with _library_errors("this tokenizer cannot be saved and read again", code="tokenizer.unreadable-file"):
             self._text = Tokenizer.from_str(self.json)
         self._text.encode_special_tokens = True
         self._text.no_truncation()

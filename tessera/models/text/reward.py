@@ -89,9 +89,15 @@ def _count_without_head(
     return costs(config, counted, training={**(training or {}), "head": Passes(0.0, 0.0, 0.0)})
 
 
+def _class_name(described: Mapping[str, Any]) -> str:
+    """Return the first class that a config.json names; nothing if `architectures` is missing or no list."""
+    names = described.get("architectures")
+    return str(names[0]) if names and isinstance(names, list) else ""
+
+
 def classifier_obstacle(described: Mapping[str, Any]) -> str | None:
     """Return why transformers cannot load a reward model with this config.json; None if it can."""
-    name = str(next(iter(described.get("architectures") or []), ""))
+    name = _class_name(described)
     if name.endswith(_CLASSIFIER):
         return None
     if not name.endswith(_LANGUAGE):
@@ -121,10 +127,10 @@ def as_classifier(described: Mapping[str, Any], where: str = "config.json") -> d
 
 def number_of_classes(described: Mapping[str, Any]) -> int | None:
     """Return the number of outputs of a sequence classifier with this config.json; None for other models."""
-    name = next(iter(described.get("architectures") or []), "")
-    if not str(name).endswith(_CLASSIFIER):
+    if not _class_name(described).endswith(_CLASSIFIER):
         return None
-    return described.get("num_labels") or len(described.get("id2label") or {0: "", 1: ""})
+    labels = described.get("id2label")
+    return described.get("num_labels") or (len(labels) if labels and isinstance(labels, Mapping) else 2)
 
 
 def is_classifier(described: Mapping[str, Any]) -> bool:

@@ -334,17 +334,15 @@ class Guard(OptimizerStep):
         what = f"{self._not_finite} steps in a row were not finite (guard.limit={self.settings.limit}); the last: "
         if self._divergence.diverging or (bad_step.cause is not None and bad_step.cause.every_sample):
             # No save here: it would remove an older checkpoint with better weights.
-            code = "run.diverged"
-            fix = f"the run has diverged, or all data is bad: lower optim.lr (now {trainer.config.optim.lr:g}), begin "
-            fix += f"from an earlier checkpoint, and check the inputs; {trainer.config.folder / RECORD} lists each step"
-        else:
-            if trainer.config.checkpoint.at_end:
-                trainer.save()
-            code = "run.not-finite"
             fix = (
-                f"{trainer.config.folder / RECORD} names module and samples of each step: correct the data or the model"
+                f"the run has diverged, or all data is bad: lower optim.lr (now {trainer.config.optim.lr:g}), begin "
+                f"from an earlier checkpoint, and check the inputs; {trainer.config.folder / RECORD} lists each step"
             )
-        return GuardStop(what + bad_step.line, where="guard.limit", fix=fix, code=code)
+            return GuardStop(what + bad_step.line, where="guard.limit", fix=fix, code="run.diverged")
+        if trainer.config.checkpoint.at_end:
+            trainer.save()
+        fix = f"{trainer.config.folder / RECORD} names module and samples of each step: correct the data or the model"
+        return GuardStop(what + bad_step.line, where="guard.limit", fix=fix, code="run.not-finite")
 
     def _on_damage(self, trainer: RewindHandle, bad_step: BadStep) -> StepOutcome:
         self._stop_if_asked_for_damage(trainer, bad_step)
@@ -367,21 +365,24 @@ class Guard(OptimizerStep):
 
     def _stop_if_asked_for_damage(self, trainer: TrainerHandle, bad_step: BadStep) -> None:
         """End the run under `policy: stop`, or if a rollback cannot repair the damage: it is initial, or returned."""
-        fix = code = ""
+        stop: GuardStop | None = None
+        where = f"guard.policy={self.settings.policy}"
         damaged = [tensor.name for tensor in bad_step.damage]
         if any(name in self._never_finite for name in (*damaged, *(f"{MODEL}{name}" for name in damaged))):
-            code = "weights.not-finite"
             fix = "they were not finite when the run began: check the folder or checkpoint that they were loaded from"
+            stop = GuardStop(bad_step.line, where=where, fix=fix, code="weights.not-finite")
         elif bad_step.step in self._rewound or max(self._returns.values(), default=0) >= BACK_TO_ONE_STATE:
-            code = "run.damage-returns"
-            fix = "the damage returned after a rollback, so it is no flipped bit: check code that writes into the "
-            fix += "weights, and the device"
+            fix = (
+                "the damage returned after a rollback, so it is no flipped bit: check code that writes into the "
+                "weights, and the device"
+            )
+            stop = GuardStop(bad_step.line, where=where, fix=fix, code="run.damage-returns")
         elif self.settings.policy == "stop":
-            code = "run.weights-damaged"
             fix = f"`tessera resume {trainer.config.folder}` goes on from the last checkpoint"
-        if fix:
+            stop = GuardStop(bad_step.line, where=where, fix=fix, code="run.weights-damaged")
+        if stop is not None:
             self._record(trainer, bad_step, "stopped")
-            raise GuardStop(bad_step.line, where=f"guard.policy={self.settings.policy}", fix=fix, code=code)
+            raise stop
 
     def _go_back_without_samples(self, trainer: RewindHandle, bad_step: BadStep) -> bool:
         """Under `policy: rollback`, go back and leave out the bad samples: once per step, if the data allows it."""
