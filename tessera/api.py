@@ -95,7 +95,7 @@ def plan(
 
 
 def _without_patterns(config: RunConfig) -> RunConfig:
-    """Return the recipe without the keys that select modules, and for one rank."""
+    """Return the recipe for one rank, without keys that select modules by name, such as `freeze` and `lora`."""
     return config.model_copy(
         update={
             "model": config.model.model_copy(update={"freeze": [], "lora": None}),

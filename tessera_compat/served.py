@@ -223,7 +223,7 @@ class NotServed(TesseraError, ModuleNotFoundError):
 
 
 class ServedModule(ModuleType):
-    """Provide a module under the name in Megatron or MindSpeed-MM. Submodules are imported at first access."""
+    """Replace a module of Megatron or MindSpeed-MM under its import name. Submodules are imported at first access."""
 
     def __getattr__(self, name: str) -> Any:
         below = f"{self.__name__}.{name}"

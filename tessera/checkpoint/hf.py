@@ -65,7 +65,7 @@ def _split_into_files(tensors: Mapping[str, Tensor], weight_map: WeightMap, shar
             space = shard_bytes
         files[-1].append(group)
         space -= size
-    # For alignment, write the dtypes with most bytes first. An fp8 weight stays behind its float32 scales.
+    # Write large dtypes first, for alignment. An fp8 weight directly follows its scales and is sorted by their dtype.
     ordered = (sorted(groups, key=lambda group: -group[0].dtype.itemsize) for groups in files)
     return [[entry for group in groups for entry in group] for groups in ordered]
 

@@ -226,7 +226,7 @@ def parse_table(data: bytes, where: str) -> Metadata:
 
 
 def split_tensors(folder: Path) -> dict[str, SplitTensor]:
-    """Return the tensors of a checkpoint by name. Only `tensors.json` is read."""
+    """Return dtype, shape and location of a checkpoint's tensors, by name. Only `tensors.json` is read, no data."""
     table = read_table(folder)
     tensors: dict[str, SplitTensor] = {}
     for name, stored in table.state_dict_metadata.items():

@@ -122,7 +122,7 @@ class _Writer:
     def __init__(self, job: WriteJob, groups: Sequence[TensorGroup], staging: Path) -> None:
         self._job, self._groups, self._staging = job, groups, staging
         self._files = PlannedFolder(staging, job.plan)
-        self._proved: set[Any] = set()  # kinds of groups that were read back unchanged
+        self._proved: set[Any] = set()  # kinds of tensor groups of which one was read back and was equal
         self._sizes = [sum(job.native.plans[name].nbytes for name in group.names) for group in groups]
 
     def run(self, jobs: int) -> None:

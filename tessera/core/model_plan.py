@@ -30,7 +30,7 @@ class Stream:
     """
 
     tensors: tuple[str, ...]  # names of batch tensors with one entry per element: a token, patch or audio frame
-    segments: str  # key in `Batch.segments` of its sequences: images, recordings, samples
+    segments: str  # key in `Batch.segments` of the bounds of its images, recordings or samples
     dim: int = 0  # the dimension of `tensors` along elements
     module: str = ""  # path of the encoder
     projector: str = ""  # path of the module that turns the encoder's outputs into elements of the main sequence

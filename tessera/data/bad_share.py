@@ -63,7 +63,7 @@ def check_read(bad: int, read: int, limit: float) -> None:
 
 
 def check_any_used(read: int) -> None:
-    """Raise if `read` is at least 5. Call this only if all of the `read` samples that a run has read are bad."""
+    """Raise if the first `read` samples, which the caller found to be all bad, are 5 or more."""
     if read >= _MIN_UNUSED:
         raise TesseraError(
             f"none of the first {read} samples is usable: the run trains on nothing",

@@ -165,7 +165,7 @@ class FrameCaptions(Captions):
     mark: str = ""  # the special token that ends a header of the template
     closing: int = 4  # number of tokens to drop that end with the last `mark`
     frame_tokens: int = 576  # number of tokens of a frame in the encoder
-    negative_every: int = 2  # the stride `every` for negative prompts, which the encoder reads with a black image
+    negative_every: int = 2  # stride over the frame's hidden states for negative prompts; their frame is black
 
     @property
     def reads_frames(self) -> bool:

@@ -72,7 +72,7 @@ class EditPipeline:
 
 
 def edit_of_folder(folder: Path | None, edits: Sequence[EditPipeline]) -> EditPipeline | None:
-    """Return how the pipeline in a folder reads images to edit; None: its text encoder does not read images."""
+    """Return how the text encoder in a pipeline folder reads images to edit; None if it reads only text."""
     if folder is None or not edits:
         return None
     if DiffusersFolder.detect(folder):

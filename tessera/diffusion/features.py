@@ -48,7 +48,7 @@ def shard_name(number: int) -> str:
 
 @dataclass
 class Shard:
-    """Collect the features of samples, by tensor name in the safetensors file of the shard."""
+    """Collect features of samples for one safetensors file. `tensors`: name in the file -> tensor."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     samples: list[dict[str, Any]] = field(default_factory=list)

@@ -56,7 +56,7 @@ def read_frame_form(folder: Path, encoder: str, config: Any) -> FrameForm:
 
 
 def frame_embeddings(folder: Path | None) -> int:
-    """Return the number of embeddings of a frame by the SigLIP model of a diffusers folder, one for each patch."""
+    """Return how many embeddings the SigLIP model of a diffusers folder computes for a frame: one for each patch."""
     file = None if folder is None else folder / IMAGE_ENCODER / CONFIG_FILE
     if file is None or not file.is_file():
         raise TesseraError(

@@ -37,7 +37,7 @@ def from_tokens(tokens: Tensor, patch: Grid, grid: Grid) -> Tensor:
 
 @dataclass(frozen=True)
 class GivenImages:
-    """Describe a model without image conditions. `required`: whether every sample needs a conditioning image."""
+    """Base class: no conditioning images. Subclasses read them; `required`: every sample must have one."""
 
     reads_first: ClassVar[bool] = False
     reads_last: ClassVar[bool] = False

@@ -42,7 +42,7 @@ def generation_family(
     originals: Mapping[str, Callable[[Path, Mapping[str, Any]], dict[str, Any]]] | None = None,
 ) -> GenerationSpec:
     """Return the specification of a family. `config`: a `DiffusersConfig` class. `weights`, `original`: parameter names
-    in diffusers folders and in original checkpoints. `measures`: returns the numbers of tokens that `work` needs."""
+    in diffusers folders and in original checkpoints. `measures`: counts tokens. `work`: FLOPs from these counts."""
     forms = {"hf": weights} | ({} if original is None else {"original": original})
     return GenerationSpec(
         name=name,

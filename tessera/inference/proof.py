@@ -43,7 +43,7 @@ from tessera.runtime.progress import human_bytes
 from tessera.weights.layouts import CLASS_NAME, folder_layout
 
 Prove = Literal["auto", "always", "never"]
-AUTO_BYTES = 4 << 30  # prove=auto skips models with more bytes of float32 weights: they take minutes
+AUTO_BYTES = 4 << 30  # prove=auto does not compare outputs if the float32 weights have more bytes: it takes minutes
 _SHARE = 4  # prove=auto uses at most 1/4 of the free memory
 _ROUNDINGS = 8.0  # allowed difference, in multiples of the effect of one rounding of the weights
 _TEXT = "What is this? Say red, 12 or tall."
@@ -164,7 +164,7 @@ def _compare_logits(folder: Path, spec: ModelSpec, config: Any) -> Proof:
         difference = _other_prompt(theirs["input_ids"][0].tolist(), _tokens(batch).tolist())
         if difference is None:
             inputs = theirs
-        else:  # prompts differ: compare logits of the same tokens instead
+        else:  # the tokens differ: give both models Tessera's tokens, of the prompt without images
             warnings.append(difference)
             batch = ours.prompt(_messages([]))
             inputs["input_ids"] = _tokens(batch)[None]

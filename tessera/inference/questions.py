@@ -55,7 +55,7 @@ def questions(sources: Sequence[Source]) -> Iterator[Question | RecordError]:
                 yield sample
                 continue
             last = max((i for i, message in enumerate(sample.messages) if message.role == "assistant"), default=None)
-            if not last:  # no answer, or an answer without a question
+            if not last:  # no assistant message, or only as the first message
                 yield RecordError("no question with an answer", where=sample.id, code="data.no-question")
                 continue
             yield Question(Sample(sample.id, sample.messages[:last]), _text(sample.messages[last]), source.root)

@@ -239,7 +239,7 @@ def read_saved(path: Path, parameters: Sequence[str], weight_map: WeightMap | No
         if match is not None and all(foreign in by_foreign for foreign in match[1]):
             used.update(match[1])
             saved[name] = match[0].op.to_native([by_foreign[foreign] for foreign in match[1]])
-    used.update(key for key, native in weight_map.copies if native in saved)  # a tied head beside its embedding
+    used.update(key for key, native in weight_map.copies if native in saved)  # a tied head, stored as a copy
     if unused := [key for key in by_foreign if key not in used]:
         what = f"{unused[0]} belongs neither to an adapter nor to a parameter of this model"
         raise TesseraError(what, where=str(path / WEIGHTS), code="adapter.unknown-tensor")

@@ -233,7 +233,7 @@ class CrossAttention(nn.Module):
         self.out = nn.Linear(inner, size)
 
     def forward(self, x: Tensor, context: Tensor, segments: Segments, context_segments: Segments) -> Tensor:
-        """Return the output for tokens `x`. `segments`: the segments of `x`, which may be only this rank's tokens."""
+        """Return the output for tokens `x`, of all ranks or of this rank. `segments`: bounds of the samples in `x`."""
         q = by_head(self.q(x), self.q_norm, self.head_dim)
         attended = self.attend(q, self.kv(context), self.k_norm, segments, context_segments)
         out: Tensor = self.out(attended.flatten(1))

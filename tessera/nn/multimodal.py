@@ -160,7 +160,7 @@ class MultimodalModel(CausalLMBase):
             features: Tensor = module(_with_input(batch, stream), carry)
             if projector is None:
                 return embeddings, [features]
-            carry = None  # the other rows of the previous stage's output are padding
+            carry = None  # this encoder has used it; any rows left are padding
             embeddings.append(_select(projector(_projected(features, batch, encoder)), batch, encoder))
         return embeddings, []
 

@@ -25,7 +25,7 @@ _ALIGNMENT = 16  # required alignment of a row in grouped kernels, in bytes
 class ExpertOrder:
     """Hold the permutation that sorts choices by expert. The choices of token t are t * k ... t * k + k - 1."""
 
-    order: Tensor  # [N] int64: index of the choice at each sorted position
+    order: Tensor  # [N] int64: argsort by expert: index of the (token, expert) choice at each sorted position
     inverse: Tensor  # [N] int64: sorted position of each choice
     ends: Tensor  # [E] int32: sorted position after each expert's last choice
 

@@ -116,7 +116,7 @@ class _Twice(torch.autograd.Function):
 def splits_at_functions() -> bool:
     """Return whether torch can split the backward of a stage whose output comes from a custom `autograd.Function`.
 
-    Torch 2.11 cannot. This function tries it, because release notes do not mention it.
+    Split: into gradients of inputs and of weights. Torch 2.11 cannot; newer versions may, so this function tries it.
     """
     x = torch.ones((), requires_grad=True)
     y = _Twice.apply(x)
@@ -195,7 +195,7 @@ def _play(orders: Sequence[Sequence[Action]], costs: Sequence[float], unsplit: S
 
 
 def _ready(action: Action, done: dict[Action, float], count: int) -> float | None:
-    """Return the time at which the input of an action is ready; None if it is not computed yet."""
+    """Return the time at which an action's input is ready; None if no action in `done` computes it."""
     stage, kind, microbatch = action
     if kind == "F":
         return 0.0 if stage == 0 else done.get((stage - 1, "F", microbatch))

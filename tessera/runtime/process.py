@@ -16,7 +16,7 @@ _PROC = Path("/proc")
 # Indices of fields in /proc/PID/stat, counted from the state, which follows the name. Times are in clock ticks.
 _USED = 11  # CPU time in user mode; the next field: in system mode
 _STARTED = 19  # start time since boot
-_PARENT = 1  # process id of the parent
+_PARENT = 1  # index of the parent's process id
 
 
 @dataclass(frozen=True)

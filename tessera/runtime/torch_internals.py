@@ -127,7 +127,7 @@ def is_compiled(module: nn.Module) -> bool:
 def tensor_identity(tensor: Tensor) -> tuple[Any, ...]:
     """Return a key that is equal for two views of the same memory with equal shape, strides and version counter.
 
-    It is valid while the storage exists. Public alternative: none for the version of a tensor.
+    The key is valid while the storage exists. Public alternative: none; torch has no public API for `_version`.
     """
     storage = tensor.untyped_storage()
     return (storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)

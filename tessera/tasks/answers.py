@@ -74,7 +74,7 @@ class AnswerTask(Task):
             )
         if any(part.coefficient > 0 for part in module.modules() if isinstance(part, Balance)):
             raise TesseraError(
-                f"{self.name} has no loss that keeps experts evenly used",
+                f"the task {self.name} does not support the load-balancing loss of experts",
                 where=f"train.task={self.name}",
                 fix="set output_router_logits: false for the model's experts",
                 code="task.balance-loss",

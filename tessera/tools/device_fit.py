@@ -79,9 +79,9 @@ class _Search:
         return changes
 
     def _try(self, key: MemoryKey, at: _Count, phase: str, *, alone: bool) -> _Count | None:
-        """Return the memory of a recipe with one change. Return None if the plan refuses the change.
+        """Change one setting of a recipe, and return the memory it then needs; None if the new recipe is not valid.
 
-        `alone`: also return None, without a dry run, if the weights and optimizer state alone do not fit.
+        `alone`: if the weights and optimizer state alone do not fit, return None without a dry run.
         """
         try:
             config = _changed(at.config, dict(key.settings))

@@ -88,7 +88,7 @@ def dry_run(
     world: int = 1,
     device: str | None = None,
 ) -> list[Role]:
-    """Run one step of each role on fake tensors, and return the roles with their memory and communication.
+    """Run one step of each role on fake tensors. Return the roles: ranks with equal memory and communication.
 
     `device`: a name (`h200`, `24g`) or a number of GiB, whose operations and dtypes are counted. Each role runs in a
     separate process, because torch keeps device meshes and process groups until a process ends.
@@ -241,7 +241,7 @@ def _leave_gradients_out(module: nn.Module, memory: LiveMemory) -> None:
 
 
 class _DryPipeline(PipelineEngine):
-    """Run a pipeline on fake tensors: replace the methods that would read values of tensors."""
+    """Run pipeline-parallel stages on fake tensors: replace the methods that would read values of tensors."""
 
     stage_class = staticmethod(lone_stage)
 

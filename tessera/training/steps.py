@@ -96,7 +96,7 @@ class DataWait:
 
 
 def unequal_steps(source: StepSource, here: int) -> TesseraError:
-    """Return the error to raise if the step sources of ranks returned different numbers of micro-batches."""
+    """Return the error for a `next_step` that returned different numbers of micro-batches on different ranks."""
     return TesseraError(
         f"next_step of {type(source).__name__} returned {here} micro-batches here, and another number on other ranks",
         where="the step source",

@@ -149,7 +149,7 @@ class Trainer:
         return self.length.due(every, self.step, self.rows_drawn)
 
     def train_step(self, microbatches: Sequence[Batch]) -> StepResult | None:
-        """Run one optimizer step on this rank's micro-batches; return None if the guard went back."""
+        """Run one optimizer step on this rank's micro-batches; return None if the guard restored an earlier state."""
         rng.seed_process(self.config.train.seed, "step", self.step, self.world.rank)
         self._call("on_step_begin")
         self.phase = "running the model"

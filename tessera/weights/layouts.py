@@ -138,7 +138,7 @@ class FolderLayout:
         )
 
     def indexed_tensors(self) -> list[str]:
-        """Return the tensor names in the index of the component `ROOT`; an empty list if it has no index file."""
+        """Return the tensor names in the index file of the model's weights; an empty list if it has no index file."""
         index = self.component_folder(ROOT) / self.index_file(ROOT)
         return list(_weight_map(index)) if index.is_file() else []
 

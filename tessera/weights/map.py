@@ -104,7 +104,7 @@ class WeightMap:
         for name in foreign:
             old, new = next((pair for pair in self.renames if name.startswith(pair[0])), ("", ""))
             spellings.setdefault(new, set()).add(old)
-        # If a folder spells a prefix in two ways, the spelling of the rules is used.
+        # A prefix with two spellings in the folder is not changed: it stays as the rules spell it.
         prefixes = {new: olds.pop() for new, olds in spellings.items() if len(olds) == 1}
 
         def spelled(template: str) -> str:

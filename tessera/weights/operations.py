@@ -38,7 +38,7 @@ class ByBox(Protocol):
     def join_boxes(
         self, boxes: Sequence[Tensor], offsets: Sequence[int], sizes: Sequence[int], foreign: Shapes
     ) -> Tensor:
-        """Make the native box at `offsets` with `sizes` from the foreign boxes."""
+        """Return the slice at `offsets` with `sizes` of Tessera's tensor. `boxes`: slices of the folder's tensors."""
         ...
 
 

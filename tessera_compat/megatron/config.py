@@ -336,7 +336,7 @@ def scaled_init_method_normal(sigma: float, num_layers: int, multiplier: float =
 
 
 def layer_counts(config: TransformerConfig, stages: int, chunks: int) -> list[list[int]]:
-    """Return the number of layers of each pipeline stage, as a list with an entry for each model chunk."""
+    """Return the number of layers of each model chunk of each pipeline stage, as `counts[stage][chunk]`."""
     ends = [config.num_layers_in_first_pipeline_stage, config.num_layers_in_last_pipeline_stage]
     if stages == 1:
         ends = [None, None]

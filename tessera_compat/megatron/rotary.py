@@ -12,7 +12,7 @@ from tessera.runtime import device as devices
 
 
 class RotaryEmbedding(nn.Module):
-    """Return the angles [sequence, 1, 1, channels] of all positions."""
+    """Compute rotary angles. `forward` returns those of all positions, [sequence, 1, 1, channels]."""
 
     inv_freq: Tensor
 

@@ -77,7 +77,7 @@ class CommandLine:
     path: list[str] = field(default_factory=list)  # converter and method
     options: list[tuple[int, str, str]] = field(
         default_factory=list
-    )  # (0, 1 or 2: how many of converter and method precede the option, key, value)
+    )  # (level, key, value); level: how many words of `path` precede the option
     help: bool = False
     show: Sequence[str] | None = None  # words of --print_config; None: not requested
 

@@ -154,7 +154,7 @@ def build_mm_dataset(dataset_param: Any) -> ConversationDataset | tuple[Conversa
     if file.pairs or file.section.get("pack"):
         what = "pairs of answers" if file.pairs else "packing"
         raise TesseraError(
-            f"build_mm_dataset supports only single conversations, not: {what}",
+            f"build_mm_dataset does not support {what}",
             where=f"{WHERE}: dataset_param",
             fix="train by the recipe that `tessera migrate JOB.sh` writes",
             code="job.data-form",

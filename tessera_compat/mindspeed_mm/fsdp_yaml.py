@@ -347,7 +347,7 @@ def _set_features(recipe: dict[str, Any], data: Mapping[str, Any], source: str, 
             if not settings.get(switch):
                 report.add(source, f"{name}.{key}", plan, "not needed", "off")
                 continue
-            if not isinstance(plan, Mapping):  # release 26.0.0 has a list instead of a mapping
+            if not isinstance(plan, Mapping):  # in MindSpeed-MM 26.0.0 a list of modules
                 plan = {"apply_modules": plan}
             modules: list[Any] = list(plan.get("apply_modules") or [])
             if switch == "recompute" and settings.get("keep_attention"):

@@ -225,7 +225,7 @@ class ModelFile:
     layers: dict[str, list[int]] = field(
         default_factory=dict
     )  # part of the model -> number of layers on each pipeline stage
-    depths: dict[str, Any] = field(default_factory=dict)  # part of the model -> num_layers, the total number of layers
+    depths: dict[str, Any] = field(default_factory=dict)  # part of the model -> num_layers, over all stages
     recompute: dict[str, dict[str, Any]] = field(default_factory=dict)  # part of the model -> its recompute_* keys
     offload: list[str] = field(default_factory=list)
 
@@ -319,7 +319,7 @@ def _ids(
     report: JobReport,
     file: ModelFile,
 ) -> None:
-    """Report which family the model_id keys select, or that no family supports them."""
+    """Add to the report which family the model_id keys of model.json select, or that none supports them."""
     why_not = unknown_model(data.get("model_id"), file.folder) if file.family is None else None
     note = f"model.family={file.family}" if file.family else why_not or "model.family: detected from the folder"
     outcome: Outcome = "not supported" if why_not else "mapped"

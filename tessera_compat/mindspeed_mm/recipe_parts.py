@@ -397,7 +397,7 @@ def set_tools(recipe: dict[str, Any], tools: Mapping[str, Any], source: str, rep
     numbers = [steps.get("start_step") or 1, steps.get("end_step") or 1, *(ranks if isinstance(ranks, list) else [""])]
     if not all(isinstance(number, int) for number in numbers):
         raise TesseraError(
-            "start_step, end_step and ranks must be integers",
+            "start_step and end_step must be integers, and ranks a list of integers",
             where=source,
             fix='"ranks": [0]',
             code="job.profile-steps",

@@ -189,7 +189,7 @@ class Session:
         return train, valid, test
 
     def bind(self, datasets: Sequence[Any]) -> None:
-        """Set the data of the three splits."""
+        """Set the train, validation and test data of this run."""
         for name, dataset in zip(SPLITS, datasets, strict=True):
             if dataset is not None:
                 self.rows[name].bind(loader_of(dataset, self.args))

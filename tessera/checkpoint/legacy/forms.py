@@ -83,7 +83,7 @@ class JobTensor:
 def job_tensors(
     stored: Mapping[str, PlannedTensor], weight_map: WeightMap, shapes: Mapping[str, Shape]
 ) -> dict[str, JobTensor]:
-    """Return the tensors of such a folder by their Hugging Face names. `shapes`: those of all tensors of the model."""
+    """Locate the tensors in the DCP folder of another trainer, by Hugging Face name. `shapes`: of all model tensors."""
     prefix = _prefix(stored, weight_map, shapes)
     inside = {name.removeprefix(prefix): name for name in stored if name.startswith(prefix)}
     table = weight_map.for_names(inside)

@@ -302,7 +302,7 @@ def measure_all(
 
 
 def _run(work: MeasureRows, ranges: Sequence[RecordRange], workers: Workers, careful: bool) -> Generator[Measured]:
-    """Yield the measures of each range, in order: by the calling process, by worker processes, or by both."""
+    """Measure ranges of records in this process, in worker processes or in both, and yield the results in order."""
     if workers == "auto" and ranges:
         workers = default_workers()
         if not careful:

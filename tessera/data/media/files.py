@@ -45,7 +45,7 @@ class Limits:
 
 
 def limits_of(section: DataSection) -> Limits:
-    """Return the limits of a recipe's data section."""
+    """Return the limits that a recipe's data section sets for images and videos."""
     policy = None
     if section.urls is not None:
         urls = section.urls

@@ -108,7 +108,7 @@ def step_order(samples: Samples, config: PackingConfig, size: StepSize) -> StepO
     bounds = _bounds(count, size.samples)
     most = np.maximum.reduceat(np.append(longest[by_length], 0), bounds.reshape(-1))[::2]
     row_of = _rows(most, config, size)
-    rows = int(row_of.max()) + 1  # every row has a sample
+    rows = int(row_of.max()) + 1  # no row is empty, so this is their number
     epoch = -(-count // size.samples) * rows
     padding = 1 - mixture.mean(tokens) / (epoch * config.length)
     stats = PackingStats(epoch, config.length, max(0.0, padding))

@@ -54,7 +54,7 @@ class _PendingItem:
     drawn: Any = None  # the item from the caller
     item: Any = None  # item for a worker: `drawn`, or its replacement from `again`
     tries: int = 0
-    # indices of samples of this item during which a worker died or hung; None: before the first call of `note`
+    # indices of samples that a worker was reading when it died or hung; an element None: the sample is unknown
     blamed: set[int | None] = field(default_factory=set)
     done: bool = False
     failed: bool = False
@@ -169,7 +169,7 @@ class Pool:
                 if first.failed:
                     raise first.value
                 if self._workers:
-                    more = more and self._draw(source, order, again)  # workers go on while the caller uses the result
+                    more = more and self._draw(source, order, again)  # keeps workers busy while the result is used
                 yield first.drawn, first.value
         finally:
             for pending in order:  # `map` ends early: later results of its items are ignored
@@ -214,7 +214,7 @@ class Pool:
                 more = False
                 break
             except Exception as error:
-                pending.settle(error, failed=True)  # `map` raises it after the results of earlier items
+                pending.settle(error, failed=True)  # `map` yields all earlier results, then raises this error
                 more = False
             order.append(pending)
             if not pending.done and not self._workers:

@@ -132,7 +132,7 @@ class DiffusionTask(Task):
         """Raise if the options need pixels, which stored features do not have."""
         if self.options.given_noise is not None:
             raise TesseraError(
-                "stored features contain conditioning images that were encoded without noise",
+                "given_noise adds noise before encoding, but stored features are encoded already",
                 where="train.task_options.given_noise",
                 fix="train on videos and encode them in every step (train.task_options.encoders={}), or "
                 "remove given_noise",

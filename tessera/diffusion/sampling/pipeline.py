@@ -314,7 +314,7 @@ class Pipeline:
         )
         if common.first is not None:
             latents = [torch.cat([common.first.to(tokens), tokens]) for tokens in latents]
-        # Latent frames that round up to complete patches are dropped at the beginning, as in diffusers.
+        # If latent frames were added to complete a patch, that many are dropped at the beginning, as in diffusers.
         frames = self.vae_form.latent_shape(*_size(request))[0]
         return [from_tokens(tokens, family.patch, grid)[:, -frames:] for tokens in latents]
 

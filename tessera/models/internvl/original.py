@@ -56,7 +56,7 @@ def hf_config(folder: Path, data: Mapping[str, Any]) -> dict[str, Any]:
             **{name: value for name, value in vision.items() if name not in _RENAMED},
             **{new: vision.get(old, default) for old, (new, default) in _RENAMED.items()},
             "model_type": "internvl_vision",
-            "use_mean_pooling": True,  # no norm after the last block
+            "use_mean_pooling": True,  # with this, transformers has no norm after the last block
         },
     }
     context = _context_id(folder, str(llm.get("model_type")))

@@ -215,7 +215,7 @@ class ChatTemplate:
         return before is not None and before.role == role and bool(self._turn(role).between)
 
     def _header(self, role: str) -> list[ChatSpan]:
-        # Split into special tokens and text before {role} is replaced, because role names are plain text.
+        # Find special tokens before {role} is replaced, so that a role name never counts as a special token.
         spans = self._words(self._turn(role).before, role)
         return [p if p.special else replace(p, text=p.text.replace("{role}", role)) for p in spans]
 

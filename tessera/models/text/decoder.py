@@ -58,7 +58,7 @@ class RopeScaling(Section):
 
     @property
     def used_fields(self) -> tuple[str, ...]:
-        """Return the fields that this type of scaling uses."""
+        """Return the fields of this section that its `rope_type` uses."""
         further = {
             "llama3": ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
             "yarn": (

@@ -219,7 +219,7 @@ class ClassProcessor:
 
 
 def _as_images(sample: Sample, media: Sequence[Any]) -> tuple[Sample, list[Image.Image]]:
-    """Return the sample with each video replaced by its frames, and all images."""
+    """Replace each video of a sample by its frames. Return the new sample and a list of all its images."""
     remaining, images, messages = iter(media), [], []
     for message in sample.messages:
         parts: list[Part] = []

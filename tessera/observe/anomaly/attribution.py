@@ -132,7 +132,7 @@ class _Observation:
         )
 
 
-_Key = tuple[int, int]  # data rank, and index of a micro-batch or a probe on that rank
+_Key = tuple[int, int]  # data rank, and the index on that rank of a micro-batch, or of a `_Probe` (a part of one)
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ FAILURE_FILE = Path("logs") / "failure.json"
 _HEARTBEAT_S = 0.5
 _GRACE_S = 5.0  # seconds that this rank gets to raise and report the error of the failed rank itself
 _USER_PHASES = ("reporting",)  # phases that run callbacks of users, which may take long
-_PUBLISH_S = 2.0  # timeout for publishing a verdict: the store may be lost
+_PUBLISH_S = 2.0  # timeout for writing the cause of the failure to the store, which may be lost
 
 
 class Watchdog(Callback):

@@ -43,7 +43,7 @@ class Launch:
 
     @property
     def port(self) -> int:
-        """Return the rendezvous port; 29500 if the script computes it with a program."""
+        """Return the value of --master_port; 29500 if it is missing, or unknown because a command prints it."""
         usual, word = 29500, self._word_of(self.launcher, "master_port")
         return usual if word is None or is_unknown(word) else self._number_of("master_port", usual)
 
