@@ -48,17 +48,17 @@ def write_tokenizer(folder: Path) -> None:
 def write_rows(folder: Path, file: str, pictures: list[list[tuple[int, int]]], letters: list[int]) -> None:
     chance, lines = random.Random(0), []
     for row, (sizes, count) in enumerate(zip(pictures, letters, strict=True)):
-        shown = []
+        images = []
         for number, (width, height) in enumerate(sizes):
             name = f"{file}-{row}-{number}.jpg"
             coarse = np.random.default_rng(row * 97 + number).integers(
                 0, 255, (height // 8, width // 8, 3), dtype=np.uint8
             )
             Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC).save(folder / name, quality=90)
-            shown.append({"type": "image", "image": name})
+            images.append({"type": "image", "image": name})
         text = "".join(chance.choice("abcdefgh") for _ in range(count))
         talk = [
-            {"role": "user", "content": [*shown, {"type": "text", "text": "b"}]},
+            {"role": "user", "content": [*images, {"type": "text", "text": "b"}]},
             {"role": "assistant", "content": text},
         ]
         lines.append(json.dumps({"id": f"{file}-{row}", "messages": talk}))
@@ -84,10 +84,10 @@ def write_mixed(folder: Path, rows: int = 900) -> None:
     write_rows(folder, "mixed", pictures, [chance.choice([20, 100, 400, 1000]) for _ in range(rows)])
 
 
-def apart(function: Callable[..., dict[str, Any]], *given: Any) -> dict[str, Any]:
+def apart(function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
     """In a process of its own: nothing that one case leaves in memory can be seen by the next. Errors are told."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
-            return pool.submit(function, *given).result()
+            return pool.submit(function, *arguments).result()
         except Exception as error:
             return {"error": f"{type(error).__name__}: {error}"[:600]}

@@ -71,14 +71,14 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--no-reference", action="store_true")
-    asked = parser.parse_args(arguments)
-    scale = QUICK if asked.quick else FULL
+    options = parser.parse_args(arguments)
+    scale = QUICK if options.quick else FULL
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         processor = _processor(folder / "processor")
         sets = {size: _write_set(folder / f"{size[0]}x{size[1]}", size, scale) for size in scale.sizes}
         for size, data in sets.items():
-            _print(compare(data, size, processor, folder, scale, reference=not asked.no_reference))
+            _print(compare(data, size, processor, folder, scale, reference=not options.no_reference))
         _print(headers(folder / "headers", scale))
         for case in index_speed(next(iter(sets.values())), processor, folder, scale):
             _print(case)
@@ -108,9 +108,9 @@ def _processor(folder: Path) -> Processor:
     }
     spec, config = resolve(ModelSection(family="qwen2_vl", preset="2b", config=changes))
     assert spec.processor is not None
-    made = spec.processor(config, folder, **PIXELS)
-    made.save(folder)
-    return made
+    processor = spec.processor(config, folder, **PIXELS)
+    processor.save(folder)
+    return processor
 
 
 def _photographs() -> list[Image.Image]:
@@ -126,8 +126,8 @@ def _write_pictures(folder: Path, size: tuple[int, int], count: int, kinds: tupl
     files = []
     for number, kind in zip(range(count), itertools.cycle(kinds), strict=False):
         picture = photographs[number % len(photographs)]
-        left, top = int(chance.integers(0, 60)), int(chance.integers(0, 40))
-        cut = picture.crop((left, top, left + 560, top + 380)).resize(size, Image.Resampling.BICUBIC)
+        x, y = int(chance.integers(0, 60)), int(chance.integers(0, 40))
+        cut = picture.crop((x, y, x + 560, y + 380)).resize(size, Image.Resampling.BICUBIC)
         files.append(folder / f"{number}.{kind}")
         cut.save(files[-1], **({"quality": 90} if kind == "jpg" else {"compress_level": 1}))
     return files
@@ -141,9 +141,9 @@ def _write_set(folder: Path, size: tuple[int, int], scale: Scale) -> Path:
 
 
 def _row(number: int, picture: str) -> dict[str, Any]:
-    shown = [{"type": "image", "image": picture}, {"type": "text", "text": QUESTION}]
+    content = [{"type": "image", "image": picture}, {"type": "text", "text": QUESTION}]
     answer = ANSWER * (1 + number % 3)
-    talk = [{"role": "user", "content": shown}, {"role": "assistant", "content": answer}]
+    talk = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
     return {"id": f"s{number}", "messages": talk}
 
 
@@ -262,12 +262,12 @@ def _their_processor(folder: Path) -> tuple[str, Call]:
     image_processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
 
     def halves(talks: list[list[dict[str, Any]]], pictures: list[Image.Image]) -> Any:
-        seen = image_processor(images=pictures, return_tensors="pt")
+        inputs = image_processor(images=pictures, return_tensors="pt")
         texts = []
-        for talk, grid in zip(talks, seen["image_grid_thw"], strict=True):
+        for talk, grid in zip(talks, inputs["image_grid_thw"], strict=True):
             text = tokenizer.apply_chat_template(talk, tokenize=False)
             texts.append(text.replace("<|image_pad|>", "<|image_pad|>" * (int(grid.prod()) // 4), 1))
-        return {**seen, **tokenizer(texts, padding=True, return_tensors="pt")}
+        return {**inputs, **tokenizer(texts, padding=True, return_tensors="pt")}
 
     return f"{version}, {type(image_processor).__name__} (Pillow: no torchvision)", halves
 
@@ -318,14 +318,14 @@ def seek(data: Path, processor: Processor, folder: Path, step: int = 10**9, glob
     first = step * global_batch
     began = time.perf_counter()
     rows.order.samples(first)
-    found = time.perf_counter()
+    first_row = time.perf_counter()
     held = sum(len(rows.order.samples(row)) for row in range(first, first + global_batch))
     whole = time.perf_counter()
     return {
         "case": "seek ms",
         "step": step,
-        "value": round((found - began) * 1e3, 3),
-        "whole_step": round((whole - found) * 1e3, 3),
+        "value": round((first_row - began) * 1e3, 3),
+        "whole_step": round((whole - first_row) * 1e3, 3),
         "rows": global_batch,
         "samples": held,
     }
@@ -336,7 +336,7 @@ def written(data: Path, processor: Processor, folder: Path, scale: Scale) -> dic
     watched = {"cache": folder / "watched", "data": data.parent, "temporary": folder / "temporary"}
     watched["temporary"].mkdir()
     before = {name: _bytes_below(place) for name, place in watched.items()}
-    kept, tempfile.tempdir = tempfile.tempdir, str(watched["temporary"])
+    default_folder, tempfile.tempdir = tempfile.tempdir, str(watched["temporary"])
     largest = 0
     try:
         rows = _rows(data, processor, watched["cache"])
@@ -348,7 +348,7 @@ def written(data: Path, processor: Processor, folder: Path, scale: Scale) -> dic
                 steps += 1
                 largest = max(largest, sum(_bytes_below(place) for place in watched.values()))
     finally:
-        tempfile.tempdir = kept
+        tempfile.tempdir = default_folder
     grown = largest - sum(before.values()) - sum(indexed.values())
     return {
         "case": "bytes written",

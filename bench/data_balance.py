@@ -55,14 +55,14 @@ def mixture(count: int, length: int, seed: int = 0) -> dict[str, np.ndarray]:
     tokens[alone] = np.clip(np.exp(chance.normal(6.0, 1.1, int(alone.sum()))), 16, TEXT_MOST).astype(np.int64)
     patches, pairs = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
     for number, (_, least, most, small, large) in enumerate(KINDS.values()):
-        own = np.flatnonzero(kinds == number)
-        pictures = chance.integers(least, most + 1, len(own))
+        of_kind = np.flatnonzero(kinds == number)
+        pictures = chance.integers(least, most + 1, len(of_kind))
         for nth in range(most):
-            shown = own[pictures > nth]
-            size = np.exp(chance.uniform(np.log(small), np.log(large), len(shown))).astype(np.int64)
-            tokens[shown] += size + 2
-            patches[shown] += 4 * size
-            pairs[shown] += (4 * size) ** 2
+            with_picture = of_kind[pictures > nth]
+            size = np.exp(chance.uniform(np.log(small), np.log(large), len(with_picture))).astype(np.int64)
+            tokens[with_picture] += size + 2
+            patches[with_picture] += 4 * size
+            pairs[with_picture] += (4 * size) ** 2
     clips = np.flatnonzero(kinds == list(KINDS).index("video"))
     frames, size = chance.integers(4, 33, len(clips)), chance.integers(60, 200, len(clips))  # pairs of frames
     tokens[clips] += frames * size + 2
@@ -75,8 +75,8 @@ def mixture(count: int, length: int, seed: int = 0) -> dict[str, np.ndarray]:
 def samples_of(measures: dict[str, np.ndarray], preset: str) -> Samples:
     config = Qwen2VLConfig.model_validate(PRESETS[preset])
     assert SPEC.work is not None
-    one = {name: np.array([int(name == "tokens")]) for name in measures}
-    token_work = {stream: float(flops[0]) for stream, flops in SPEC.work(config, one).items()}
+    token = {name: np.array([int(name == "tokens")]) for name in measures}
+    token_work = {stream: float(flops[0]) for stream, flops in SPEC.work(config, token).items()}
     tokens = measures["tokens"]
     return Samples(tokens, np.array([0, len(tokens)]), None, SPEC.work(config, measures), token_work)
 
@@ -100,8 +100,8 @@ def steps(order: Order, by_place: np.ndarray, micro_batches: int, dealt: bool) -
     rows = RANKS * micro_batches
     for first in range(0, len(order) - rows + 1, rows):
         weights = by_place[[order.index(row)[1] for row in range(first, first + rows)]]
-        told = order.work(range(first, first + rows)) if dealt else None
-        totals = weights[split_rows(told, rows, RANKS, 1)].sum(axis=(1, 2))
+        row_work = order.work(range(first, first + rows)) if dealt else None
+        totals = weights[split_rows(row_work, rows, RANKS, 1)].sum(axis=(1, 2))
         yield float(totals.max() / totals.mean())
 
 
@@ -115,7 +115,7 @@ def compare(preset: str, length: int, count: int) -> Iterator[dict[str, Any]]:
         by_place = work_of_rows(order, samples, length)
         floor = heaviest_sample(samples, length) / by_place.mean()
         for micro_batches in (1, 4):
-            found = np.array(list(steps(order, by_place, micro_batches, balance)))
+            ratios = np.array(list(steps(order, by_place, micro_batches, balance)))
             yield {
                 "case": "balanced" if balance else "plain",
                 "preset": preset,
@@ -124,10 +124,10 @@ def compare(preset: str, length: int, count: int) -> Iterator[dict[str, Any]]:
                 "micro_batches": micro_batches,
                 "samples": len(samples.tokens),
                 "rows": len(order),
-                "steps": len(found),
-                "max_over_mean": round(float(found.mean()), 4),
-                "worst_step": round(float(found.max()), 4),
-                "share_of_steps_over_1.05": round(float((found > 1.05).mean()), 4),
+                "steps": len(ratios),
+                "max_over_mean": round(float(ratios.mean()), 4),
+                "worst_step": round(float(ratios.max()), 4),
+                "share_of_steps_over_1.05": round(float((ratios > 1.05).mean()), 4),
                 "bound": round(table.stats.work or 0.0, 4),
                 "heaviest_sample": round(floor, 4),
                 "padding": round(table.stats.padding, 4),

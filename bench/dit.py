@@ -100,7 +100,7 @@ def measure_diffusers(case: dict[str, Any], _: Path) -> dict[str, Any]:
     peak = matmul_peak()
     ours = TESSERA[case["of"]]
     spec, config, rows = described(ours)
-    model, call = (wan if spec.name == "wan" else flux)(config, rows.made)
+    model, call = (wan if spec.name == "wan" else flux)(config, rows.sample)
     if case["recompute"]:
         model.enable_gradient_checkpointing()
     model.train()
@@ -167,7 +167,7 @@ def flux(config: Any, batch: Batch) -> tuple[Any, Callable[[], Tensor]]:
     ids = torch.stack(
         torch.meshgrid(torch.arange(frames), torch.arange(rows), torch.arange(columns), indexing="ij"), -1
     )
-    given = {
+    inputs = {
         "encoder_hidden_states": batch["text"].cuda()[None],
         "pooled_projections": batch["pooled"].cuda()[:1],
         "timestep": torch.tensor([0.5], **kind),
@@ -177,7 +177,7 @@ def flux(config: Any, batch: Batch) -> tuple[Any, Callable[[], Tensor]]:
     }
 
     def call() -> Tensor:
-        return F.mse_loss(model(latents, **given, return_dict=False)[0].float(), target.float())
+        return F.mse_loss(model(latents, **inputs, return_dict=False)[0].float(), target.float())
 
     return model, call
 

@@ -200,7 +200,7 @@ def recipe(case: Case, data: Path, out: Path, policy: str) -> dict[str, Any]:
     prefix = "wordy-" if case["family"] in WORDY else ""
     train = str(data / f"{prefix}{'pairs' if case['pairs'] else 'train'}.jsonl")
     changes = dict(case["changes"])
-    made: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "name": "run",
         "out": str(out),
         "model": {**model, "preset": "quickstart", "tokenizer": str(data / "words" / case["family"])},
@@ -225,16 +225,16 @@ def recipe(case: Case, data: Path, out: Path, policy: str) -> dict[str, Any]:
         "log": {"every": 10**6},
     }
     if case["lora"]:
-        made["model"]["lora"] = {"rank": case["lora"]}
+        settings["model"]["lora"] = {"rank": case["lora"]}
     if case["pairs"]:
-        made["data"]["kind"] = "preference"
-        made["train"]["task"] = "dpo"
+        settings["data"]["kind"] = "preference"
+        settings["train"]["task"] = "dpo"
     if changes.pop("other_data", False):
         rows = case["steps"] * case["batch"]
         first = {"path": train, "max_samples": 96}
-        made["data"] |= {"train": [first, {"path": str(data / "other.jsonl")}], "shuffle": False, "pack": False}
-        made["train"]["steps"] = min(rows, 192) // case["batch"]
-    return {**made, "changes": changes}
+        settings["data"] |= {"train": [first, {"path": str(data / "other.jsonl")}], "shuffle": False, "pack": False}
+        settings["train"]["steps"] = min(rows, 192) // case["batch"]
+    return {**settings, "changes": changes}
 
 
 # ---------------------------------------------------------------------------------------------- one case
@@ -272,13 +272,13 @@ def run_once(settings: dict[str, Any], callbacks: list[Any] | None = None) -> di
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
     sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(stderr, 2)
+        os.close(stderr)
         os.close(nowhere)
 
 
@@ -290,7 +290,7 @@ def compare(case: Case, data: str, policy: str) -> dict[str, Any]:
         free = run_once(recipe(case, Path(data), Path(folder) / "free", "off"))
         watched = run_once(recipe(case, Path(data), Path(folder) / "watched", policy))
     actions = [event["action"] for event in watched["events"]]
-    told = {
+    result = {
         "case": case["case"],
         "steps": len(watched["losses"]),
         "exit": [free["exit"], watched["exit"]],
@@ -302,13 +302,13 @@ def compare(case: Case, data: str, policy: str) -> dict[str, Any]:
         "diverged": sum(event["kind"] == "diverged" for event in watched["events"]),
         "seconds": [free["seconds"], watched["seconds"]],
     }
-    told["succeeds"] = free["exit"] == 0 and _finite(free)
-    told["lost"] = told["succeeds"] and not _as_good(free, watched)
-    if told["lost"]:
-        told["error"] = watched["error"]
+    result["succeeds"] = free["exit"] == 0 and _finite(free)
+    result["lost"] = result["succeeds"] and not _as_good(free, watched)
+    if result["lost"]:
+        result["error"] = watched["error"]
     if free["error"] and not watched["events"]:
-        told["error"] = free["error"]
-    return told
+        result["error"] = free["error"]
+    return result
 
 
 def _finite(run: dict[str, Any]) -> bool:
@@ -367,9 +367,9 @@ def plant(name: str, data: str, policy: str) -> dict[str, Any]:
             settings["changes"] = changes
             ran[kind] = run_once(settings, [FlipBit(flip, WEIGHT)] if spoilt and flip else None)
     got, clean = ran["spoilt"], ran.get("clean", ran["spoilt"])
-    told = [[event["step"], event["kind"], event["action"]] for event in got["events"]]
-    found = _was_found(name, got, clean)
-    return {"fault": name, "found": found, "exit": got["exit"], "events": told[:12], "error": got["error"][:500]}
+    events = [[event["step"], event["kind"], event["action"]] for event in got["events"]]
+    detected = _was_found(name, got, clean)
+    return {"fault": name, "found": detected, "exit": got["exit"], "events": events[:12], "error": got["error"][:500]}
 
 
 def _was_found(name: str, got: dict[str, Any], clean: dict[str, Any]) -> bool:
@@ -381,16 +381,16 @@ def _was_found(name: str, got: dict[str, Any], clean: dict[str, Any]) -> bool:
         where = all("forward of vision.patch_embed" in (event["module"] or "") for event in events)
         return ended and bool(events) and named and where and got["held_out"] < 1.3 * clean["held_out"] + 0.1
     if name == "a flipped bit":
-        found = [bad["name"] for event in events for bad in event["parameters"]]
-        return ended and found == [WEIGHT] and bool(got["held_out"] == clean["held_out"])
+        blamed_weights = [bad["name"] for event in events for bad in event["parameters"]]
+        return ended and blamed_weights == [WEIGHT] and bool(got["held_out"] == clean["held_out"])
     if name == "every image is nan":
         return got["exit"] == 3 and "in a row" in got["error"]
     if name == "absurd labels":
         return ended and bool(got["held_out"] < clean["held_out"] + 1.0)
     circles = sum(event["action"] == "went back" for event in events) > 1
     blamed = any(event["samples"] for event in events)
-    told = any("optim.lr" in event.get("note", "") for event in events) or "optim.lr" in got["error"]
-    return got["exit"] in (0, 3) and told and not circles and not blamed
+    advised = any("optim.lr" in event.get("note", "") for event in events) or "optim.lr" in got["error"]
+    return got["exit"] in (0, 3) and advised and not circles and not blamed
 
 
 # ---------------------------------------------------------------------------------------------- all of it
@@ -404,19 +404,19 @@ def main() -> int:
     parser.add_argument("--policy", default="clip", choices=("clip", "skip", "rollback"))
     parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--faults-only", action="store_true")
-    given = parser.parse_args()
+    options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    cases = [case for case in healthy(given.steps) if fnmatch.fnmatch(case["case"], given.cases)]
-    if given.limit and given.limit < len(cases):
-        cases = [cases[number * len(cases) // given.limit] for number in range(given.limit)]
-    cases = [] if given.faults_only else cases
+    cases = [case for case in healthy(options.steps) if fnmatch.fnmatch(case["case"], options.cases)]
+    if options.limit and options.limit < len(cases):
+        cases = [cases[number * len(cases) // options.limit] for number in range(options.limit)]
+    cases = [] if options.faults_only else cases
     began, done, planted = time.perf_counter(), [], []
     spawn = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as data, ProcessPoolExecutor(given.jobs, mp_context=spawn) as pool:
+    with tempfile.TemporaryDirectory() as data, ProcessPoolExecutor(options.jobs, mp_context=spawn) as pool:
         pool.submit(write_data, Path(data)).result()
-        waiting = {pool.submit(plant, name, data, given.policy): name for name in FAULTS}
-        waiting |= {pool.submit(compare, case, data, given.policy): case["case"] for case in cases}
+        waiting = {pool.submit(plant, name, data, options.policy): name for name in FAULTS}
+        waiting |= {pool.submit(compare, case, data, options.policy): case["case"] for case in cases}
         for ready in as_completed(waiting):
             try:
                 result = ready.result()
@@ -429,7 +429,7 @@ def main() -> int:
     steps = sum(line["steps"] for line in whole)
     dropped = sum(line["dropped"] for line in whole)
     summary = {
-        "policy": given.policy,
+        "policy": options.policy,
         "runs": len(done),
         "succeed without the guard": sum(line["succeeds"] for line in whole),
         "lost with it": [line["case"] for line in whole if line["lost"]],

@@ -23,17 +23,17 @@ class OneSample(RowSource):
         assert spec.example is not None
         family, tokens = family_of(spec, config), grid[0] * grid[1] * grid[2]
         assert family is not None
-        made = spec.example(config, tokens + TEXT if family.joint else tokens)
+        example = spec.example(config, tokens + TEXT if family.joint else tokens)
         generator = torch.Generator().manual_seed(0)
         tensors = {
             name: torch.randn(tensor.shape, generator=generator).bfloat16() if tensor.is_floating_point() else tensor
-            for name, tensor in made.tensors.items()
+            for name, tensor in example.tensors.items()
             if name not in ("timesteps", "latents", "guidance")
         }
         tensors["clean"] = torch.randn(tokens, family.patch_values, generator=generator).bfloat16()
         tensors["trained"] = torch.arange(tokens)
-        self.made = Batch(tensors, made.segments, shapes={"latents": (grid,)})
-        self.flops = spec.flops(config, made) if spec.flops is not None else 0.0
+        self.sample = Batch(tensors, example.segments, shapes={"latents": (grid,)})
+        self.flops = spec.flops(config, example) if spec.flops is not None else 0.0
 
     def __len__(self) -> int:
         return 64
@@ -41,10 +41,10 @@ class OneSample(RowSource):
     def batch(self, rows: Sequence[int]) -> Batch:
         (row,) = rows
         return replace(
-            self.made,
+            self.sample,
             sample_ids=(f"sample-{row}",),
             rows=((row, 1),),
-            counts={"tokens": len(self.made["trained"]), "samples": 1},
+            counts={"tokens": len(self.sample["trained"]), "samples": 1},
             seeds=(row,),
             flops=self.flops,
         )

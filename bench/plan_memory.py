@@ -34,11 +34,11 @@ Case = tuple[str, str, str, dict[str, Any]]  # family, published preset, what is
 
 def cases() -> list[Case]:
     whole = {"parallel.recompute": LAYERS}
-    kept = {"parallel.recompute": [{"modules": pattern, "keep": "attention"} for pattern in LAYERS]}
+    keep_attention = {"parallel.recompute": [{"modules": pattern, "keep": "attention"} for pattern in LAYERS]}
     adapters: dict[str, Any] = {"model.lora": {"rank": 16}}
     return [
         ("qwen2_5_vl", "3b", "nothing", {"data.length": 8192}),
-        ("qwen2_5_vl", "3b", "keep attention", {"data.length": 8192, **kept}),
+        ("qwen2_5_vl", "3b", "keep attention", {"data.length": 8192, **keep_attention}),
         ("qwen2_5_vl", "3b", "full recompute", {"data.length": 8192, **whole}),
         ("qwen2_5_vl", "3b", "full recompute, long", {"data.length": 16384, **whole}),
         ("qwen2_5_vl", "3b", "lora", {"data.length": 8192, "precision.weights": "bfloat16", **adapters}),
@@ -53,13 +53,13 @@ def cases() -> list[Case]:
 
 
 def recipe(family: str, preset: str, settings: dict[str, Any], device: str) -> RunConfig:
-    made = {
+    fields = {
         "model": {"family": family, "preset": preset},
         "train": {"steps": 1, "global_batch": 2, "micro_batch": 1, "device": device},
         "precision": {"compute": "bfloat16"},
         "data": {"kind": "generation"} if family in ("wan", "flux") else {},
     }
-    return load_config(made, settings)
+    return load_config(fields, settings)
 
 
 def measure(family: str, preset: str, settings: dict[str, Any], device: str) -> dict[str, Any]:
@@ -68,9 +68,9 @@ def measure(family: str, preset: str, settings: dict[str, Any], device: str) -> 
     planned = run_role(config, 1, 0)
     where = devices.resolve(device)
     with dist.fake_world(1, 0):
-        found = real_step(config, where)
+        measured = real_step(config, where)
     plan = planned.total if devices.is_accelerator(device) else planned.activations
-    return {"planned": plan, "measured": found, "ratio": round(plan / found, 4)}
+    return {"planned": plan, "measured": measured, "ratio": round(plan / measured, 4)}
 
 
 def real_step(config: RunConfig, device: torch.device) -> int:
@@ -127,12 +127,12 @@ def main(tiny: bool, wanted: list[int]) -> None:
             continue
         if tiny or device == "cpu":
             preset, settings = "quickstart", {**settings, "data.length": settings["data.length"] // 16}
-        found = apart(measure, family, preset, settings, device)
-        lines.append({"case": number, "family": family, "preset": preset, "form": name, **found})
-        told = found.get("error") or "planned {planned:>14,}  measured {measured:>14,}  ratio {ratio:.3f}".format(
-            **found
+        memory = apart(measure, family, preset, settings, device)
+        lines.append({"case": number, "family": family, "preset": preset, "form": name, **memory})
+        line = memory.get("error") or "planned {planned:>14,}  measured {measured:>14,}  ratio {ratio:.3f}".format(
+            **memory
         )
-        print(f"{number:>2} {family:<11} {preset:<15} {name:<22} {told}", flush=True)
+        print(f"{number:>2} {family:<11} {preset:<15} {name:<22} {line}", flush=True)
     print(json.dumps(lines))
 
 

@@ -76,10 +76,10 @@ def started(seed: int, capability: str, data: Path, changes: list[str]) -> dict[
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, __file__, "--data", str(data), "--one", str(seed), "--out", out, *changes]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    told = {"seed": seed, "capability": capability}
+    case = {"seed": seed, "capability": capability}
     if done.returncode:
-        return {**told, "exit": done.returncode, "error": done.stderr.strip().splitlines()[-3:]}
-    return {**told, "exit": 0, **json.loads(done.stdout.splitlines()[-1])}
+        return {**case, "exit": done.returncode, "error": done.stderr.strip().splitlines()[-3:]}
+    return {**case, "exit": 0, **json.loads(done.stdout.splitlines()[-1])}
 
 
 def main() -> int:
@@ -91,14 +91,15 @@ def main() -> int:
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     changes = [word for word in sys.argv[1:] if "=" in word and not word.startswith("-")]
-    given = parser.parse_args([word for word in sys.argv[1:] if word not in changes])
-    data = given.data.resolve()
-    if given.one is not None:
-        print(json.dumps(train(given.one, data, changes, given.out)))
+    options = parser.parse_args([word for word in sys.argv[1:] if word not in changes])
+    data = options.data.resolve()
+    if options.one is not None:
+        print(json.dumps(train(options.one, data, changes, options.out)))
         return 0
-    cases = itertools.product(given.capabilities, given.seeds)  # name the slowest kernels first: no one waits for them
+    # Name the slowest kernels first: no one waits for them.
+    cases = itertools.product(options.capabilities, options.seeds)
     began, done = time.perf_counter(), []
-    with ThreadPoolExecutor(given.jobs) as pool:
+    with ThreadPoolExecutor(options.jobs) as pool:
         waiting = [pool.submit(started, seed, capability, data, changes) for capability, seed in cases]
         for ready in as_completed(waiting):
             done.append(ready.result())

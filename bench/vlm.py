@@ -142,8 +142,8 @@ def measure_ours(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     rows = [row for row in ours(case, folder).metrics if "step_seconds" in row]
     timed = [row for row in rows if row["step"] > WARM_UP]
     seconds, losses = [row["step_seconds"] for row in timed], [row["loss"] for row in rows]
-    found = facts(seconds, model_flops(case["preset"], folder), peak, rows[0]["step_seconds"], losses)
-    return {**found, "data_wait": round(statistics.median(row["data_wait"] for row in timed), 4)}
+    result = facts(seconds, model_flops(case["preset"], folder), peak, rows[0]["step_seconds"], losses)
+    return {**result, "data_wait": round(statistics.median(row["data_wait"] for row in timed), 4)}
 
 
 def measure_reference(case: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -170,15 +170,15 @@ def keep(folder: Path, samples: Sequence[Generated], wanted: Sequence[tuple[int,
     for number, (sample, (digit, way)) in enumerate(zip(samples, wanted, strict=True)):
         path = folder / "samples" / f"{number:03d}.gif"
         path.write_bytes(digits.as_gif(sample.frames.mean(-1).astype(np.uint8)))
-        seen, expected = f"{verdict.digits[number]} {verdict.ways[number]}", f"{digit} {way}"
+        answer, expected = f"{verdict.digits[number]} {verdict.ways[number]}", f"{digit} {way}"
         rows.append(
             {
                 "group": "judged samples",
                 "question": sample.prompt,
                 "images": [str(path.relative_to(folder))],
-                "answer": seen,
+                "answer": answer,
                 "expected": expected,
-                "correct": seen == expected,
+                "correct": answer == expected,
             }
         )
     (folder / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -68,11 +68,11 @@ def write(path: Path, names: list[str], scans: dict[str, int], pairs: int, chanc
 
 
 def sample(name: str, question: str, pictures: list[str], answer: int) -> dict[str, object]:
-    shown = [{"type": "image", "image": picture} for picture in pictures]
+    images = [{"type": "image", "image": picture} for picture in pictures]
     return {
         "id": name,
         "messages": [
-            {"role": "user", "content": [*shown, {"type": "text", "text": question}]},
+            {"role": "user", "content": [*images, {"type": "text", "text": question}]},
             {"role": "assistant", "content": str(answer)},
         ],
     }

@@ -1,4 +1,4 @@
-"""Write folders with fp8 projections, in the two formats that vLLM serves.
+"""Write folders with fp8 projections, in two formats that inference servers read.
 
 `fp8`: one scale for each output feature, as compressed-tensors stores them (`weight_scale`). `fp8-block`: one scale for
 each block of 128 x 128, as DeepSeek and Qwen publish them (`weight_scale_inv`). Activations are scaled when a model is
@@ -112,7 +112,7 @@ def _check_single(weights: WeightMap, tensors: Mapping[str, Tensor], projections
 def _divisible(kind: str, tensors: Mapping[str, Tensor], projections: Sequence[str]) -> frozenset[str]:
     """Return the projections whose rows and columns are multiples of `_UNITS[kind]`.
 
-    If one projection of a module does not fit, none of the module is quantized: vLLM fuses them."""
+    If one projection of a module does not fit, none of the module is quantized: inference servers fuse them."""
     unit = _UNITS[kind]
     odd = {_parent(name): name for name in projections if any(size % unit for size in tensors[name].shape[-2:])}
     chosen = frozenset(name for name in projections if _parent(name) not in odd)

@@ -163,7 +163,7 @@ def convert(
         typer.Option("--dtype", help="float32, bfloat16 or float16, for hf and from runs; default: as it is"),
     ] = None,
     quantize: Annotated[
-        str | None, typer.Option("--quantize", help="fp8 or fp8-block: projections in eight bits, as vLLM serves them")
+        str | None, typer.Option("--quantize", help="fp8 or fp8-block: projections in eight bits, for serving")
     ] = None,
     adapters: Annotated[
         bool, typer.Option("--adapters", help="only the adapters, as PEFT keeps them or as --to says")

@@ -55,8 +55,8 @@ def convert(
     `like`: a folder with config.json and tokenizer, if the source has none; the base model, if adapters do not name
     it. `source_layout`: raise if the source is split in another way. `prefix`: prefix of tensor names in a DCP
     folder. `dtype`: type of the written weights; None: as stored.
-    `quantize`: write the projections of the text decoder as fp8 for vLLM, with a scale for each output ("fp8") or for
-    each block of 128 x 128 ("fp8-block"). `jobs`: number of threads; None: two more than CPUs, at most 8.
+    `quantize`: write the projections of the text decoder as fp8, with a scale for each output ("fp8") or for each
+    block of 128 x 128 ("fp8-block"). `jobs`: number of threads; None: two more than CPUs, at most 8.
     `adapters`: write only the adapters of the source, with `to` "peft" (or "hf"), "diffusers", "comfyui" or "kohya". By
     default, adapters are merged into the weights.
     `prove`: whether to compare logits of the new folder with transformers before it is published: "auto" (see

@@ -110,7 +110,7 @@ def test_settings_that_cannot_be_computed_are_named() -> None:
         (HunyuanVideo(), "first frame in place"),
         (HunyuanVideo15(), "image"),
     ],
-    ids=lambda one: one if isinstance(one, str) else one.spec.name,
+    ids=lambda value: value if isinstance(value, str) else value.spec.name,
 )
 def test_stages_of_a_pipeline_predict_what_the_whole_model_does(family: GenerationFamily, case: str) -> None:
     family.grids = ((3, 4, 4), (1, 3, 2))  # tokens enough that conditions fit beside them

@@ -20,7 +20,7 @@ def test_training_may_go_on_at_once(room: str, tmp_path: Path, monkeypatch: pyte
     device = devices.resolve("auto")
     if room == "host":
         real = devices.free_memory
-        monkeypatch.setattr(devices, "free_memory", lambda asked: real(asked) if asked.type == "cpu" else 0)
+        monkeypatch.setattr(devices, "free_memory", lambda device: real(device) if device.type == "cpu" else 0)
     live = {f"model.{n}": torch.full((SIZE,), float(n), device=device) for n in range(4)}
     weight = torch.randn(4096, 4096, device=device)
     product = weight

@@ -72,7 +72,7 @@ def follow(config: RunConfig, make: Callable[[TrackerSection], Tracker], step: i
 def test_a_tracker_gets_every_row_and_a_resumed_run_goes_on_in_the_same_one(tmp_path: Path) -> None:
     config = recipe(tmp_path, {"name": "wandb", "run_name": "mine"})
     tracker = Kept(config.log.tracker_sections[0])
-    callback, trainer = follow(config, lambda one: tracker)
+    callback, trainer = follow(config, lambda settings: tracker)
     add_rows(config, 1, 2)
     callback.on_step_end(trainer, None)  # type: ignore[arg-type]
     add_rows(config, 3)
@@ -82,7 +82,7 @@ def test_a_tracker_gets_every_row_and_a_resumed_run_goes_on_in_the_same_one(tmp_
     assert (tracker.runs[0].id, tracker.runs[0].name) == (None, "mine")
     assert tracker.runs[0].settings["train.steps"] == 4
     assert read_ids(config.folder) == {"wandb": "id-1"}
-    callback, trainer = follow(config, lambda one: tracker, step=3)
+    callback, trainer = follow(config, lambda settings: tracker, step=3)
     add_rows(config, 4)
     callback.on_error(trainer, RuntimeError())
     assert tracker.runs[1].id == "id-1"
@@ -95,7 +95,7 @@ def test_a_tracker_that_is_new_to_a_run_gets_what_was_before(tmp_path: Path) -> 
     tracker = Kept(config.log.tracker_sections[0])
     trainer_of(config)
     add_rows(config, 1, 2)
-    callback, trainer = follow(config, lambda one: tracker, step=2)
+    callback, trainer = follow(config, lambda settings: tracker, step=2)
     callback.on_end(trainer)
     assert [step for step, _ in tracker.rows] == [1, 2]
 
@@ -103,10 +103,10 @@ def test_a_tracker_that_is_new_to_a_run_gets_what_was_before(tmp_path: Path) -> 
 def test_steps_that_happen_again_after_a_rewind_are_written_again(tmp_path: Path) -> None:
     config = recipe(tmp_path, "wandb")
     tracker = Kept(config.log.tracker_sections[0])
-    callback, trainer = follow(config, lambda one: tracker)
+    callback, trainer = follow(config, lambda settings: tracker)
     add_rows(config, 1, 2, 3)
     callback.on_end(trainer)
-    callback, trainer = follow(config, lambda one: tracker, step=3)
+    callback, trainer = follow(config, lambda settings: tracker, step=3)
     (config.folder / "metrics.jsonl").write_text(json.dumps({"kind": "train", "step": 1, "loss": 1.0}) + "\n")
     callback.on_rewind(trainer)
     add_rows(config, 2)

@@ -187,14 +187,14 @@ class RecordSchema:
 
 
 def has_worse_answer(record: Mapping[str, Any]) -> bool:
-    """Return whether a record has a rejected answer beside a full conversation, as in ms-swift."""
+    """Return whether a record has `rejected_response` or `rejected_messages` beside a full conversation."""
     return any(has(record, key) for key in WORSE_ANSWERS)
 
 
 # ---------------------------------------------------------------------------------------------- media of a record
 
 
-# A path between tags, <img>a.jpg</img>, as in Qwen-VL and ms-swift; or a placeholder for the next file of a list.
+# A path between tags, <img>a.jpg</img>; or a placeholder for the next file of a list.
 _MARKS = re.compile(r"<(img|image|video|audio)>([^<>\r\n]+)</\1>|<(image|video|audio)>")
 _MEDIA_TAGS: Mapping[str, PartKind] = {"img": "image", **{kind: kind for kind in MEDIA}}
 

@@ -352,7 +352,7 @@ def _checked(work: Callable[[Any], str], value: Any) -> str:
 
 
 def _with_both_answers(record: Mapping[str, Any], names: ColumnMap) -> dict[str, Any]:
-    """Convert a full conversation with a rejected answer, as in ms-swift, to a question with two answers.
+    """Convert a full conversation with a rejected answer to a question with two answers.
 
     The last turn of the assistant is the chosen answer, and the turns before it are the question. The rejected answer
     is a text, a turn, the last turns of a conversation, or a full conversation.

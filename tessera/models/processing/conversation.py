@@ -102,7 +102,7 @@ class ConversationProcessor:
         return np.arange(length)
 
     def constants(self, stream: str) -> Mapping[str, np.ndarray]:
-        """Return tensors that are the same in every batch with input for this encoder, such as pixel normalisation."""
+        """Return tensors that are the same in every batch with input for this encoder, such as a mean and a scale."""
         return {}
 
     def save_preprocessor(self, folder: Path) -> None:

@@ -139,7 +139,7 @@ def grid_positions(
 
     Text advances all three axes. Tokens of an image or video count along each axis from the position where it begins;
     the text after it continues one past the largest position of any axis. Qwen2-VL and Qwen2.5-VL were published with
-    this rule (in their authors' code and in vLLM). transformers 5.3 to 5.23 continues after the longer side of a video
+    this rule (in their authors' code). transformers 5.3 to 5.23 continues after the longer side of a video
     instead, so positions after a long video differ there.
 
     `intervals`: time positions between two temporal patches of each image or video, by default 1. Products are rounded
