@@ -110,6 +110,22 @@ def reported() -> Iterator[None]:
 
 
 @contextmanager
+def with_fix(where: str, fix: str) -> Iterator[None]:
+    """Complete a `TesseraError` of the block by where it is and how to correct it, unless it says so itself."""
+    try:
+        yield
+    except TesseraError as error:
+        raise type(error)(
+            error.what,
+            where=error.where or where,
+            allowed=error.allowed,
+            nearest=error.nearest,
+            fix=error.fix or fix,
+            code=error.code,
+        ) from error
+
+
+@contextmanager
 def foreign_values(where: str) -> Iterator[None]:
     """Turn errors of the block into a `TesseraError`: a value in a file has an unexpected type."""
     try:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from tests.error_cures import CURES
+from tests.error_cures import CAUSES, CURES
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("tessera", "tessera_compat")
@@ -36,6 +36,7 @@ SUBJECTS = {
     "job": "Jobs of MindSpeed-MM",
     "megatron": "Megatron's Python surface and files",
 }
+LISTED = "use a value that the message lists"
 CODE = re.compile(rf"({'|'.join(SUBJECTS)})\.[a-z0-9]+(-[a-z0-9]+){{0,5}}")
 HEAD = """# Error codes
 
@@ -164,7 +165,7 @@ def raised(nodes: list[ast.AST], where: str, names: set[str], with_own_code: set
         cause = template(node.args[0] if node.args else keywords.get("what"), scope)
         cure = template(keywords.get("fix"), scope)
         if not cure.strip("… ") and {"allowed", "nearest"} & keywords.keys():
-            cure = "use a value that the message lists"
+            cure = LISTED
         yield from (Raised(f"{where}:{node.lineno}", code, cause, cure) for code in codes)
 
 
@@ -198,13 +199,18 @@ def page() -> str:
     sections = [HEAD]
     for subject, title in SUBJECTS.items():
         lines = [
-            f"| `{code}` | {_cell(rows[code], 'cause')} | {_cell(rows[code], 'cure') or CURES.get(code, '')} |"
+            f"| `{code}` | {CAUSES.get(code) or _cell(rows[code], 'cause')} | {_cure(code, rows[code])} |"
             for code in sorted(rows)
             if code.startswith(f"{subject}.")
         ]
         if lines:
             sections.append("\n".join([f"\n## {title}\n", "| code | cause | cure |", "|---|---|---|", *lines, ""]))
     return "".join(sections)
+
+
+def _cure(code: str, errors: list[Raised]) -> str:
+    cure = _cell(errors, "cure")
+    return CURES.get(code, cure) if cure in ("", LISTED) else cure
 
 
 def _cell(errors: list[Raised], field: str) -> str:

@@ -368,7 +368,12 @@ def load_checkpoint(
     manager = CheckpointManager(path / "checkpoints", keep=1, frozen_source=frozen_source)
     state = manager.load_newest(tensors)
     if state is None or manager.newest is None:
-        raise TesseraError("this run has no checkpoint", where=str(path), code="checkpoint.none-yet")
+        raise TesseraError(
+            "this run has no checkpoint",
+            where=str(path),
+            fix="wait for the first checkpoint, or name a run that has one",
+            code="checkpoint.none-yet",
+        )
     return manager.newest, state
 
 

@@ -143,7 +143,9 @@ def check_target(folder: Path, overwrite: bool, origin: Origin | None = None) ->
                 code="output.target-holds-working-folder",
             )
         if folder.exists() and not folder.is_dir():
-            raise TesseraError(f"the target is a file: {folder}", code="output.target-is-file")
+            raise TesseraError(
+                f"the target is a file: {folder}", fix="name a folder as the target", code="output.target-is-file"
+            )
         if folder.is_dir() and any(folder.iterdir()):
             if not overwrite and not _is_export(folder, origin):
                 raise TesseraError(

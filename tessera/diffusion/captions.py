@@ -379,11 +379,12 @@ class CaptionTokenizer:
                 code="generation.caption-too-long",
             )
         if not caption.strip() and not may_be_empty:
-            raise TesseraError("the caption is empty", code="generation.empty-caption")
+            raise TesseraError("the caption is empty", fix="write a caption", code="generation.empty-caption")
         word = next((word for word in self._control_words if word in caption), None)
         if word is not None:
             raise TesseraError(
                 f"the caption contains {word}, a special token of {self.captions.tokenizer}",
+                fix="remove this word from the caption",
                 code="generation.control-word-in-caption",
             )
         return list(self._tokenizer.encode(self.captions.prompt(caption, template)).ids)

@@ -91,6 +91,7 @@ def reference_size(width: int, height: int, pixels: int, multiple: int) -> Size:
     if not all(size):
         raise TesseraError(
             f"an image to edit has {width}x{height} pixels, which is too narrow to be resized",
+            fix="crop the image",
             code="generation.edit-image-too-narrow",
         )
     return size
@@ -222,6 +223,7 @@ class EditReader:
         if ids.count(image) != len(sizes):  # type: ignore[arg-type]
             raise TesseraError(
                 f"{edit.captions.tokenizer} has no token {edit.image}, the placeholder of images",
+                fix="use the tokenizer that belongs to this model",
                 code="tokenizer.missing-image-token",
             )
         counts = iter([self.images.tokens(*size) for size in sizes])

@@ -159,6 +159,7 @@ class GenerationProcessor:
         if latents == 0:
             raise TesseraError(
                 f"{taken} frames do not fill one patch of {patch} latent frames",
+                fix="use a longer video",
                 code="media.fewer-frames-than-patch",
             )
         return 1 + time * (latents - 1)
@@ -221,6 +222,7 @@ class GenerationProcessor:
         if kind == "video" and self.images_only:
             raise TesseraError(
                 "the sample is a video, and the VAE of this model encodes only images",
+                fix="use images, or a model for videos",
                 code="media.video-for-image-model",
             )
         if kind == "video" and self.frames(size.frames) < self.options.min_frames:
@@ -263,6 +265,7 @@ class GenerationProcessor:
         if references and not self.family.joint:
             raise TesseraError(
                 f"this model does not edit images, and the sample has {len(references)} to edit",
+                fix="remove the images to edit, or use a model that edits images",
                 code="generation.model-edits-no-images",
             )
         if references and self.family.edits and self.edit is None:

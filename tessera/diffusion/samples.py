@@ -72,12 +72,14 @@ class CaptionedSample:
         if any(message.role == CHOSEN for message in sample.messages):
             raise TesseraError(
                 "this sample is a pair of images or videos, which data.kind=generation_preference reads",
+                fix="set data.kind=generation_preference",
                 code="data.pair-needs-preference-kind",
             )
         media = sample.media()
         if any(part.kind != "image" for part in media[:-1]):
             raise TesseraError(
                 "only images can be edited, and this sample has other media before the image or video to generate",
+                fix="remove the other media from the sample",
                 code="data.not-an-edit-image",
             )
         texts = [part.value for message in sample.messages for part in message.parts if part.kind == "text"]

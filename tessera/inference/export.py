@@ -80,6 +80,7 @@ def export_folder(
     if weight_map is None:
         raise TesseraError(
             f"the family {spec.name} has no weight map for Hugging Face folders, so it cannot be exported",
+            fix="add a weight map to the family: docs/how-to/add-a-model-family.md",
             code="model.no-hf-form",
         )
     tensors, merged = model_tensors(module), adapters or {}

@@ -14,13 +14,13 @@ from tessera.checkpoint.state import model_tensors
 from tessera.config.reader import Section
 from tessera.core.batch import Batch
 from tessera.core.outputs import REWARDS
-from tessera.core.sample import Sample
+from tessera.core.sample import MediaSize, Sample
 from tessera.core.spec import LanguageProcessor, ModelSpec, Processor
 from tessera.data.media.files import Limits
 from tessera.data.media.read import ChatProcessor, read_media
 from tessera.diffusion.family import GenerationSpec
 from tessera.diffusion.sampling.over_ranks import ModelOverRanks, PassRanks
-from tessera.errors import TesseraError
+from tessera.errors import TesseraError, with_fix
 from tessera.inference.chat import Chat
 from tessera.inference.export import export_folder
 from tessera.inference.generate import OwnGeneration, Sampling, TextStream, generate_tokens
@@ -231,10 +231,11 @@ class LoadedProcessor:
         if not isinstance(processor, ChatProcessor):
             raise TesseraError(
                 f"the processor of {self.spec.name} cannot process complete conversations",
+                fix="use a family with conversations: docs/how-to/add-a-model-family.md",
                 code="generation.no-conversations",
             )
         above = Path(base.anchor or "/")
-        read = [read_media(sample, above, self.limits, processor) for sample in samples]
+        read = [self._media(sample, above, processor) for sample in samples]
         encoded = [processor.encode(sample, *media) for sample, media in zip(samples, read, strict=True)]
         return processor.collate([encoded], sum(len(sample.tokens) for sample in encoded))
 
@@ -243,10 +244,14 @@ class LoadedProcessor:
         processor = _needed(self.processor, self.spec)
         if not isinstance(processor, ChatProcessor):  # its method raises an error with the reason
             return processor.prompt([sample for sample, _ in samples], [[] for _ in samples])
-        read = [read_media(sample, root, self.limits, processor) for sample, root in samples]
+        read = [self._media(sample, root, processor) for sample, root in samples]
         return processor.prompt(
             [sample for sample, _ in samples], [media for media, _ in read], [sizes for _, sizes in read]
         )
+
+    def _media(self, sample: Sample, root: Path, processor: ChatProcessor) -> tuple[list[Any], list[MediaSize]]:
+        with with_fix("media of the conversation", "use a file that exists and can be decoded"):
+            return read_media(sample, root, self.limits, processor)
 
 
 def _needed(processor: Processor | None, spec: ModelSpec) -> LanguageProcessor:

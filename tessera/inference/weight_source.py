@@ -128,6 +128,7 @@ def fill_from(
             raise TesseraError(
                 "this family cannot read Hugging Face folders: it has no weight map",
                 where=str(path),
+                fix="add a weight map to the family: docs/how-to/add-a-model-family.md",
                 code="model.no-hf-form",
             )
         load_folder(path, tensors, weight_map, tied=tied, expected=expected)

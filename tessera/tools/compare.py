@@ -164,6 +164,7 @@ def _images(question: Question) -> list[Any]:
     if any(part.kind != "image" for part in question.sample.media()):
         raise TesseraError(
             f"sample {question.sample.id} contains a video or audio: only images and text can be compared",
+            fix="use samples of text and images",
             code="media.video-not-comparable",
         )
     return [decode(part, question.root, Limits(), VideoSampling()) for part in question.sample.media()]

@@ -103,6 +103,7 @@ def convert_folder(job: ConversionJob, model: ConvertedModel) -> None:
         raise TesseraError(
             f"the family {spec.name} has no weight map, so it cannot be converted",
             where=str(job.source),
+            fix="add a weight map to the family: docs/how-to/add-a-model-family.md",
             code="model.no-hf-form",
         )
     stored_form, target_form = _model_form(job.form, model, "--like"), _model_form(job.to, model, f"--to {job.to}")

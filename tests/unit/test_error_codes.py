@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
 
-from tessera.errors import TesseraError
+from tessera.errors import TesseraError, with_fix
 from tests.error_codes import CODE, PAGE, all_raised, code_texts, page, parsed, raised
-from tests.error_cures import CURES
+from tests.error_cures import CAUSES, CURES
+from tests.errors import raises
 
 
 def test_every_error_has_a_code_of_a_listed_subject() -> None:
@@ -33,7 +35,19 @@ def test_every_code_has_a_cure() -> None:
         "add a fix= or a line of tests/error_cures.py"
     )
     codes = {error.code for error in all_raised()}
-    assert sorted(CURES.keys() - codes) == [], "these codes are gone"
+    assert sorted((CURES.keys() | CAUSES.keys()) - codes) == [], "these codes are gone"
+
+
+def has_words(cause: str) -> bool:
+    """Return whether a cause has words besides the placeholders of values."""
+    return re.search(r"[A-Za-z]{2}", re.sub(r"&lt;[^>]*>|<br>", "", cause)) is not None
+
+
+def test_every_code_has_a_cause_in_words() -> None:
+    rows = [row.split(" | ") for row in page().splitlines() if row.startswith("| `")]
+    assert [code for code, cause, *_ in rows if not has_words(cause)] == [], "add a line to CAUSES"
+    assert not has_words("&lt;item>: … &lt;why><br>")
+    assert has_words("no file &lt;name>")
 
 
 def test_a_planted_error_without_a_code_is_found() -> None:
@@ -63,3 +77,11 @@ def test_the_code_is_the_last_line_and_survives_a_process_border() -> None:
     rebuild, values = error.__reduce__()  # as pickle does
     copy = rebuild(*values)
     assert (copy.code, str(copy)) == (error.code, str(error))
+
+
+def test_a_fix_is_added_only_where_it_is_missing() -> None:
+    with raises("media.cannot-open", "photo.jpg", "use another file"), with_fix("photo.jpg", "use another file"):
+        raise TesseraError("cannot be opened", code="media.cannot-open")
+    with raises("media.cannot-open", "here", "so") as info, with_fix("photo.jpg", "use another file"):
+        raise TesseraError("cannot be opened", where="here", fix="so", code="media.cannot-open")
+    assert "photo.jpg" not in str(info.value)

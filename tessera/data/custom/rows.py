@@ -80,6 +80,7 @@ class ItemRows(RowSource):
             if len(self._data) != self.count:
                 raise TesseraError(
                     f"{self.imported.path} has {len(self._data)} items in a worker process, {self.count} in the run",
+                    fix="return the same items in every process",
                     code="data.length-differs",
                 )
         return self.items.batch([self._drawn(row, lost, note) for row in rows], self._collate)

@@ -114,6 +114,7 @@ class TruncateToLength:
             tokens = self.processor.measure(sample, sizes)["tokens"]
             raise TesseraError(
                 f"a sample of {tokens} tokens, whose first exchange alone is longer than data.length {self.length}",
+                fix="raise data.length, or shorten the sample",
                 code="data.sample-too-long",
             )
         return Truncation(turns_fit), measured(0, turns_fit)
@@ -139,7 +140,9 @@ class TruncateToLength:
             fitting = between
         if fitting == 0:
             raise TesseraError(
-                f"not even one character of a text fits into data.length {self.length}", code="data.sample-too-long"
+                f"not even one character of a text fits into data.length {self.length}",
+                fix="raise data.length, or shorten the sample",
+                code="data.sample-too-long",
             )
         return Truncation(1, fitting), measured(fitting)
 

@@ -65,7 +65,11 @@ def decoder(stream: Any, max_pixels: int | None = None) -> Any:
     """Return the decoder of a stream, limited to one thread: the loader runs several processes."""
     context = stream.codec_context
     if context is None:
-        raise TesseraError("FFmpeg has no decoder for this stream", code="media.no-decoder")
+        raise TesseraError(
+            "FFmpeg has no decoder for this stream",
+            fix="convert the file to a common codec, such as H.264 or FLAC",
+            code="media.no-decoder",
+        )
     context.thread_count = 1
     if max_pixels is not None:
         context.options = {"max_pixels": str(max_pixels)}

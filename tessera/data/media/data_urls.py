@@ -27,11 +27,21 @@ def decode_data_url(text: str) -> bytes:
             code="media.bad-data-url",
         )
     if (len(text) - head.end()) // 4 * 3 > MAX_BYTES:
-        raise TesseraError(f"the data: URL has more than {MAX_BYTES >> 20} MB", code="media.data-url-too-large")
+        raise TesseraError(
+            f"the data: URL has more than {MAX_BYTES >> 20} MB",
+            fix="store the content in a file, and name the file",
+            code="media.data-url-too-large",
+        )
     try:
         content = binascii.a2b_base64(text[head.end() :].encode("ascii"), strict_mode=True)
     except (ValueError, binascii.Error) as error:
-        raise TesseraError(f"the data: URL is not valid base64 ({error})", code="media.bad-data-url") from None
+        raise TesseraError(
+            f"the data: URL is not valid base64 ({error})",
+            fix="encode the content in base64 again",
+            code="media.bad-data-url",
+        ) from None
     if not content:
-        raise TesseraError("the data: URL has no content", code="media.bad-data-url")
+        raise TesseraError(
+            "the data: URL has no content", fix="encode the content in base64 again", code="media.bad-data-url"
+        )
     return content

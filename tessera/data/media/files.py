@@ -96,7 +96,9 @@ def resolve(value: Any, root: Path) -> Path:
 def _locate(value: Any, root: Path) -> tuple[str, os.stat_result]:
     """Return the path and the stat of a media file. Links are resolved only if there is one below the root."""
     if not isinstance(value, (str, Path)) or "\0" in str(value):
-        raise TesseraError(f"not a path: {value!r:.80}", code="media.not-a-path")
+        raise TesseraError(
+            f"not a path: {value!r:.80}", fix="write the path of a file as text", code="media.not-a-path"
+        )
     text = str(value)
     if _URL.match(text):
         raise TesseraError(
@@ -127,9 +129,17 @@ def _locate(value: Any, root: Path) -> tuple[str, os.stat_result]:
     except (FileNotFoundError, NotADirectoryError):
         raise TesseraError(f"no such file: {text:.200}", code="media.no-such-file") from None
     except UnicodeEncodeError:  # half of a surrogate pair
-        raise TesseraError(f"not a usable path: {text!a:.80} (not valid Unicode)", code="media.not-a-path") from None
+        raise TesseraError(
+            f"not a usable path: {text!a:.80} (not valid Unicode)",
+            fix="write the path of a file as text",
+            code="media.not-a-path",
+        ) from None
     except OSError as error:  # too long a name, a loop of links, no permission
-        raise TesseraError(f"not a usable path: {text:.80} ({error.strerror})", code="media.not-a-path") from None
+        raise TesseraError(
+            f"not a usable path: {text:.80} ({error.strerror})",
+            fix="write the path of a file as text",
+            code="media.not-a-path",
+        ) from None
 
 
 def _walk(base: str, names: Sequence[str]) -> tuple[str, os.stat_result]:

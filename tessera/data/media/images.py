@@ -134,11 +134,15 @@ def open_image(source: Opened, limits: Limits) -> Iterator[Image.Image]:
             image = Image.open(_for_pillow(source, head, file_size), formats=FORMATS)
         except Image.DecompressionBombError as error:
             raise TesseraError(
-                f"too many pixels in an image: {source.name} ({error})", code="media.too-many-pixels"
+                f"too many pixels in an image: {source.name} ({error})",
+                fix="make the image smaller",
+                code="media.too-many-pixels",
             ) from None
         except UnidentifiedImageError:  # its message contains a memory address
             raise TesseraError(
-                f"unreadable image: {source.name} (not a supported image format)", code="media.unknown-format"
+                f"unreadable image: {source.name} (not a supported image format)",
+                fix="convert the file to a common format, such as PNG or JPEG",
+                code="media.unknown-format",
             ) from None
     check_pixels(*image.size, source.name, limits)
     file_bytes = 2 * min(file_size, _MAX_BYTES)

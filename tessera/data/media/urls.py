@@ -91,7 +91,9 @@ def _is_still_allowed(file: Path, url: str, policy: UrlPolicy) -> bool:
     """Return whether a cached image can be used without a new download. Raise if the policy forbids it."""
     if file.stat().st_size > policy.max_bytes:
         raise TesseraError(
-            f"image too large: {url:.200} (more than {policy.max_bytes} bytes)", code="media.download-too-large"
+            f"image too large: {url:.200} (more than {policy.max_bytes} bytes)",
+            fix="make the image smaller",
+            code="media.download-too-large",
         )
     try:
         record = json.loads(file.with_name(file.name + _NOTE).read_text(encoding="utf-8"))
@@ -145,17 +147,30 @@ def _checked_url(url: str, policy: UrlPolicy) -> SplitResult:
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port
     except ValueError as error:
-        raise TesseraError(f"not a URL: {url:.200} ({error})", code="media.bad-url") from None
+        raise TesseraError(
+            f"not a URL: {url:.200} ({error})",
+            fix="write a URL that begins with http:// or https://",
+            code="media.bad-url",
+        ) from None
     if parts.scheme.lower() not in ("http", "https") or not host or len(url) > _MAX_URL or not url.isprintable():
-        raise TesseraError(f"not a URL of http or https: {url:.200}", code="media.bad-url")
+        raise TesseraError(
+            f"not a URL of http or https: {url:.200}",
+            fix="write a URL that begins with http:// or https://",
+            code="media.bad-url",
+        )
     if parts.username is not None or parts.password is not None:
         raise TesseraError(
             f"the URL contains a user name or a password: {parts.scheme}://...@{host:.200}",
+            fix="remove the user name and the password from the URL",
             code="media.url-with-password",
         )
     below = any(host == name.lower() or host.endswith(f".{name.lower()}") for name in policy.hosts)
     if policy.hosts and not below:
-        raise TesseraError(f"{host:.100} is not in data.urls.hosts: {url:.200}", code="media.host-not-allowed")
+        raise TesseraError(
+            f"{host:.100} is not in data.urls.hosts: {url:.200}",
+            fix="add the host to data.urls.hosts if you trust it",
+            code="media.host-not-allowed",
+        )
     return parts
 
 

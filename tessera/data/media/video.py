@@ -110,7 +110,11 @@ def _header(held: Any, name: str) -> _StreamHeader:
     stream = _stream(held, name)
     with refusing("unreadable video", name):
         if stream.codec_context is None:
-            raise TesseraError(f"unreadable video: {name} (no decoder for it)", code="media.no-decoder")
+            raise TesseraError(
+                f"unreadable video: {name} (no decoder for it)",
+                fix="convert the file to a common codec, such as H.264 or FLAC",
+                code="media.no-decoder",
+            )
         width, height = int(stream.codec_context.width), int(stream.codec_context.height)
         rate = float(stream.average_rate) if stream.average_rate else None
         seconds = float(stream.duration * stream.time_base) if stream.duration and stream.time_base else None
@@ -278,6 +282,7 @@ def decode_folder(
         if (its_size.width, its_size.height) != (size.width, size.height):
             raise TesseraError(
                 f"the frames in {folder.name} have different sizes: {files[number].name}",
+                fix="make all frames the same size",
                 code="media.frame-sizes-differ",
             )
         frames.put(number, image)
@@ -295,7 +300,15 @@ def _frame_files(folder: Path) -> list[Path]:
     files = [file for file in folder.iterdir() if file.suffix.lower() in _FRAME_SUFFIXES and file.is_file()]
     inside = [file for file in files if not file.is_symlink() or file.resolve().is_relative_to(folder.resolve())]
     if not files:
-        raise TesseraError(f"no images in the folder {folder.name}", code="media.no-frames")
+        raise TesseraError(
+            f"no images in the folder {folder.name}",
+            fix="name a folder with one image for each frame",
+            code="media.no-frames",
+        )
     if len(inside) != len(files):
-        raise TesseraError(f"a frame in {folder.name} is a link out of the folder", code="media.outside-root")
+        raise TesseraError(
+            f"a frame in {folder.name} is a link out of the folder",
+            fix="copy the frame into the folder",
+            code="media.outside-root",
+        )
     return sorted(files, key=lambda file: [int(p) if p.isdecimal() else p for p in re.split(r"(\d+)", file.name)])

@@ -169,6 +169,7 @@ class Frames:
             raise TesseraError(
                 f"damaged video: {self._name} (its frames have different sizes: {frame.width}x{frame.height} "
                 f"after {self._size[0]}x{self._size[1]})",
+                fix="make all frames the same size",
                 code="media.frame-sizes-differ",
             )
         first = self.filled

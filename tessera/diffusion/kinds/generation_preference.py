@@ -84,7 +84,9 @@ def _apart(sample: Sample) -> tuple[Sample, Sample]:
     *question, better, worse = sample.messages
     if (better.role, worse.role) != (CHOSEN, REJECTED):
         raise TesseraError(
-            f"a record must name two images or videos, as {CHOSEN!r} and {REJECTED!r}", code="data.not-a-pair"
+            f"a record must name two images or videos, as {CHOSEN!r} and {REJECTED!r}",
+            fix="name both under these keys",
+            code="data.not-a-pair",
         )
     first, second = (Sample(sample.id, (*question, Message("assistant", answer.parts))) for answer in (better, worse))
     return first, second

@@ -29,7 +29,7 @@ from tessera.diffusion.sampling.files import Generated
 from tessera.diffusion.sampling.over_ranks import PassRanks
 from tessera.diffusion.sampling.request import Request
 from tessera.diffusion.sampling.solver import Solver, make_solver, scheduler_config, with_shift, with_solver
-from tessera.errors import TesseraError
+from tessera.errors import TesseraError, with_fix
 
 # Called with: number of finished samples, number of samples, finished steps of the current sample, number of steps.
 OnStep = Callable[[int, int, int, int], None]
@@ -333,7 +333,10 @@ def _size(request: Request) -> tuple[int, int, int]:
 
 def _opened(image: ImageSource) -> Image.Image:
     """Return an image in RGB, rotated upright."""
-    return to_rgb(image) if isinstance(image, Image.Image) else read_image(Path(image), Limits())
+    if isinstance(image, Image.Image):
+        return to_rgb(image)
+    with with_fix(str(image), "use an image file that can be opened"):
+        return read_image(Path(image), Limits())
 
 
 def _joined(text: TextEmbedding, images: SampleConditions) -> SampleConditions:

@@ -320,6 +320,7 @@ class ChatEncoder:
         if not self._control_ids.isdisjoint(tokens):
             raise TesseraError(
                 "the tokenizer encodes text of a message as a special token",
+                fix="remove special tokens from the text",
                 code="tokenizer.forged-control-word",
             )
         return tokens, token_offsets

@@ -108,6 +108,7 @@ class Library:
         if len(tokenizer.encodings) != 1 or outputs[IDS][0].tolist() != tokenizer.encodings[0].ids:
             raise TesseraError(
                 f"{type(self.processor).__name__} changes tokens after its tokenizer returned them",
+                fix="use the processor that belongs to this model",
                 code="tokenizer.processor-changes-tokens",
             )
         encoding = tokenizer.encodings[0]
@@ -247,6 +248,7 @@ class Library:
                 raise TesseraError(
                     f"{type(self.processor).__name__} returns different tokens for a batch than for a single sample",
                     where=f"sample {item.id}",
+                    fix="use the processor that belongs to this model",
                     code="tokenizer.processor-changes-tokens",
                 )
         of_tokens = self._token_inputs(outputs)

@@ -50,6 +50,7 @@ def render(
     if "error" in reply:
         raise TesseraError(
             f"the folder's chat template raised an error for this conversation: {reply['error'].splitlines()[0]}",
+            fix="correct the conversation, or the chat template of the folder",
             code="tokenizer.template-refuses",
         )
     raise TemplateLimit(

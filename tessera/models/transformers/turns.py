@@ -127,6 +127,7 @@ class Turns:
                 if has_marks(part.value):
                     raise TesseraError(
                         f"message {number + 1} contains the reserved characters U+F5E00 or U+F5E01",
+                        fix="remove these characters",
                         code="data.reserved-characters",
                     )
 
@@ -173,7 +174,9 @@ class Turns:
     def _missing(self, messages: Sequence[Message], text: str) -> TesseraError | None:
         if _as_python(messages, text):
             return TesseraError(
-                "the folder's chat template writes messages as Python lists", code="tokenizer.template-writes-lists"
+                "the folder's chat template writes messages as Python lists",
+                fix="use a chat template that writes messages as text",
+                code="tokenizer.template-writes-lists",
             )
         at = 0
         for number, message in enumerate(messages):
@@ -241,6 +244,7 @@ class Turns:
             if not parts:
                 raise TesseraError(
                     f"message {turn + 1} ({messages[turn].role}) is trained and contains no text",
+                    fix="write an answer, or leave this role out of data.train_on",
                     code="data.empty-answer",
                 )
             end = parts[-1][1]

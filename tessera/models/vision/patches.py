@@ -55,6 +55,7 @@ class Patches:
         if max(height, width) > MAX_ASPECT * min(height, width):
             raise TesseraError(
                 f"an image of {width}x{height} is too narrow: one side is more than {MAX_ASPECT} times the other",
+                fix="crop the image",
                 code="media.image-too-narrow",
             )
         fit_h, fit_w = round(height / side) * side, round(width / side) * side
