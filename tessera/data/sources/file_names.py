@@ -22,9 +22,7 @@ def source_files(path: Path) -> tuple[list[Path], Path]:
 
     `path` may be a file, a glob pattern or a range. If it is a folder, the list is the folder itself.
     """
-    if path.exists():
-        if not path.is_dir():
-            check_regular(path)
+    if path.is_dir() or path.is_file():
         return [path], path if path.is_dir() else path.parent
     text = str(path)
     patterns = _ranges(text) if _RANGE.search(text) else [text]
