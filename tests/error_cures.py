@@ -223,5 +223,8 @@ CAUSES = {
     "output.option-without-effect": "an option has no effect on this kind of source",
     "output.system-error": "the operating system refused to read or write a file",
     "recipe.unusable-value": "a value is a number of more than 63 bits, or text with NUL or invalid Unicode",
+    "recipe.wrong-value": "the value of a key has the wrong type, or is outside of its range",
+    "run.damage-returns": "weights or optimizer state are not finite again after a rollback",
+    "run.weights-damaged": "weights or optimizer state are not finite after a step",
     "run.bad-step": "the loss or the norm of the gradients of a step is not finite, or far above the steps before it",
 }

@@ -256,9 +256,8 @@ class ChatEncoder:
                 continue
             self._encode_text(run, tokens, trained)
             run = []
-            times = 1
+            times = 1 if span.media is None else next(media)
             if span.media is not None:
-                times = next(media)
                 media_spans.append((len(tokens), times))
             tokens += [self.id_of(span.text)] * times
             trained += [span.trained] * times
