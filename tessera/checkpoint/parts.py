@@ -98,6 +98,7 @@ def check_cover(name: str, shape: tuple[int, ...], chunks: list[Any], where: str
     """Raise unless the parts cover the tensor exactly: without gaps, without overlap and inside its shape."""
     inside = all(
         len(offsets) == len(sizes) == len(shape)
+        and min((*offsets, *sizes), default=0) >= 0
         and all(offset + size <= total for offset, size, total in zip(offsets, sizes, shape, strict=True))
         for offsets, sizes in chunks
     )
@@ -116,5 +117,9 @@ def _overlap(chunks: list[Any]) -> bool:
         return len(chunks) > MOST_PARTS
     starts = torch.tensor([offsets for offsets, _ in chunks])
     ends = starts + torch.tensor([sizes for _, sizes in chunks])
+    split = (starts != starts[0]).any(dim=0).nonzero().flatten().tolist()
+    if len(split) == 1:  # split along one dimension, as is usual: compare neighbours
+        order = starts[:, split[0]].argsort()
+        return bool((starts[order, split[0]][1:] < ends[order, split[0]][:-1]).any())
     overlaps = (((starts < end) & (start < ends)).all(dim=1) for start, end in zip(starts, ends, strict=True))
     return any(int(parts.sum()) > 1 for parts in overlaps)  # every part overlaps itself

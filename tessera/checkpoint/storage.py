@@ -220,6 +220,8 @@ def parse_table(data: bytes, where: str) -> Metadata:
                 locations[MetadataIndex(name, chunk["offsets"])] = file, str(chunk["key"])
             properties = TensorProperties(dtype=_DTYPES[entry["dtype"]])
             tensors[name] = TensorStorageMetadata(properties, torch.Size(entry["shape"]), chunks)
+            boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks]
+            check_cover(name, tuple(tensors[name].size), boxes, where)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RuntimeError) as error:
         raise TesseraError(f"{TABLE} is damaged: {error!r}", where=where, code="checkpoint.damaged-table") from error
     return Metadata(tensors, storage_data=locations)
@@ -235,7 +237,5 @@ def split_tensors(folder: Path) -> dict[str, SplitTensor]:
         for chunk in stored.chunks:
             file, key = table.storage_data[MetadataIndex(name, chunk.offsets)]
             parts.append(KeyedPart(tuple(chunk.offsets), tuple(chunk.sizes), folder / file, key))
-        chunks = [(part.offsets, part.sizes) for part in parts]
-        check_cover(name, tuple(stored.size), chunks, str(folder / TABLE))
         tensors[name] = SplitTensor(stored.properties.dtype, tuple(stored.size), tuple(parts))
     return tensors

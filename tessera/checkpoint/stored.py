@@ -40,6 +40,7 @@ from tessera.checkpoint.state import parse_state
 from tessera.checkpoint.storage import TABLE, parse_table
 from tessera.errors import TesseraError, nearest
 from tessera.runtime.collective import Ranks
+from tessera.runtime.files import check_inside
 from tessera.runtime.progress import WorkProgress
 
 STATE = "state.json"
@@ -156,7 +157,7 @@ class StoredCheckpoint:
         return data_positions(path)
 
     def _check_fit(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raise unless the checkpoint contains every tensor completely, with the same shape."""
+        """Raise unless the checkpoint contains every tensor, with the same shape."""
         stored = self.table.state_dict_metadata
         problems: list[str] = []
         for name, tensor in tensors.items():
@@ -166,8 +167,6 @@ class StoredCheckpoint:
                 problems.append(f"{name} is not in the checkpoint" + (f" (it has {near})" if near else ""))
             elif entry.size != tensor.shape:
                 problems.append(f"{name} has shape {list(tensor.shape)} here, {list(entry.size)} in the checkpoint")
-            elif sum(prod(chunk.sizes) for chunk in entry.chunks) != prod(entry.size):
-                problems.append(f"{name} is stored with holes")
         if problems:
             more = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
             raise TesseraError(
@@ -201,6 +200,9 @@ def open_checkpoint(ranks: Ranks, path: Path, step: int | None = None) -> tuple[
         except TesseraError as error:
             return [error.what] if ranks.rank == 0 else []
         manifests.append(manifest)
+        if ranks.rank == 0:
+            for record in manifest.files:
+                check_inside(path / record.name, path)
         problems = []
         if step not in (None, manifest.step):
             problems.append(f"its manifest is that of step {manifest.step}")

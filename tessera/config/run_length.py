@@ -115,9 +115,12 @@ class RunLength:
         """Return the row index at which a resumed run continues. `state`: the result of `position` in the checkpoint.
 
         The index is that of the checkpoint, even if the rows per step have changed. With `samples_per_step` rows are
-        packed differently then: the run continues at the same fraction of an epoch, rounded to a step.
+        packed differently then: the run continues at the same fraction of an epoch, rounded to a step. Raise a
+        `ValueError` if the checkpoint has no valid index.
         """
         rows, before = int(state["rows_drawn"]), state.get("length") or {}
+        if not 0 <= rows < 1 << 63:  # row indices are 64-bit integers
+            raise ValueError(f"no row index: {rows}")
         same = all(before.get(key) == getattr(self, key) for key in ("samples_per_step", "rows_per_step"))
         if same or (self.samples_per_step is None and before.get("samples_per_step") is None):
             return rows

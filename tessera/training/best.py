@@ -95,7 +95,8 @@ class Best:
         return {"value": self.value, "step": self.step}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.value, self.step = state.get("value"), int(state.get("step", -1))
+        value = state.get("value")
+        self.value, self.step = None if value is None else float(value), int(state.get("step", -1))
 
     def __str__(self) -> str:
         return f"best held-out {self.metric} {self.value:.4f} at step {self.step}"

@@ -16,7 +16,7 @@ from tessera.core.batch import Batch
 from tessera.core.callback import Callback, StepResult, TrainerHandle
 from tessera.runtime import device as devices
 from tessera.runtime.distributed import gather_over_ranks
-from tessera.runtime.files import JsonLines, last_step, truncate_after
+from tessera.runtime.files import JsonLines, last_step, step_of, truncate_after
 from tessera.training.console import mean_of, plain, step_fields, styled
 
 log = logging.getLogger("tessera")
@@ -72,7 +72,7 @@ class Meter(Callback):
         return {"unwritten": [row_of(result) for result in self._pending]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._unwritten = state.get("unwritten", [])
+        self._unwritten = [row for row in state.get("unwritten", []) if step_of(row) is not None]
 
     def on_step_end(self, trainer: TrainerHandle, result: StepResult) -> None:
         self._pending.append(result)

@@ -37,7 +37,7 @@ from tessera.errors import TesseraError, first_line
 from tessera.inference.weight_source import ASIDE, CONFIG, REPLACED, REPLACING, RUN_FILE, find_file
 from tessera.inference.weight_source import run_exists as run_exists  # re-exported for the command line
 from tessera.runtime.distributed import expected_rank
-from tessera.runtime.files import read_json_mapping, replace_file
+from tessera.runtime.files import leads_out, read_json_mapping, replace_file
 from tessera.training.lock import FolderLock
 
 FORMAT = "tessera-run"
@@ -113,6 +113,7 @@ class RunFolder:
             self._lock.acquire()
             self._open = True
             self._recover()
+            self._check_links()
             self.resumed = resume
             if resume:
                 return
@@ -165,6 +166,17 @@ class RunFolder:
         """Return the files and folders in the run folder that a run may have written, by their names."""
         return [path for path in self.path.iterdir() if path.name in _OF_A_RUN or _ANSWERS.fullmatch(path.name)]
 
+    def _check_links(self) -> None:
+        """Raise if a folder that the run writes to is a link out of the run folder, which may be a download."""
+        for path in [*self._entries(), *(self.path / name for name in ASIDE)]:
+            if path.name not in _INPUTS and path.is_symlink() and path.is_dir() and leads_out(path, self.path):
+                raise TesseraError(
+                    f"{path} is a link out of the run folder, to {os.path.realpath(path)}",
+                    where=str(self.path),
+                    fix="move the linked folder here in place of the link; to use another disk, link the run folder",
+                    code="run.link-out-of-folder",
+                )
+
     def _set_aside(self, inputs: Collection[str]) -> None:
         _move(self._entries(), self.path / REPLACING)
         os.rename(self.path / REPLACING, self.path / REPLACED)
@@ -174,6 +186,7 @@ class RunFolder:
 
     def _recover(self) -> None:
         """Restore the run that a killed process was to replace, and remove the files of the killed run."""
+        self._check_links()
         if (self.path / REPLACED).exists():
             _move(self._entries(), self.path / f"{_TRASH}{secrets.token_hex(4)}")
             os.rename(self.path / REPLACED, self.path / REPLACING)

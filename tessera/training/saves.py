@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from tessera.checkpoint.manager import CheckpointManager
+from tessera.checkpoint.stored import STATE
 from tessera.config.run_config import CheckpointSection
 from tessera.core.callback import Callback
 from tessera.errors import TesseraError, nearest
 from tessera.runtime import log
 
+_KINDS = {"seed": int, "schedule": dict, "world": int, "callbacks": dict}  # types of values that a resume needs
 _WAIT_AFTER_ERROR_S = 10.0  # maximum wait for a save after an error: other ranks may have ended
 
 # The content of a checkpoint: step, tensors by name, other state, and the recipe.
@@ -113,11 +115,29 @@ class Saves:
             self.checkpoints.finish_background(None if alone else _WAIT_AFTER_ERROR_S)
 
 
+@contextmanager
+def restoring(key: str) -> Iterator[None]:
+    """Raise an error of the block about a wrong value as a `TesseraError` about this key of `state.json`."""
+    try:
+        yield
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
+        raise TesseraError(
+            f"{key} in the state of the checkpoint cannot be restored: {error!r}",
+            where=STATE,
+            fix="use another checkpoint: move this one out of the folder checkpoints",
+            code="checkpoint.state-not-restored",
+        ) from error
+
+
 def check_resumed(step: int, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise if a run cannot be resumed from a checkpoint. Log differences that are allowed.
 
     `before`, `now`: the result of `Trainer.state_dict` in the checkpoint, and of the new trainer.
     """
+    for key, kind in _KINDS.items():
+        with restoring(key):
+            if not isinstance(before[key], kind):
+                raise TypeError(f"not of type {kind.__name__}")
     if before["seed"] != now["seed"]:
         raise TesseraError(
             f"the run was trained with train.seed={before['seed']}, now it is {now['seed']}: "
@@ -174,7 +194,8 @@ def check_callback_names(callbacks: Sequence[Callback]) -> None:
 def restore_callbacks(callbacks: Sequence[Callback], states: Mapping[str, dict[str, Any]]) -> list[str]:
     """Restore the states of callbacks by name; return a warning for each saved state without a callback."""
     for callback in callbacks:
-        callback.load_state_dict(states.get(callback.name, {}))
+        with restoring(f"callbacks.{callback.name}"):
+            callback.load_state_dict(dict(states.get(callback.name, {})))
     here = {callback.name for callback in callbacks}
     sentences = []
     for name in [name for name, state in states.items() if state and name not in here]:

@@ -27,7 +27,7 @@ from tessera.optim.optimizer import lr_factor, set_learning_rate
 from tessera.runtime import log, rng
 from tessera.runtime.distributed import World, agree_on_step
 from tessera.training.out_of_memory import MemoryAdvice
-from tessera.training.saves import Saved, Saves, check_callback_names, check_resumed, restore_callbacks
+from tessera.training.saves import Saved, Saves, check_callback_names, check_resumed, restore_callbacks, restoring
 from tessera.training.steps import DataWait, unequal_steps
 
 
@@ -317,9 +317,11 @@ class Trainer:
         """Restore everything but tensors from `state` (see `state_dict`). The tensors must be filled."""
         self.engine.settle(self.optimizer)
         self.step = self._first_step = step
-        self._first_row, self._saves.step = self.length.row_after(state), -1
+        with restoring("rows_drawn"):
+            self._first_row, self._saves.step = self.length.row_after(state), -1
         self._source_state = None
-        self.steps.load_state_dict(state.get("steps", {}))
+        with restoring("steps"):
+            self.steps.load_state_dict(state.get("steps", {}))
         for lost in restore_callbacks(self.callbacks, state["callbacks"]):
             log.logger().warning("%s", lost)
 

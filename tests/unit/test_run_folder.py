@@ -485,6 +485,23 @@ def test_nothing_is_written_through_a_link_in_a_run_folder(name: str, folder: Pa
     assert not (folder / name).is_symlink()
 
 
+@pytest.mark.parametrize("name", ["checkpoints", "logs", "ledger", ".replaced"])
+def test_a_folder_of_a_run_that_is_a_link_out_of_it_is_refused(name: str, tmp_path: Path) -> None:
+    """The run folder itself may be a link, and so may the folder of all runs."""
+    (tmp_path / "victim" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "disk" / "chat").mkdir(parents=True)
+    folder = tmp_path / "chat"
+    folder.symlink_to(tmp_path / "disk" / "chat")
+    (folder / name).symlink_to(tmp_path / "victim")
+    for resume in (True, False):
+        with raises("run.link-out-of-folder"), contextlib.closing(RunFolder(folder)) as linked:
+            linked.open(resume=resume)
+    assert [path.name for path in (tmp_path / "victim").iterdir()] == ["checkpoints"]
+    (folder / name).unlink()
+    with contextlib.closing(RunFolder(folder)) as linked:
+        linked.open(resume=True)
+
+
 @pytest.mark.parametrize(
     ("kind", "name"),
     [

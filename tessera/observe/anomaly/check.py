@@ -192,7 +192,7 @@ class RunningLimit:
         values: Sequence[float]
         for window, values in ((self._recent, state.get("recent", ())), (self._rises, state.get("rises", ()))):
             window.clear()
-            window.extend(values)
+            window.extend(map(float, values))
         self._highest = float(state.get("highest", 0.0))
 
 
