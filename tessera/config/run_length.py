@@ -125,7 +125,7 @@ class RunLength:
         if same or (self.samples_per_step is None and before.get("samples_per_step") is None):
             return rows
         epoch = before.get("rows_per_epoch")
-        if not epoch or not self.rows_per_epoch:
+        if not epoch or epoch < 0 or not self.rows_per_epoch:
             return rows
         return round(rows * self.rows_per_epoch / (int(epoch) * self.rows_per_step)) * self.rows_per_step
 

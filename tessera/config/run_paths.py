@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 import re
 from collections.abc import Callable
@@ -14,6 +16,10 @@ from tessera.config.run_config import NAME_LENGTH, NAME_PATTERN, DataSection, Mo
 from tessera.errors import TesseraError, nearest
 
 MOST_RUNS = 8  # at most this many runs are listed in an error
+REPLACING = ".replacing"  # subfolder into which --overwrite moves files of the old run; it exists only during the move
+REPLACED = ".replaced"  # subfolder that contains the old run until the new run has completed a step
+ASIDE = (".restoring", REPLACED, REPLACING)  # subfolders that may contain a run; older releases wrote .restoring
+_log = logging.getLogger("tessera")
 _PATTERN = re.compile(r"[*?\[{]")  # a glob pattern
 
 
@@ -64,6 +70,20 @@ def kept_text(config: RunConfig) -> str:
     """Return the recipe as YAML for the run folder. If `name` is not valid in a recipe, it is replaced by `run`."""
     named = re.fullmatch(NAME_PATTERN, config.name) and len(config.name) <= NAME_LENGTH
     return dump_yaml(config if named else config.model_copy(update={"name": "run"}))
+
+
+def find_file(folder: Path, name: str) -> Path:
+    """Return the path of a file of a run. If --overwrite moved the run to a subfolder, log it: the file is there."""
+    for aside in ASIDE:
+        if (folder / aside / name).exists():
+            _log_aside(folder, aside)
+            return folder / aside / name
+    return folder / name
+
+
+@functools.cache
+def _log_aside(folder: Path, aside: str) -> None:
+    _log.warning("%s was not replaced yet: files of the old run are read from its subfolder %s", folder, aside)
 
 
 def no_run(folder: Path, lacks: str, fix: str = "give the run folder that `tessera train` made") -> TesseraError:

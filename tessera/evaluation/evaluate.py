@@ -11,6 +11,7 @@ from typing import Any
 
 from tessera.config.reader import build
 from tessera.config.run_config import SourceSection, load_config
+from tessera.config.run_paths import find_file
 from tessera.config.saved_recipe import read_saved
 from tessera.config.trust import Trust
 from tessera.data.sources.source import Source, open_source
@@ -90,10 +91,11 @@ def evaluate(
             where=", ".join(str(s.path) for s in sources),
             code="evaluation.no-usable-sample",
         )
-    if (folder / "config.yaml").is_file() and (folder / "metrics.jsonl").is_file():
-        write_jsonl(folder / "answers.jsonl", with_copies(folder, rows))
+    run = find_file(folder, "metrics.jsonl").parent
+    if (run / "config.yaml").is_file() and (run / "metrics.jsonl").is_file():
+        write_jsonl(run / "answers.jsonl", with_copies(run, rows))
         try:
-            write_report(folder)
+            write_report(run)
         except (OSError, TesseraError) as error:  # a failed report does not discard the answers
             log.warning("report.html was not written: %s", first_line(error))
     return Score(rows, skipped)
@@ -126,8 +128,8 @@ def held_out_sources(
 ) -> list[Source]:
     if data is not None:
         sections = [build(SourceSection, {"path": data, "root": root}, "--data")]
-    elif (folder / "config.yaml").is_file():
-        sections = load_config(read_saved(folder / "config.yaml")).data.eval
+    elif (recipe := find_file(folder, "config.yaml")).is_file():
+        sections = load_config(read_saved(recipe)).data.eval
     else:
         sections = []
     if not sections:

@@ -13,6 +13,7 @@ from tessera.checkpoint.hf import stored_dtype
 from tessera.checkpoint.weights import check_config_numbers
 from tessera.config.reader import build
 from tessera.config.run_config import ModelSection, RunConfig, load_config
+from tessera.config.run_paths import find_file
 from tessera.config.saved_recipe import read_saved
 from tessera.config.trust import Trust, check_trusted, model_code
 from tessera.data.media.files import Limits, limits_of
@@ -65,7 +66,7 @@ def find_model(
         raise TesseraError(what, where="family", fix="leave it out", code="model.family-of-run")
     recipe = saved_config(folder) if origin == "run" else None  # the model section is taken from the newest checkpoint
     settings = load_config(recipe or read_saved(folder / CONFIG))
-    check_trusted(folder, model_code(settings.model), trust)
+    check_trusted(find_file(folder, CONFIG).parent, model_code(settings.model), trust)
     files = _processor_folder(folder if origin == "run" else folder.parent.parent, settings)
     limits = limits_of(settings.data)
     if limits.urls is not None:  # settings of a downloaded run must not permit access to private networks
@@ -86,7 +87,7 @@ def parts_folder(settings: RunConfig) -> Path | None:
 
 def _processor_folder(run: Path, settings: RunConfig) -> Path | None:
     """Return the folder with the processor files of a run: its copy, or the original folder."""
-    copy = run / "processor"
+    copy = find_file(run, "processor")
     return copy if copy.is_dir() else settings.model.tokenizer or side_folder(settings.model.path)
 
 

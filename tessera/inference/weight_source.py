@@ -19,6 +19,7 @@ from tessera.checkpoint.state import MODEL, model_tensors
 from tessera.checkpoint.storage import TABLE, read_table
 from tessera.config.pattern import matches
 from tessera.config.run_config import load_config
+from tessera.config.run_paths import ASIDE, find_file
 from tessera.config.saved_recipe import read_saved
 from tessera.errors import TesseraError
 from tessera.lora.exchange import is_adapters
@@ -30,9 +31,6 @@ from tessera.weights.map import WeightMap
 
 CONFIG = "config.yaml"
 RUN_FILE = "run.json"
-REPLACING = ".replacing"  # subfolder into which --overwrite moves files of the old run; it exists only during the move
-REPLACED = ".replaced"  # subfolder that contains the old run until the new run has completed a step
-ASIDE = (".restoring", REPLACED, REPLACING)  # subfolders that may contain a run; older releases wrote .restoring
 
 _log = logging.getLogger("tessera")
 
@@ -40,11 +38,6 @@ _log = logging.getLogger("tessera")
 def run_exists(folder: Path) -> bool:
     """Return whether a folder contains a run with checkpoints, also if --overwrite has moved its files aside."""
     return any(any((folder / aside / "checkpoints").glob("step-*")) for aside in ("", *ASIDE))
-
-
-def find_file(folder: Path, name: str) -> Path:
-    """Return the path of a file of a run, also if a killed --overwrite has left it in a subfolder."""
-    return next((path for aside in ASIDE if (path := folder / aside / name).exists()), folder / name)
 
 
 def with_checkpoints(path: Path) -> Path:
@@ -93,7 +86,7 @@ def origin_of(path: Path) -> Origin:
     """Return what a path contains: a Hugging Face folder, adapters, a run or a checkpoint."""
     if (path / MANIFEST).is_file():
         return "checkpoint"
-    if (path / "config.yaml").is_file():
+    if find_file(path, CONFIG).is_file():
         return "run"
     if detect_layout(path) is not None:
         return "folder"

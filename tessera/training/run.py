@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from tessera.config.reader import dump_yaml, read_mapping
 from tessera.config.run_config import ModelSection, RunConfig, load_config
-from tessera.config.run_paths import located, moved, no_run
+from tessera.config.run_paths import find_file, located, moved, no_run
 from tessera.config.saved_recipe import in_keys_of_today
 from tessera.config.trust import Trust, check_trusted, named_code, remember
 from tessera.core.callback import Callback
@@ -24,7 +24,7 @@ from tessera.core.task import Task
 from tessera.errors import TesseraError, first_line
 from tessera.hub.config import with_local_folders
 from tessera.inference.load import load
-from tessera.inference.weight_source import CONFIG, RUN_FILE, find_file, run_exists, saved_config
+from tessera.inference.weight_source import CONFIG, RUN_FILE, run_exists, saved_config
 from tessera.models.files.side_files import SEAL, damaged_side_files
 from tessera.observe.report.plot import Plot, table_of
 from tessera.runtime import distributed as dist

@@ -30,11 +30,11 @@ from typing import Any
 
 from tessera.checkpoint.files import remove_folder
 from tessera.config.run_config import CheckpointSection, RunConfig
-from tessera.config.run_paths import kept_text, paths_inside
+from tessera.config.run_paths import ASIDE, REPLACED, REPLACING, find_file, kept_text, paths_inside
 from tessera.config.trust import named_code, write_run_id
 from tessera.core.callback import Callback, StepResult, TrainerHandle
 from tessera.errors import TesseraError, first_line
-from tessera.inference.weight_source import ASIDE, CONFIG, REPLACED, REPLACING, RUN_FILE, find_file
+from tessera.inference.weight_source import CONFIG, RUN_FILE
 from tessera.inference.weight_source import run_exists as run_exists  # re-exported for the command line
 from tessera.runtime.distributed import expected_rank
 from tessera.runtime.files import leads_out, read_json_mapping, replace_file

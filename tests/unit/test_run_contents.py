@@ -10,6 +10,10 @@ import pytest
 
 import tessera
 from tessera.core.callback import Callback
+from tessera.evaluation.evaluate import held_out_sources
+from tessera.inference.found_model import find_model
+from tessera.inference.weight_source import origin_of
+from tessera.observe.report.recorded import read_run
 from tessera.training.run_folder import RunFolder
 from tests.errors import raises
 from tests.toys.chat_set import chat_recipe, write_chat_set
@@ -53,6 +57,15 @@ def test_files_without_a_name_of_a_run_are_never_removed(data: Path, tmp_path: P
     killed.open(overwrite=True)
     assert {path.name for path in folder.glob("[!.]*")} == {"thesis", "made-by-a-callback"}
     killed._lock.release()  # as the system does for a process that is killed
+    for spoiled in (False, True):  # until the next start, all commands read the old run
+        if spoiled:
+            (folder / "config.yaml").write_text("name: new")
+            (folder / "processor").mkdir()
+        assert origin_of(folder) == "run"
+        assert find_model(folder, None, trust=False).files == folder / ".replaced" / "processor"
+        assert [row["step"] for row in read_run(folder).rows if row["kind"] == "train"] == [1, 2]
+        with raises("evaluation.no-held-out-data"):
+            held_out_sources(folder, None, None, None)
     assert tessera.resume(folder, {"train.steps": 3}).checkpoint == folder / "checkpoints" / "step-00000003"
     assert (folder / "thesis" / "one.tex").exists()
 

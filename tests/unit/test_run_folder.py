@@ -17,9 +17,10 @@ import yaml
 import tessera
 from tessera.checkpoint.files import FileRecord, RecordedFile
 from tessera.config.run_config import CheckpointSection, load_config
+from tessera.config.run_paths import find_file
 from tessera.core.callback import Callback
 from tessera.errors import TesseraError
-from tessera.inference.weight_source import find_file, run_exists
+from tessera.inference.weight_source import run_exists
 from tessera.training.lock import LOCK
 from tessera.training.run import resume_config
 from tessera.training.run_folder import RunFolder, check_fresh, describe_saving, read_from_old_run

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tessera.config.reader import read_mapping
-from tessera.config.run_paths import no_run
+from tessera.config.run_paths import find_file, no_run
 from tessera.observe.report.history import RunSession, read_sessions
 from tessera.runtime import html
 from tessera.runtime.files import read_jsonl, step_of
@@ -67,7 +67,7 @@ class RecordedRun:
 
 def read_run(folder: str | Path) -> RecordedRun:
     """Read the records of a run, which may still be running. Raise if the folder has no `metrics.jsonl`."""
-    folder = Path(folder)
+    folder = find_file(Path(folder), METRICS).parent
     if not (folder / METRICS).is_file():
         begun = "; a run that has just begun has the file after its first steps"
         raise no_run(folder, METRICS, f"pass a run folder of `tessera train`{begun if folder.is_dir() else ''}")

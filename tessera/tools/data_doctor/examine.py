@@ -15,6 +15,7 @@ import numpy as np
 
 from tessera.config.reader import build
 from tessera.config.run_config import DataSection, ParallelSection, RunConfig, SourceSection, load_config
+from tessera.config.run_paths import find_file
 from tessera.config.saved_recipe import read_saved
 from tessera.config.trust import Trust, check_trusted, named_code
 from tessera.core.spec import Processor
@@ -211,14 +212,13 @@ def for_recipe(recipe: Path) -> ForModel:
 def for_model(folder: Path, trust: Trust = False) -> ForModel:
     """Return the processor and settings of a Hugging Face folder, a run, or a checkpoint. No weights are read."""
     folder = local_model(folder, "--model", weights=False)
-    if (folder / RUN_CONFIG).is_file():
-        config = load_config(read_saved(folder / RUN_CONFIG))
-        check_trusted(folder, named_code(config), trust)  # building the task imports code that the run names
+    if (recipe := find_file(folder, RUN_CONFIG)).is_file():
+        config = load_config(read_saved(recipe))
+        check_trusted(recipe.parent, named_code(config), trust)  # building the task imports code that the run names
         run = folder.parent.parent if origin_of(folder) == "checkpoint" else folder
-        if (run / "processor").is_dir():  # the original model folder may not exist any more
-            config = config.model_copy(
-                update={"model": config.model.model_copy(update={"tokenizer": run / "processor"})}
-            )
+        processor = find_file(run, "processor")
+        if processor.is_dir():  # the original model folder may not exist any more
+            config = config.model_copy(update={"model": config.model.model_copy(update={"tokenizer": processor})})
         return _prepared(config)
     return _prepared(load_config({"model": {"path": folder}, "train": {"steps": 1}}))
 
