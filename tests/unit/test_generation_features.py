@@ -100,8 +100,8 @@ def rows_of(config: dict[str, Any]) -> PackedRows:
 def features(world: Path) -> Path:
     done = write_features(recipe(world), world / "features", shard=4, batch=3)
     assert (done.samples, done.before, done.shards, done.missing) == (9, 0, 3, 0)
-    assert sorted(id for id, _ in done.bad) == ["large", "torn"]
-    assert dict(done.bad)["large"] == "100 tokens do not fit into data.length 24"
+    assert sorted(id for id, *_ in done.bad) == ["large", "torn"]
+    assert {bad.id: bad.code for bad in done.bad}["large"] == "data.sample-too-long"
     return world / "features"
 
 
@@ -198,7 +198,7 @@ def test_a_start_after_a_kill_makes_only_what_is_missing(world: Path, features: 
     again = write_features(recipe(world), tmp_path / "f", shard=4, batch=3)
     assert (again.samples, again.before) == (5, 4)
     assert {path.name: path.read_bytes() for path in (tmp_path / "f").iterdir()} == whole
-    assert sorted(id for id, _ in again.bad) == ["large", "torn"]
+    assert sorted(id for id, *_ in again.bad) == ["large", "torn"]
     rest = write_features(recipe(world), tmp_path / "f", shard=4, batch=3)
     assert (rest.samples, rest.before) == (0, 9)
 
@@ -284,7 +284,7 @@ def test_a_shard_that_is_lost_later_is_masked(world: Path, features: Path, tmp_p
 
 
 def problems_of(rows: PackedRows) -> list[str]:
-    return sorted(id for row in range(len(rows)) for id, _ in rows.batch([row]).problems)
+    return sorted(id for row in range(len(rows)) for id, *_ in rows.batch([row]).problems)
 
 
 def test_a_flipped_byte_costs_its_sample(world: Path, features: Path, tmp_path: Path) -> None:
