@@ -372,7 +372,8 @@ def test_a_full_disk_during_save_loses_nothing(run: Any, recipe: Path, tmp_path:
 @pytest.mark.slow
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_sigterm_saves_and_leaves_cleanly(nproc: int, recipe: Path, tmp_path: Path) -> None:
-    words = ("train", recipe, "train.steps=100000", "checkpoint.every=0", "log.every=1", "--nproc", nproc)
+    words = ("train", recipe, "train.steps=100000", "checkpoint.every=0", "log.every=1", f"train.global_batch={nproc}")
+    words = (*words, "--nproc", nproc)
     job = subprocess.Popen(
         [sys.executable, "-m", "tessera.cli.main", *map(str, words)],
         stdout=subprocess.PIPE,
@@ -383,6 +384,7 @@ def test_sigterm_saves_and_leaves_cleanly(nproc: int, recipe: Path, tmp_path: Pa
     metrics = tmp_path / "runs/chat/metrics.jsonl"
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline and not (metrics.exists() and metrics.read_text().count("\n") > 2):
+        assert job.poll() is None, job.communicate()[0]  # it ended before it was asked to
         time.sleep(0.05)
     job.send_signal(signal.SIGTERM)
     said = job.communicate(timeout=300)[0]
