@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
 import textwrap
@@ -192,6 +193,18 @@ def test_a_recipe_that_is_none_is_found() -> None:
     assert is_recipe({"train": {"stepz": 3}}) is not None
     assert is_recipe({"kind": "custom", "optoins": {}}) is not None
     assert is_recipe({"tp": 2}) is None
+
+
+def test_every_import_of_the_pages_and_of_the_notebook_resolves() -> None:
+    imports = 0
+    for page in [*PAGES, ROOT / "examples" / "quickstart.ipynb"]:
+        for module, names in re.findall(
+            r"from (tessera[\w.]*) import (\w+(?:, *\w+)*)", page.read_text(encoding="utf-8")
+        ):
+            imports += 1
+            for name in names.split(","):
+                assert hasattr(importlib.import_module(module), name.strip()), f"{page.name}: {module}.{name.strip()}"
+    assert imports > 10
 
 
 @pytest.mark.parametrize("page", PAGES, ids=ids)
