@@ -1,0 +1,118 @@
+"""Define what a caller asks of the engine, and what the engine returns.
+
+A request has one prompt and its own sampling. Its tokens depend on its prompt and its seed alone, never on the requests
+that run beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from tessera.core.batch import Batch
+from tessera.errors import TesseraError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Describe how tokens are sampled. `temperature` 0: greedy decoding, which ignores top_k, top_p and min_p.
+
+    Order of operations: penalties and bias, constraint, temperature, top_k, top_p, min_p.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0  # 0: no limit
+    top_p: float = 1.0  # 1: no limit
+    min_p: float = 0.0  # drop tokens less likely than this share of the likeliest; 0: no limit
+    seed: int = 0
+    repetition_penalty: float = 1.0  # over tokens of prompt and answer, as in transformers; 1: none
+    presence_penalty: float = 0.0  # over tokens of the answer, as in OpenAI's API
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_tokens: frozenset[int] | None = None  # None: all
+
+    def __post_init__(self) -> None:
+        finite = float("inf")
+        for name, in_range, allowed in (
+            ("temperature", 0 <= self.temperature < finite, "0 and above"),
+            ("top_k", self.top_k >= 0, "0 (no limit) and above"),
+            ("top_p", 0 < self.top_p <= 1, "above 0, up to 1"),
+            ("min_p", 0 <= self.min_p <= 1, "0 (no limit) to 1"),
+            ("repetition_penalty", 0 < self.repetition_penalty < finite, "above 0; 1 is none"),
+            ("presence_penalty", -2 <= self.presence_penalty <= 2, "-2 to 2"),
+            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "-2 to 2"),
+            ("logit_bias", all(-100 <= bias <= 100 for bias in self.logit_bias.values()), "-100 to 100 for each token"),
+            ("allowed_tokens", self.allowed_tokens is None or len(self.allowed_tokens) > 0, "one token or more"),
+        ):
+            if not in_range:
+                raise TesseraError(
+                    f"{name} is {getattr(self, name)}",
+                    where="sampling",
+                    allowed=[allowed],
+                    code="generation.sampling-out-of-range",
+                )
+
+    def nth(self, index: int) -> Sampling:
+        """Return the sampling of the answer with this index, of several answers to one prompt (`n`)."""
+        return self if index == 0 else replace(self, seed=self.seed + 0x9E3779B97F4A7C15 * index & (1 << 63) - 1)
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """Restrict an answer to a language: all answers are members of it, unless they end by their length."""
+
+    kind: Literal["json_schema", "json_object", "regex", "choice", "grammar"]
+    text: str = ""  # JSON schema, regular expression, JSON list of choices, or Lark grammar
+
+
+@dataclass(frozen=True)
+class Request:
+    """Hold one prompt and how it is answered."""
+
+    prompt: Batch  # one prompt, on the host, as `Processor.prompt` returns it
+    sampling: Sampling = field(default_factory=Sampling)
+    max_new_tokens: int = 256
+    min_new_tokens: int = 0  # before these, stop tokens are not sampled and stop strings do not end the answer
+    stop_tokens: frozenset[int] = frozenset()  # all of them; the engine adds none
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False  # whether a stop string is a part of the answer
+    logprobs: int | None = None  # None: none; 0: of sampled tokens; n: also of the n likeliest tokens
+    prompt_logprobs: int | None = None  # the same for the tokens of the prompt
+    constraint: Constraint | None = None
+    adapter: str | None = None  # name of a loaded adapter; None: the base model
+    skip_special: bool = True  # whether the text leaves out special tokens
+    priority: int = 0  # requests with a lower number are served first
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Hold a token, its log-probability, and the likeliest tokens at its position with theirs."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Finish:
+    """State why an answer ended, and count its tokens."""
+
+    reason: Literal["stop", "length", "aborted", "error"]
+    stop: str | int | None = None  # the stop string or the stop token that ended it
+    error: TesseraError | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # tokens of the prompt whose keys and values were reused
+    new_tokens: int = 0  # including a stop token
+
+
+@dataclass(frozen=True)
+class Delta:
+    """Hold the next part of an answer. Text may lag behind tokens: half characters and possible stop strings wait."""
+
+    request: int
+    tokens: tuple[int, ...] = ()  # without a stop token
+    text: str = ""
+    logprobs: tuple[TokenLogprob, ...] = ()  # one per token in `tokens`, if asked for
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # in one delta; None for the first token
+    finish: Finish | None = None  # the last delta has it
