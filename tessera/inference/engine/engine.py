@@ -267,7 +267,7 @@ class Engine:
             state = result.state
             if state.finished:
                 continue
-            state.pending = 0
+            state.pending -= 1
             try:
                 if result.damaged:
                     raise not_finite_error()
@@ -275,8 +275,9 @@ class Engine:
             except Exception as error:
                 self._deltas.append(self._fail(state, error, damaged=result.damaged))
         for part in flight.parts:  # requests for log-probabilities of the prompt alone
-            if not part.state.finished and not part.sampled and part.state.remaining == 0 and not part.state.pending:
-                self._deltas.append(self._end(part.state, "length"))
+            state = part.state
+            if not state.finished and not state.request.max_new_tokens and part.start + part.new == state.prompt_length:
+                self._deltas.append(self._end(state, "length"))
 
     def _extend(self, state: RequestState, token: int, logprob: TokenLogprob | None) -> Delta:
         """Add a token to an answer, and return the delta, which ends it if the token does."""
