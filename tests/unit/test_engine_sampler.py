@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 JSON = Constraint("json_object")
 
 
-def asked(prompt: Sequence[int] = (1, 2), sampling: Sampling | None = None, **options: Any) -> Request:
+def request_of(prompt: Sequence[int] = (1, 2), sampling: Sampling | None = None, **options: Any) -> Request:
     batch = Batch({"tokens": torch.tensor(list(prompt))})
     return Request(batch, sampling or Sampling(), **options)
 
@@ -41,7 +41,7 @@ def sampler_of(requests: Sequence[Request], vocabulary: int, device: torch.devic
 
 def draws(sampling: Sampling, logits: Tensor, count: int, prompt: Sequence[int] = ()) -> Tensor:
     """Return how often each token is sampled by `count` requests that differ in their seeds alone."""
-    requests = [asked(prompt, Sampling(**{**vars(sampling), "seed": seed})) for seed in range(count)]
+    requests = [request_of(prompt, Sampling(**{**vars(sampling), "seed": seed})) for seed in range(count)]
     sampled = sampler_of(requests, len(logits)).sample(logits.expand(count, -1), range(count))
     return sampled.tokens.bincount(minlength=len(logits))
 
@@ -138,7 +138,7 @@ def test_random_numbers_are_finite_and_exponential() -> None:
 
 def test_answers_of_one_prompt_do_not_repeat_each_other_later() -> None:
     """`Sampling.nth` adds multiples of a constant to the seed. Answer 1 must not be answer 0, one token later."""
-    requests = [asked(sampling=Sampling(1.0, seed=7).nth(n)) for n in range(3)]
+    requests = [request_of(sampling=Sampling(1.0, seed=7).nth(n)) for n in range(3)]
     sampler = sampler_of(requests, 1000)
     answers = torch.stack([sampler.sample(torch.zeros(3, 1000), [0, 1, 2]).tokens for _ in range(20)])
     assert len(set(answers.flatten().tolist())) > 50
@@ -166,7 +166,7 @@ def mixed_requests() -> list[Request]:
             allowed_tokens=choose.choice([None, frozenset(range(0, 60, 2))]),
         )
         stops = {"stop_tokens": frozenset({0, 1}), "min_new_tokens": choose.choice([0, 3])}
-        requests.append(asked([seed, seed + 1, seed + 1], sampling, **stops))
+        requests.append(request_of([seed, seed + 1, seed + 1], sampling, **stops))
     return requests
 
 
@@ -211,7 +211,11 @@ def test_tokens_are_the_same_alone_in_company_and_after_preemption() -> None:
 def test_nothing_is_read_from_the_device() -> None:
     """Tensors of the meta device have no values: reading one on the host, or a shape that depends on one, raises."""
     meta = torch.device("meta")
-    requests = [*mixed_requests(), asked(logprobs=3, constraint=JSON), asked(sampling=Sampling(1.0, top_p=0.9))]
+    requests = [
+        *mixed_requests(),
+        request_of(logprobs=3, constraint=JSON),
+        request_of(sampling=Sampling(1.0, top_p=0.9)),
+    ]
     sampler = sampler_of(requests, VOCABULARY, meta)
     for _ in range(5):  # stop tokens are allowed after the third token
         masks = torch.empty(len(requests), 2, dtype=torch.int32, device=meta)
@@ -230,7 +234,7 @@ def test_greedy_rows_need_one_maximum() -> None:
             self.names.add(getattr(function, "__name__", ""))
             return function(*args, **(kwargs or {}))
 
-    sampler = sampler_of([asked(), asked()], 50)
+    sampler = sampler_of([request_of(), request_of()], 50)
     logits = torch.randn(2, 50).to(torch.bfloat16)
     sampler.sample(logits, [0, 1])
     with Recorder() as recorder:
@@ -247,7 +251,7 @@ def test_penalties_count_tokens_of_prompt_and_answer() -> None:
     sampling = Sampling(repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.25)
     prompt, answer = [5, 6, 6], [7]
     sampler = Sampler(3, 12, CPU)
-    sampler.join(1, asked(prompt, sampling), answer)
+    sampler.join(1, request_of(prompt, sampling), answer)
     generator = torch.Generator().manual_seed(0)
     for _ in range(40):
         logits = torch.randn(12, generator=generator)
@@ -259,7 +263,7 @@ def test_penalties_count_tokens_of_prompt_and_answer() -> None:
         answer.append(int(sampler.sample(logits[None], [1]).tokens))
         assert answer[-1] == max(range(12), key=expected.__getitem__)
     sampler.leave(1)
-    sampler.join(1, asked([1], Sampling(presence_penalty=2.0)))
+    sampler.join(1, request_of([1], Sampling(presence_penalty=2.0)))
     logits = torch.zeros(1, 12)
     logits[0, answer[-1]] = 1.0
     assert sampler.sample(logits, [1]).tokens.tolist() == [answer[-1]], "the row has forgotten the earlier request"
@@ -268,20 +272,20 @@ def test_penalties_count_tokens_of_prompt_and_answer() -> None:
 def test_bias_and_allowed_tokens() -> None:
     logits = torch.tensor([[5.0, 4.0, 3.0, 2.0]] * 3)
     options = ({"logit_bias": {3: 3.5}}, {"allowed_tokens": frozenset({2, 3})}, {})
-    sampler = sampler_of([asked(sampling=Sampling(**option)) for option in options], 4)
+    sampler = sampler_of([request_of(sampling=Sampling(**option)) for option in options], 4)
     assert sampler.sample(logits, [0, 1, 2]).tokens.tolist() == [3, 2, 0]
     assert sampler.sample(logits, [2, 1, 0]).tokens.tolist() == [0, 2, 3]
 
 
 def test_stop_tokens_wait_for_min_new_tokens() -> None:
     logits = torch.tensor([[9.0, 5.0, 1.0, 0.0]])
-    request = asked(stop_tokens=frozenset({0, 1, 77}), min_new_tokens=2, sampling=Sampling(logit_bias={2: 1.0}))
+    request = request_of(stop_tokens=frozenset({0, 1, 77}), min_new_tokens=2, sampling=Sampling(logit_bias={2: 1.0}))
     sampler = sampler_of([request], 4)
     assert [int(sampler.sample(logits, [0]).tokens) for _ in range(4)] == [2, 2, 0, 0]
     sampler.leave(0)
     sampler.join(0, request, [2])
     assert [int(sampler.sample(logits, [0]).tokens) for _ in range(2)] == [2, 0]
-    only_stops = asked(
+    only_stops = request_of(
         stop_tokens=frozenset({0, 1}), min_new_tokens=2, sampling=Sampling(allowed_tokens=frozenset({1}))
     )
     assert sampler_of([only_stops], 4).sample(logits, [0]).tokens.tolist() == [1]
@@ -293,9 +297,9 @@ def test_masks_restrict_rows_with_a_constraint() -> None:
     masks[0, 0] = 1 << 5 | -(1 << 31)  # tokens 5 and 31
     masks[1, 1] = 0b11  # tokens 32 and 33
     masks[2, 0] = 0b10  # token 1, a stop token
-    constrained = asked(constraint=JSON, sampling=Sampling(2.0))
-    ends = asked(constraint=JSON, stop_tokens=frozenset({1}), min_new_tokens=5)
-    sampler = sampler_of([asked(constraint=JSON), constrained, ends, asked()], 40)
+    constrained = request_of(constraint=JSON, sampling=Sampling(2.0))
+    ends = request_of(constraint=JSON, stop_tokens=frozenset({1}), min_new_tokens=5)
+    sampler = sampler_of([request_of(constraint=JSON), constrained, ends, request_of()], 40)
     tokens = sampler.sample(logits, [0, 1, 2, 3], masks).tokens.tolist()
     assert tokens[0] == 31
     assert tokens[1] in (32, 33)
@@ -306,8 +310,8 @@ def test_masks_restrict_rows_with_a_constraint() -> None:
 def test_unknown_tokens_are_refused_before_they_reach_the_device() -> None:
     for sampling in (Sampling(logit_bias={4: 1.0}), Sampling(allowed_tokens=frozenset({1, -1}))):
         with raises("generation.token-out-of-range"):
-            Sampler(1, 4, CPU).check(asked(sampling=sampling))
-    Sampler(1, 4, CPU).check(asked(sampling=Sampling(logit_bias={3: 1.0})))
+            Sampler(1, 4, CPU).check(request_of(sampling=sampling))
+    Sampler(1, 4, CPU).check(request_of(sampling=Sampling(logit_bias={3: 1.0})))
 
 
 # ---------------------------------------------------------------------------------------------- what else is returned
@@ -316,7 +320,7 @@ def test_unknown_tokens_are_refused_before_they_reach_the_device() -> None:
 def test_logprobs_are_those_of_the_model() -> None:
     logits = torch.randn(3, 20, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
     bent = Sampling(0.1, logit_bias={4: 50.0}, seed=3)
-    sampler = sampler_of([asked(sampling=bent, logprobs=2), asked(), asked(logprobs=0)], 20)
+    sampler = sampler_of([request_of(sampling=bent, logprobs=2), request_of(), request_of(logprobs=0)], 20)
     sampled = sampler.sample(logits, [0, 1, 2])
     expected = logits.float().log_softmax(-1)
     assert sampled.tokens[0] == 4
@@ -328,7 +332,7 @@ def test_logprobs_are_those_of_the_model() -> None:
     torch.testing.assert_close(sampled.logprobs[0], expected[0, 4], **close)
     assert sampled.top_tokens[0].tolist() == expected[0].topk(2).indices.tolist()
     torch.testing.assert_close(sampled.top_values[0], expected[0].topk(2).values, **close)
-    assert sampler_of([asked()], 20).sample(logits[:1], [0]).logprobs is None
+    assert sampler_of([request_of()], 20).sample(logits[:1], [0]).logprobs is None
 
 
 def test_logprobs_of_prompts_of_any_length() -> None:
@@ -351,7 +355,7 @@ def test_rows_that_are_not_finite_are_reported_and_others_go_on(sampling: Sampli
     logits[1] = -torch.inf
     logits[2, 1] = torch.inf
     logits[3, :6] = -torch.inf  # tokens that the model never samples
-    sampled = sampler_of([asked(sampling=sampling, logprobs=1)] * 5, 8).sample(logits, range(5))
+    sampled = sampler_of([request_of(sampling=sampling, logprobs=1)] * 5, 8).sample(logits, range(5))
     assert sampled.not_finite.tolist() == [True, True, True, False, False]
     assert sampled.tokens[3:].tolist() == [6, 6]
     assert ((sampled.tokens >= 0) & (sampled.tokens < 8)).all()

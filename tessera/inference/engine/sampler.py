@@ -333,7 +333,7 @@ def _draw(scores: Tensor, plan: _Plan) -> Tensor:
     if lowest is not None:
         scores = scores.masked_fill(scores < lowest, -torch.inf)
     keys = token_keys(plan.seeds, plan.indices)
-    parts = zip(scores.split(_AT_ONCE), keys.split(_AT_ONCE), strict=True)
+    parts = zip(torch.split(scores, _AT_ONCE), torch.split(keys, _AT_ONCE), strict=True)
     return torch.cat([(part - log_exponentials(key, part.shape[1])).argmax(dim=-1) for part, key in parts])
 
 
@@ -421,7 +421,7 @@ def prompt_logprobs(logits: Tensor, tokens: Tensor, top: int) -> Sampled:
     `top`: also return this many likeliest tokens.
     """
     logprobs, values, indices, finite = [], [], [], []
-    for part, ids in zip(logits.split(_AT_ONCE), tokens.split(_AT_ONCE), strict=True):
+    for part, ids in zip(torch.split(logits, _AT_ONCE), torch.split(tokens, _AT_ONCE), strict=True):
         part = part.float()
         norm = part.logsumexp(dim=-1, keepdim=True)
         logprobs.append((part.gather(1, ids[:, None]) - norm).squeeze(1))
