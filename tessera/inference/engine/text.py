@@ -1,4 +1,4 @@
-"""Decode the tokens of an answer to text, and find its stop strings."""
+"""Decode an answer token by token, and end it at its stop strings."""
 
 from __future__ import annotations
 
@@ -6,41 +6,89 @@ from collections.abc import Callable, Sequence
 
 from tessera.inference.engine.request import Request
 
-_UNFINISHED = "�"  # decoders return this for an incomplete UTF-8 character
+_UNFINISHED = "\ufffd"  # decoders return this for an incomplete UTF-8 character
+_LONGEST = 4  # bytes of a UTF-8 character, and so the largest number of its tokens
 
 
 class AnswerText:
-    """Decode the tokens of one answer."""
+    """Turn the tokens of an answer into text that may be sent.
+
+    A token costs the decoding of the few tokens around it. Incomplete characters wait for their end, and possible
+    beginnings of stop strings wait until they are none. Bytes that are no UTF-8 become replacement characters.
+
+    The stop string that ends first ends the answer; the longest one, if several end there.
+    """
 
     def __init__(self, request: Request, decode: Callable[[Sequence[int]], str]) -> None:
-        self._request = request
+        self._stops = sorted((stop for stop in request.stop if stop), key=len, reverse=True)
+        self._include_stop = request.include_stop
+        self._earliest = request.min_new_tokens
         self._decode = decode
+        self._count = 0
+        # Tokens from the last border but one between complete characters. Decoders treat the first token of a text
+        # differently (its space), so the text of new tokens is what a longer text has more than a shorter one.
         self._tokens: list[int] = []
-        self._sent = 0  # number of characters that were returned
-        self._stopped = False
+        self._border = 0  # number of tokens before the last border
+        self._passed = 0  # characters in the text of the tokens that are in `_waiting` or were sent
+        self._waiting = ""  # the possible beginning of a stop string
+        self._ended = False
 
     def add(self, token: int) -> tuple[str, str | None]:
-        """Return the text that may be sent, and the stop string that ended the answer."""
-        self._tokens.append(token)
-        text = self._decode(self._tokens)
-        if len(self._tokens) >= self._request.min_new_tokens:
-            ends = [(text.find(stop), stop) for stop in self._request.stop if stop in text]
-            if ends:
-                at, stop = min(ends)
-                self._stopped = True
-                return self._send(text[: at + len(stop) if self._request.include_stop else at]), stop
-        if text.endswith(_UNFINISHED):
-            return "", None
-        held = max(
-            (n for stop in self._request.stop for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0
-        )
-        return self._send(text[: len(text) - held]), None
+        """Return text that may be sent, and the stop string that ends the answer with this token, or None."""
+        assert not self._ended, "the answer has ended"
+        self._count += 1
+        return self._pass(self._text_of(token), last=False)
 
     def close(self) -> str:
-        """Return the rest of the text, including an incomplete character."""
-        return "" if self._stopped else self._send(self._decode(self._tokens))
+        """Return the text that waits, at the end of the answer."""
+        if self._ended:
+            return ""
+        rest = self._decode(self._tokens)[self._passed :]
+        self._ended = True
+        return self._pass(rest, last=True)[0]
 
-    def _send(self, text: str) -> str:
-        part = text[self._sent :]
-        self._sent = max(self._sent, len(text))
-        return part
+    def _text_of(self, token: int) -> str:
+        """Return the complete characters that a token adds."""
+        self._tokens.append(token)
+        text = self._decode(self._tokens)
+        if len(text) == self._passed and not self._decode([token, token]):
+            self._tokens.pop()  # a special token without text: many of them would make every decoding longer
+            return ""
+        stable = len(text.rstrip(_UNFINISHED))
+        if len(self._tokens) - self._border > _LONGEST and stable < len(text):
+            stable = len(text) - 1  # only the last of these tokens can belong to a character that is still incomplete
+        passed, self._passed = self._passed, max(self._passed, stable)
+        if self._passed == len(text):
+            self._tokens, self._border = self._tokens[self._border :], len(self._tokens) - self._border
+            self._passed = len(self._decode(self._tokens))
+        elif len(self._tokens) - self._border > _LONGEST:
+            self._tokens = self._tokens[-_LONGEST:]
+            self._border = len(self._tokens)
+            self._passed = max(len(self._decode(self._tokens)) - 1, 0)
+        return text[passed:stable]
+
+    def _pass(self, text: str, last: bool) -> tuple[str, str | None]:
+        """Return what may be sent of the waiting text and new text, and the stop string that ends in the new text."""
+        whole, start = self._waiting + text, len(self._waiting)
+        stop = self._first_stop(whole, start) if self._count >= self._earliest else None
+        if stop is not None:
+            self._ended, self._waiting = True, ""
+            end, word = stop
+            return whole[: end if self._include_stop else end - len(word)], word
+        length = 0 if last else max((_overlap(whole, word) for word in self._stops), default=0)
+        self._waiting = whole[len(whole) - length :]
+        return whole[: len(whole) - length], None
+
+    def _first_stop(self, text: str, start: int) -> tuple[int, str] | None:
+        """Return end and text of the first stop string that ends after `start`."""
+        ends = []
+        for word in self._stops:
+            position = text.find(word, max(start - len(word) + 1, 0))
+            if position >= 0:
+                ends.append((position + len(word), word))
+        return min(ends, key=lambda end: end[0], default=None)  # the longest is first in `_stops`
+
+
+def _overlap(text: str, word: str) -> int:
+    """Return the length of the longest beginning of `word`, but not all of it, that ends `text`."""
+    return next((n for n in range(min(len(word) - 1, len(text)), 0, -1) if text.endswith(word[:n])), 0)
