@@ -56,7 +56,7 @@ _SHARDS = "".join(f"{name} (shards by rank), " for name in extension_names("tess
 config_app = typer.Typer(help="Look at configuration.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
-for _verb in (run.train, run.resume, run.preflight, run.launch, generate, chat, download, push):
+for _verb in (run.train, run.resume, run.preflight, generate, chat, download, push):
     app.command()(_verb)
 for _commands in extensions("tessera.commands"):
     app.registered_commands += _commands.registered_commands
@@ -353,7 +353,7 @@ def _tell_other_ranks(error: TesseraError) -> None:
 
 def _refuse_foreign_options(words: list[str]) -> None:
     """Raise for an option of another trainer, such as --learning_rate. The error names the recipe key for it."""
-    if not words or words[0] not in ("train", "resume", "plan", "preflight", "launch"):
+    if not words or words[0] not in ("train", "resume", "plan", "preflight"):
         return
     for word, following in zip(words, [*words[1:], ""], strict=True):
         name, _, value = word.partition("=")
