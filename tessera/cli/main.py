@@ -8,7 +8,6 @@ import json
 import os
 import platform
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -24,7 +23,7 @@ from tessera.config.extensions import extension_names, extensions, find_hint
 from tessera.errors import TesseraError, reported
 from tessera.runtime.launcher import launcher_blamed
 from tessera.runtime.log import quiet_libraries
-from tessera.version import __version__
+from tessera.version import __version__, package_versions
 
 app = typer.Typer(
     name="tessera",
@@ -38,11 +37,9 @@ app = typer.Typer(
 
 def _show_version(requested: bool) -> None:
     if requested:
-        packages = [f"Python {platform.python_version()}"]
-        for name in ("torch", "transformers"):
-            with contextlib.suppress(PackageNotFoundError):
-                packages.append(f"{name} {version(name)}")
-        typer.echo(f"tessera {__version__} ({', '.join(packages)})")
+        versions = {"Python": platform.python_version(), **package_versions(("torch", "transformers"))}
+        packages = ", ".join(f"{name} {number}" for name, number in versions.items())
+        typer.echo(f"tessera {__version__} ({packages})")
         raise typer.Exit
 
 
