@@ -270,13 +270,11 @@ def _open_hugging_face(name: str, private: bool) -> Iterator[_Repository]:
             lambda folder, message: api.upload_folder(repo_id=name, folder_path=folder, commit_message=message),
         )
     except library.errors.HfHubHTTPError as error:
-        may_not_write = error.response is not None and error.response.status_code in (401, 403)
-        raise TesseraError(
-            f"Hugging Face refused the upload: {first_line(error)[:300]}",
-            where=WHERE,
-            fix="create a token with write permission for this repository" if may_not_write else "try again",
-            code="hub.token-cannot-write" if may_not_write else "hub.push-refused",
-        ) from None
+        what = f"Hugging Face refused the upload: {first_line(error)[:300]}"
+        if error.response is not None and error.response.status_code in (401, 403):
+            fix = "create a token with write permission for this repository"
+            raise TesseraError(what, where=WHERE, fix=fix, code="hub.token-cannot-write") from None
+        raise TesseraError(what, where=WHERE, fix="try again", code="hub.push-refused") from None
 
 
 @contextmanager

@@ -191,8 +191,19 @@ class StreamRows(SequentialRows):
         return self.items.batch(drawn, None if self.collate is None else self.collate.function())
 
 
-class LoaderBatches(SequentialRows):
-    """Read batches of a loader by index. If epochs are independent, earlier epochs are skipped and not read."""
+class LoaderRows(SequentialRows):
+    """Use the batches of a loader unchanged: row r is its r-th batch, and every batch is one micro-batch.
+
+    With a `DistributedSampler` every rank reads its own batches; otherwise the ranks take the batches in turn. If
+    epochs are independent, earlier epochs are skipped and not read.
+    """
+
+    def __init__(self, imported: ImportedObject, data: Any, items: ItemBatcher, *, seed: int) -> None:
+        super().__init__(imported, data, seed=seed)
+        self.items = items
+
+    def __len__(self) -> int:
+        return (_length(self.data) or ENDLESS) * self.ranks
 
     def _new_pass(self) -> Iterator[Any]:
         sampler = distributed_sampler(self.data)
@@ -205,20 +216,6 @@ class LoaderBatches(SequentialRows):
         self._pass = 0 if length is None else number // length
         self._next = 0 if length is None else self._pass * length
         self._iterator = self._new_pass()
-
-
-class LoaderRows(LoaderBatches):
-    """Use the batches of a loader unchanged: row r is its r-th batch, and every batch is one micro-batch.
-
-    With a `DistributedSampler` every rank reads its own batches; otherwise the ranks take the batches in turn.
-    """
-
-    def __init__(self, imported: ImportedObject, data: Any, items: ItemBatcher, *, seed: int) -> None:
-        super().__init__(imported, data, seed=seed)
-        self.items = items
-
-    def __len__(self) -> int:
-        return (_length(self.data) or ENDLESS) * self.ranks
 
     @property
     def ranks(self) -> int:
