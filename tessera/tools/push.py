@@ -259,16 +259,22 @@ def _open_hugging_face(name: str, private: bool) -> Iterator[_Repository]:
             code="hub.not-logged-in",
         )
     api = library.HfApi(endpoint=client.endpoint, token=token)
+
+    def send(folder: str, message: str) -> None:
+        """Send all files in one commit, so that a killed upload adds nothing."""
+        paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+        names = [path.relative_to(folder).as_posix() for path in paths]
+        added = [
+            library.CommitOperationAdd(path_in_repo=file, path_or_fileobj=str(path))
+            for file, path in zip(names, paths, strict=True)
+        ]
+        api.create_commit(name, added, commit_message=message)
+
     try:
         url = str(api.create_repo(name, private=private or None, exist_ok=True))
         info = api.repo_info(name)
         files = {file.rfilename for file in info.siblings or []}
-        yield _Repository(
-            url,
-            bool(info.private),
-            files,
-            lambda folder, message: api.upload_folder(repo_id=name, folder_path=folder, commit_message=message),
-        )
+        yield _Repository(url, bool(info.private), files, send)
     except library.errors.HfHubHTTPError as error:
         what = f"Hugging Face refused the upload: {first_line(error)[:300]}"
         if error.response is not None and error.response.status_code in (401, 403):
