@@ -140,7 +140,6 @@ _CODES_BY_CURE = {
     "select one loss": "job.loss-ambiguous",
     "name a launch script, or a YAML job with gpt_args or training": "job.not-a-job",
     "add the section to the YAML job": "job.section-missing",
-    "name one scheduler": "job.no-scheduler",
     "use patches with equal sides": "job.patch-size",
     "choose sizes that divide evenly": "job.width-not-multiple model.heads-do-not-divide-width",
     "use parallel.tp or parallel.pp to generate text over several ranks": "layout.axis-not-for-generation",

@@ -63,6 +63,13 @@ class WeightForm(ABC):
         """Return the folder that contains the weight files: `folder` itself, or a torch DCP folder inside of it."""
         return folder
 
+    def adapt_dcp(self, stored: StoredForm, weights: WeightMap, shapes: Mapping[str, tuple[int, ...]]) -> StoredForm:
+        """Return a torch DCP folder by Hugging Face names and shapes, if jobs of this format store others in it.
+
+        `weights` and `shapes`: the weight map and the shapes of all tensors of the model that is loaded.
+        """
+        return stored
+
 
 def weight_form(name: str | None) -> WeightForm | None:
     """Return the format that a package added under this name; None if there is none."""
@@ -81,6 +88,14 @@ def weights_folder(folder: Path) -> Path:
     """Return the folder with the weights: `folder`, or a sub-folder if its format says so."""
     form = weight_form(detect_form(folder))
     return folder if form is None else form.weights_folder(folder)
+
+
+def adapted_dcp(stored: StoredForm, weights: WeightMap, shapes: Mapping[str, tuple[int, ...]]) -> StoredForm:
+    """Return a torch DCP folder as the added formats read it."""
+    for name in extension_names(GROUP):
+        if (form := weight_form(name)) is not None:
+            stored = form.adapt_dcp(stored, weights, shapes)
+    return stored
 
 
 def described_forms() -> list[str]:

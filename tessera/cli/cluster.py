@@ -1,26 +1,14 @@
-"""Check the command line options about machines, and write job files for Slurm and Kubernetes."""
+"""Check the command line options about machines."""
 
 from __future__ import annotations
 
 import re
-import shlex
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import yaml
 
 from tessera.errors import TesseraError
 
 _ENDPOINT = re.compile(r"(?P<host>\[[0-9a-fA-F:.]+\]|[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?):(?P<port>\d{1,5})")
 _MAX_NODES = 100_000
-_SLURM_NAME = re.compile(r"[\w.\-]+")
-_DNS_LABEL = re.compile(
-    r"[a-z0-9](?:[a-z0-9\-]{0,51}[a-z0-9])?"
-)  # at most 53 characters of the allowed 63: the training operator appends -worker-NNN
-_IMAGE = re.compile(r"[\w][\w./:@\-]*")
-_MASTER_PORT = 29500
-_RESTARTS = 3
 
 
 @dataclass(frozen=True)
@@ -137,114 +125,3 @@ def _endpoint(text: str, where: str) -> str:
             code="job.not-an-endpoint",
         )
     return text
-
-
-# ------------------------------------------------------------------------------------------ jobs of a scheduler
-
-
-@dataclass(frozen=True)
-class Job:
-    """Describe a job for a scheduler. `words`: arguments of `tessera train`, without options about machines."""
-
-    words: Sequence[str]
-    name: str
-    nodes: int
-    ranks_per_node: int
-
-    def start_line(self, node_rank: str, endpoint: str) -> str:
-        """Return the shell line that starts training. The job passes `words` as "$@", so the shell expands nothing.
-
-        If the scheduler starts the job again, --or-resume continues the run.
-        """
-        line = f'exec tessera train "$@" --or-resume --nproc {self.ranks_per_node}'
-        if self.nodes > 1:
-            line += f' --nnodes {self.nodes} --node-rank "{node_rank}" --master "{endpoint}"'
-        return line
-
-
-def slurm_script(job: Job) -> str:
-    """Return an sbatch file. Partition, account and time limit are options of sbatch itself."""
-    _check(_SLURM_NAME, job.name, "name", "letters, digits, dots, dashes")
-    options = [
-        ("job-name", job.name),
-        ("nodes", job.nodes),
-        ("ntasks-per-node", 1),
-        ("gpus-per-node", job.ranks_per_node),
-        ("output", "%x-%j.log"),
-    ]
-    start = shlex.quote(job.start_line("$SLURM_NODEID", "$MASTER"))
-    lines = [
-        "#!/bin/bash",
-        *(f"#SBATCH --{name}={value}" for name, value in options),
-        "#SBATCH --requeue",
-        "",
-        "set -euo pipefail",
-        "# The first machine holds the rendezvous; the port differs from job to job.",
-        'FIRST=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)',
-        'export MASTER="$FIRST:$((20000 + SLURM_JOB_ID % 20000))"',
-        "# One launcher per machine; when one ends badly, Slurm ends the others.",
-        f"srun --kill-on-bad-exit=1 sh -c {start} sh {shlex.join(job.words)}",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def kubernetes_manifest(job: Job, image: str | None, pvc: str | None = None) -> str:
-    """Return a PyTorchJob manifest. `pvc`: a persistent volume claim, mounted at /data."""
-    label = "a lower-case name of letters, digits and dashes, at most 53"
-    _check(_DNS_LABEL, job.name, "name", label)
-    if image is None:
-        raise TesseraError(
-            "--kubernetes needs a container image",
-            where="--image",
-            fix="add --image REGISTRY/NAME:TAG",
-            code="job.no-container-image",
-        )
-    container: dict[str, Any] = {
-        "name": "pytorch",  # the training operator requires this container name
-        "image": _check(_IMAGE, image, "--image", "REGISTRY/NAME:TAG"),
-        # The training operator sets RANK (the index of the pod), MASTER_ADDR and MASTER_PORT in every pod.
-        "command": ["sh", "-c", job.start_line("$RANK", "$MASTER_ADDR:$MASTER_PORT"), "sh"],
-        "args": list(job.words),
-        "ports": [{"name": "pytorchjob-port", "containerPort": _MASTER_PORT}],
-        "resources": {"limits": {"nvidia.com/gpu": job.ranks_per_node}},
-        "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
-    }
-    # Loader workers pass batches through shared memory, and a pod has only 64 MiB by default.
-    volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
-    if pvc is not None:
-        claim = _check(_DNS_LABEL, pvc, "--pvc", label)
-        volumes.append({"name": "data", "persistentVolumeClaim": {"claimName": claim}})
-        container["volumeMounts"].append({"name": "data", "mountPath": "/data"})
-
-    def replicas(count: int) -> dict[str, Any]:
-        pod = {"spec": {"containers": [container], "volumes": volumes}}
-        return {"replicas": count, "restartPolicy": "OnFailure", "template": pod}
-
-    roles = {"Master": replicas(1)}
-    if job.nodes > 1:
-        roles["Worker"] = replicas(job.nodes - 1)
-    manifest = {
-        "apiVersion": "kubeflow.org/v1",
-        "kind": "PyTorchJob",
-        "metadata": {"name": job.name},
-        "spec": {
-            "runPolicy": {"backoffLimit": _RESTARTS, "cleanPodPolicy": "Running"},
-            "pytorchReplicaSpecs": roles,
-        },
-    }
-    return yaml.dump(manifest, Dumper=_NoAliases, sort_keys=False)
-
-
-class _NoAliases(yaml.SafeDumper):
-    """Write repeated objects in full instead of as YAML aliases."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-def _check(pattern: re.Pattern[str], value: str, where: str, allowed: str) -> str:
-    if not pattern.fullmatch(value):
-        raise TesseraError(
-            f"{value!r} is not allowed as {where}", where=where, allowed=[allowed], code="job.value-not-usable"
-        )
-    return value

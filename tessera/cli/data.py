@@ -70,45 +70,23 @@ def doctor(
 def convert(
     source: Annotated[str, typer.Argument(help="data set to read")],
     target: Annotated[Path, typer.Argument(help="file to write")],
-    to: Annotated[
-        str, typer.Option("--to", help="messages, or mllm: LLaVA-Instruct rows as one JSON array")
-    ] = "messages",
-    images: Annotated[
-        Path | None, typer.Option("--images", help="mllm: the folder that holds COCO's train2017")
-    ] = None,
     root: Annotated[Path | None, typer.Option("--root", help="folder that media paths are under")] = None,
     check: Annotated[bool, typer.Option("--check/--no-check", help="leave out rows whose media are not there")] = True,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace the file")] = False,
 ) -> None:
-    """Write a data set in another format."""
-    from tessera.tools.data_convert import convert as as_messages
-    from tessera.tools.data_convert import convert_llava
+    """Write a data set as a JSONL file of messages."""
+    from tessera.tools.data_convert import convert as run
     from tessera.tools.data_doctor.examine import sets_of
 
-    if to not in ("messages", "mllm"):
+    sections = sets_of([source])
+    if len(sections) > 1:
         raise TesseraError(
-            f"unknown format {to!r}", where="--to", allowed=["messages", "mllm"], code="data.unknown-form"
+            f"{len(sections)} data sets are named, and only one can be converted",
+            where="tessera data convert",
+            fix="convert them one by one",
+            code="data.several-sets",
         )
-    if to == "mllm":
-        if images is None:
-            raise TesseraError(
-                "--to mllm needs the folder of COCO images",
-                where="--images",
-                fix="--images FOLDER, the folder that contains train2017",
-                code="data.no-image-folder",
-            )
-        done = convert_llava(source, images, target, check_images=check, overwrite=overwrite)
-    else:
-        sections = sets_of([source])
-        if len(sections) > 1:
-            raise TesseraError(
-                f"{len(sections)} data sets are named, and only one can be converted",
-                where="tessera data convert",
-                fix="convert them one by one",
-                code="data.several-sets",
-            )
-        section = sections[0].model_copy(update={"root": root})
-        done = as_messages(section, target, check_media=check, overwrite=overwrite)
+    done = run(sections[0].model_copy(update={"root": root}), target, check_media=check, overwrite=overwrite)
     for line in done.lines():
         typer.echo(line)
 

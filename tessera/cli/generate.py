@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,7 +36,6 @@ POSITIONAL = ("model", "question")
 
 
 def generate(
-    ctx: typer.Context,
     model: Model = None,
     question: Question = None,
     image: Images = None,
@@ -101,11 +102,11 @@ def generate(
     ] = None,
 ) -> None:
     """Ask a language model and stream its answer, or generate images and videos to --out."""
-    options = {name: value for name, value in locals().items() if name != "ctx"}
-    _run(ctx, {name: value for name, value in options.items() if not (value is None or value is False or value == [])})
+    options = dict(locals())
+    _run({name: value for name, value in options.items() if not (value is None or value is False or value == [])})
 
 
-def _run(ctx: typer.Context, options: Mapping[str, Any]) -> None:
+def _run(options: Mapping[str, Any]) -> None:
     """Generate text or media, as the model requires. `options`: the options that the user set, by argument name."""
     device, trust = options["device"], options.get("trust", False)
     nproc, layout = options.get("nproc"), {name: options[name] for name in LAYOUT if name in options}
@@ -139,7 +140,7 @@ def _run(ctx: typer.Context, options: Mapping[str, Any]) -> None:
     loading = {name: options[name] for name in ("dtype", "family", "parts") if name in options}
     loading |= {"device": device, "trust": trust, "adapters": adapters}
     loading["adapters_2"] = _strengths(options.get("adapter_2"), options.get("strength_2"), "--strength-2")
-    if _started(ctx, nproc):
+    if _started(nproc):
         return
     with _ranks(layout, device) as parallel:
         _make(options["model"], options["out"], request, {**loading, "parallel": parallel})
@@ -168,9 +169,9 @@ def _request(options: Mapping[str, Any]) -> Request:
     return build(Request, fields, "tessera generate")
 
 
-def _started(ctx: typer.Context, nproc: int | None) -> bool:
-    """Run the same command on `nproc` ranks and wait for them. Return False if this process is the only rank."""
-    if nproc is None:
+def _started(nproc: int | None) -> bool:
+    """Run this command line on `nproc` ranks and wait for them. Return False in a rank, and if there is only one."""
+    if nproc is None or "TORCHELASTIC_RUN_ID" in os.environ:
         return False
     from tessera.cli.cluster import parse_cluster
     from tessera.cli.launch import start_ranks
@@ -179,26 +180,8 @@ def _started(ctx: typer.Context, nproc: int | None) -> bool:
     cluster = parse_cluster(nproc=nproc)
     if not cluster.launches:
         return False
-    start_ranks(["generate", *_words(ctx)], cluster, JOIN_TIMEOUT_S)
+    start_ranks(sys.argv[1:], cluster, JOIN_TIMEOUT_S)
     return True
-
-
-def _words(ctx: typer.Context) -> list[str]:
-    """Return the words of this command line, without `--nproc`."""
-    options: list[str] = []
-    arguments: list[str] = []
-    for parameter in ctx.command.params:
-        value = ctx.params.get(parameter.name or "")
-        if parameter.name == "nproc" or value is None or value == parameter.default or value is False or value == ():
-            continue
-        values = [str(part) for part in value] if isinstance(value, (list, tuple)) else [str(value)]
-        if parameter.param_type_name == "argument":
-            arguments += values
-        elif value is True:
-            options.append(parameter.opts[0])
-        else:
-            options += [f"{parameter.opts[0]}={part}" for part in values]
-    return [*options, *(["--", *arguments] if arguments else [])]
 
 
 @contextmanager

@@ -8,7 +8,6 @@ import json
 import os
 import platform
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -24,7 +23,7 @@ from tessera.config.extensions import extension_names, extensions, find_hint
 from tessera.errors import TesseraError, reported
 from tessera.runtime.launcher import launcher_blamed
 from tessera.runtime.log import quiet_libraries
-from tessera.version import __version__
+from tessera.version import __version__, package_versions
 
 app = typer.Typer(
     name="tessera",
@@ -38,11 +37,9 @@ app = typer.Typer(
 
 def _show_version(requested: bool) -> None:
     if requested:
-        packages = [f"Python {platform.python_version()}"]
-        for name in ("torch", "transformers"):
-            with contextlib.suppress(PackageNotFoundError):
-                packages.append(f"{name} {version(name)}")
-        typer.echo(f"tessera {__version__} ({', '.join(packages)})")
+        versions = {"Python": platform.python_version(), **package_versions(("torch", "transformers"))}
+        packages = ", ".join(f"{name} {number}" for name, number in versions.items())
+        typer.echo(f"tessera {__version__} ({packages})")
         raise typer.Exit
 
 
@@ -56,7 +53,7 @@ _SHARDS = "".join(f"{name} (shards by rank), " for name in extension_names("tess
 config_app = typer.Typer(help="Look at configuration.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
-for _verb in (run.train, run.resume, run.preflight, run.launch, generate, chat, download, push):
+for _verb in (run.train, run.resume, run.preflight, generate, chat, download, push):
     app.command()(_verb)
 for _commands in extensions("tessera.commands"):
     app.registered_commands += _commands.registered_commands
@@ -353,7 +350,7 @@ def _tell_other_ranks(error: TesseraError) -> None:
 
 def _refuse_foreign_options(words: list[str]) -> None:
     """Raise for an option of another trainer, such as --learning_rate. The error names the recipe key for it."""
-    if not words or words[0] not in ("train", "resume", "plan", "preflight", "launch"):
+    if not words or words[0] not in ("train", "resume", "plan", "preflight"):
         return
     for word, following in zip(words, [*words[1:], ""], strict=True):
         name, _, value = word.partition("=")

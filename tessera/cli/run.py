@@ -1,4 +1,4 @@
-"""The commands train, resume, preflight and launch, and options that several commands share."""
+"""The commands train, resume and preflight, and options that several commands share."""
 
 from __future__ import annotations
 
@@ -179,40 +179,6 @@ def preflight(
 
     for line in check(recipe, settings):
         typer.echo(line)
-
-
-def launch(
-    recipe: Annotated[Path, typer.Argument(help="YAML recipe, by the path it has on the machines")],
-    overrides: Overrides = None,
-    slurm: Annotated[bool, typer.Option("--slurm", help="write an sbatch file")] = False,
-    kubernetes: Annotated[bool, typer.Option("--kubernetes", help="write a PyTorchJob manifest")] = False,
-    nodes: Annotated[int, typer.Option("--nodes", min=1, help="machines")] = 1,
-    gpus_per_node: Annotated[
-        int, typer.Option("--gpus-per-node", min=1, help="devices, and so ranks, per machine")
-    ] = 8,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="file to write; default: the screen")] = None,
-    image: Annotated[str | None, typer.Option("--image", help="Kubernetes: container image")] = None,
-    pvc: Annotated[str | None, typer.Option("--pvc", help="Kubernetes: claim with data and runs, at /data")] = None,
-) -> None:
-    """Write a job file for Slurm or Kubernetes. The job is not submitted."""
-    from tessera.cli.cluster import Job, kubernetes_manifest, slurm_script
-    from tessera.config.reader import parse_overrides
-    from tessera.config.run_config import load_config
-
-    if slurm == kubernetes:
-        raise TesseraError(
-            "the command needs exactly one scheduler",
-            where="tessera launch",
-            allowed=["--slurm", "--kubernetes"],
-            code="job.no-scheduler",
-        )
-    config = load_config(recipe, parse_overrides(overrides or []))
-    job = Job([str(recipe), *(overrides or [])], config.name, nodes, gpus_per_node)
-    text = slurm_script(job) if slurm else kubernetes_manifest(job, image, pvc)
-    if output is None:
-        typer.echo(text, nl=False)
-    else:
-        write_output(output, text, "--output")
 
 
 def _read_environment(cluster: Cluster) -> dict[str, Any]:

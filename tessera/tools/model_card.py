@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,23 +13,11 @@ from tessera.config.run_config import RunConfig, SourceSection, load_config
 from tessera.config.saved_recipe import read_saved
 from tessera.errors import TesseraError
 from tessera.runtime.files import read_metrics
-from tessera.version import __version__
+from tessera.version import __version__, package_versions
 
 Library = Literal["transformers", "diffusers", "peft"]
-_SECTIONS = (
-    "precision",
-    "parallel",
-    "optim",
-)  # sections of a recipe for the card; other sections may contain local paths
-_LOADED = {
-    "transformers": "from transformers import AutoModelForImageTextToText, AutoProcessor\n\n"
-    'model = AutoModelForImageTextToText.from_pretrained("{name}")\n'
-    'processor = AutoProcessor.from_pretrained("{name}")  # for Qwen-VL: pip install torchvision',
-    "diffusers": 'from diffusers import DiffusionPipeline\n\npipeline = DiffusionPipeline.from_pretrained("{name}")',
-    "peft": "from peft import PeftModel\nfrom transformers import AutoModelForImageTextToText\n\n"
-    'model = AutoModelForImageTextToText.from_pretrained("{base}")\n'
-    'model = PeftModel.from_pretrained(model, "{name}")',
-}
+_PACKAGES = ("torch", "transformers", "diffusers", "peft")
+_SECTIONS = ("precision", "parallel", "optim")  # of a recipe, for the card; other sections may contain local paths
 
 
 def model_card(name: str, library: Library, run: Path | None, base: str | None) -> str:
@@ -41,11 +28,10 @@ def model_card(name: str, library: Library, run: Path | None, base: str | None) 
     config = None if run is None else load_config(read_saved(run / "config.yaml"))
     text = [_header(library, config, base), f"# {name.rpartition('/')[2]}", ""]
     text += [_first_sentence(config, library, base), ""]
-    if base is not None or library != "peft":
-        text += ["## Use", "", "```python", _LOADED[library].format(name=name, base=base), "```", ""]
     if config is not None and run is not None:
         text += _trained_on(config) + _results(run) + _recipe(config)
-    text += ["## Versions", "", _versions(), ""]
+    versions = {"Tessera": __version__, "Python": platform.python_version(), **package_versions(_PACKAGES)}
+    text += ["## Versions", "", ", ".join(f"{package} {number}" for package, number in versions.items()), ""]
     return "\n".join(text)
 
 
@@ -63,9 +49,8 @@ def _header(library: Library, config: RunConfig | None, base: str | None) -> str
 
 def _first_sentence(config: RunConfig | None, library: Library, base: str | None) -> str:
     kind = "LoRA adapters" if library == "peft" else "A model"
-    began = "" if base is None else f" for [{base}](https://huggingface.co/{base})"
-    if library != "peft":
-        began = began.replace(" for ", " that was fine-tuned from ")
+    word = "for" if library == "peft" else "that was fine-tuned from"
+    began = "" if base is None else f" {word} [{base}](https://huggingface.co/{base})"
     steps = "" if config is None or config.train.steps is None else f", trained for {config.train.steps} steps"
     return f"{kind}{began}{steps} with Tessera."
 
@@ -114,16 +99,6 @@ def _recipe(config: RunConfig) -> list[str]:
     dumped = config.model_dump(mode="json", exclude_defaults=True)
     text = yaml.safe_dump({name: dumped[name] for name in _SECTIONS if dumped.get(name)}, sort_keys=False)
     return ["## Recipe", "", "```yaml", text.replace("```", "'''").rstrip(), "```", ""]
-
-
-def _versions() -> str:
-    versions = [f"Tessera {__version__}", f"Python {platform.python_version()}"]
-    for name in ("torch", "transformers", "diffusers", "peft"):
-        try:
-            versions.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            continue
-    return ", ".join(versions)
 
 
 def _plain(text: str) -> str:

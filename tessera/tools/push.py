@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from tessera.checkpoint.publish import MARK
 from tessera.config.hub_ids import Hub, HubId, is_hub_id, parse_hub_id
 from tessera.config.saved_recipe import read_saved
 from tessera.errors import TesseraError, few_names, first_line
-from tessera.hub.clients import MODELSCOPE_BRANCH, HuggingFace, ModelScope, Unreachable, escaped
+from tessera.hub.clients import MODELSCOPE_BRANCH, HuggingFace, ModelScope, Unreachable
 from tessera.hub.download import say
 from tessera.hub.files import MODEL_SUFFIXES, is_plain, suffix_of
 from tessera.inference.export_record import changes_since, read_record
@@ -196,11 +196,60 @@ def _with_public_base(path: Path, base: str | None) -> bytes:
     return (json.dumps({**said, _BASE: base}, indent=2) + "\n").encode()
 
 
-def _send(planned: Pushed, contents: dict[str, Path | bytes], private: bool, message: str) -> Pushed:
-    if planned.id.hub == "ms":
-        return _send_to_modelscope(planned, contents, private, message)
+def _send(planned: Pushed, contents: Mapping[str, Path | bytes], private: bool, message: str) -> Pushed:
+    """Create the repository if it does not exist, and send a folder of exactly these files."""
+    name, card = planned.id.name, planned.card
+    open_repository = _open_modelscope if planned.id.hub == "ms" else _open_hugging_face
+    try:
+        with open_repository(name, private) as repository:
+            if private and not repository.is_private:
+                raise TesseraError(
+                    f"the repository {name} exists and is public",
+                    where="--private",
+                    fix="push to another name, or make the repository private on its web page",
+                    code="hub.repository-is-public",
+                )
+            if card is not None and CARD in repository.files:
+                say(f"{name} has a card of its own, which is kept")
+                card = None
+            say(f"{name}: sending {len(planned.files)} files, {human_bytes(sum(planned.files.values()))}")
+            with tempfile.TemporaryDirectory(prefix="tessera-push-") as folder:
+                _stage(Path(folder), {**contents, **({} if card is None else {CARD: card.encode()})})
+                repository.send(folder, message)
+            return replace(planned, card=card, url=repository.url)
+    except (Unreachable, OSError, ValueError) as error:
+        raise TesseraError(
+            f"the upload failed: {first_line(error)[:300]}",
+            where=WHERE,
+            fix="run the command again; files that arrived are not sent again",
+            code="hub.push-broke-off",
+        ) from None
+
+
+def _stage(folder: Path, contents: Mapping[str, Path | bytes]) -> None:
+    """Fill a folder with links to the files, so that the libraries of the hubs can send it as it is."""
+    for name, content in contents.items():
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, bytes):
+            target.write_bytes(content)
+        else:
+            target.symlink_to(content.absolute())
+
+
+@dataclass(frozen=True)
+class _Repository:
+    url: str
+    is_private: bool
+    files: Collection[str]  # names of the files that it has
+    send: Callable[[str, str], object]  # (folder, commit message)
+
+
+@contextmanager
+def _open_hugging_face(name: str, private: bool) -> Iterator[_Repository]:
+    """Yield the repository, created if it does not exist. Inside the block errors of the hub are explained."""
     client = HuggingFace(WHERE)
-    library, name = client.library, planned.id.name
+    library = client.library
     token = library.get_token()
     if token is None:
         raise TesseraError(
@@ -210,98 +259,51 @@ def _send(planned: Pushed, contents: dict[str, Path | bytes], private: bool, mes
             code="hub.not-logged-in",
         )
     api = library.HfApi(endpoint=client.endpoint, token=token)
+
+    def send(folder: str, message: str) -> None:
+        """Send all files in one commit, so that a killed upload adds nothing."""
+        paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+        names = [path.relative_to(folder).as_posix() for path in paths]
+        added = [
+            library.CommitOperationAdd(path_in_repo=file, path_or_fileobj=str(path))
+            for file, path in zip(names, paths, strict=True)
+        ]
+        api.create_commit(name, added, commit_message=message)
+
     try:
         url = str(api.create_repo(name, private=private or None, exist_ok=True))
-        there = api.repo_info(name)
-        if private and not there.private:
-            raise TesseraError(
-                f"the repository {name} exists and is public",
-                where="--private",
-                fix="push to another name, or make the repository private on its web page",
-                code="hub.repository-is-public",
-            )
-        sent = dict(contents)
-        card = planned.card
-        if card is not None and any(one.rfilename == CARD for one in there.siblings or []):
-            say(f"{name} has a card of its own, which is kept")
-            card = None
-        if card is not None:
-            sent[CARD] = card.encode()
-        added = [
-            library.CommitOperationAdd(
-                path_in_repo=path, path_or_fileobj=content if isinstance(content, bytes) else str(content)
-            )
-            for path, content in sorted(sent.items())
-        ]
-        say(f"{name}: sending {len(added)} files, {human_bytes(sum(planned.files.values()))}")
-        api.create_commit(name, added, commit_message=message)
-    except TesseraError:
-        raise
+        info = api.repo_info(name)
+        files = {file.rfilename for file in info.siblings or []}
+        yield _Repository(url, bool(info.private), files, send)
     except library.errors.HfHubHTTPError as error:
-        status = None if error.response is None else error.response.status_code
-        message = f"Hugging Face refused the upload: {first_line(error)[:300]}"
-        if status in (401, 403):
+        what = f"Hugging Face refused the upload: {first_line(error)[:300]}"
+        if error.response is not None and error.response.status_code in (401, 403):
             fix = "create a token with write permission for this repository"
-            raise TesseraError(message, where=WHERE, fix=fix, code="hub.token-cannot-write") from None
-        raise TesseraError(message, where=WHERE, fix="try again", code="hub.push-refused") from None
-    except (OSError, ValueError) as error:
-        raise TesseraError(
-            f"the upload failed: {first_line(error)[:300]}",
-            where=WHERE,
-            fix="run the command again; files that arrived are not sent again",
-            code="hub.push-broke-off",
-        ) from None
-    return Pushed(planned.id, planned.folder, planned.files, planned.left_out, card, url)
+            raise TesseraError(what, where=WHERE, fix=fix, code="hub.token-cannot-write") from None
+        raise TesseraError(what, where=WHERE, fix="try again", code="hub.push-refused") from None
 
 
-def _send_to_modelscope(planned: Pushed, contents: dict[str, Path | bytes], private: bool, message: str) -> Pushed:
-    """Upload the files to ModelScope. Create the repository if it does not exist."""
-    client, name, card = ModelScope(WHERE), planned.id.name, planned.card
-    say(f"{name}: sending {len(planned.files)} files, {human_bytes(sum(planned.files.values()))}")
-    try:
-        with client.explained(name):
-            client.api.whoami()
-            if not client.api.repo_exists(name, "model"):
-                client.api.create_repo(name, "model", visibility="private" if private else "public")
-            elif private and not _is_private(client.api.get_repo(name, "model")):
-                raise TesseraError(
-                    f"the repository {name} exists and is public",
-                    where="--private",
-                    fix="push to another name, or make the repository private on its web page",
-                    code="hub.repository-is-public",
-                )
-            if card and any(file["Path"] == CARD for file in client.entries(name, "model", MODELSCOPE_BRANCH)):
-                say(f"{name} has a card of its own, which is kept")
-                card = None
-            sent = {path: content for path, content in contents.items() if isinstance(content, bytes)}
-            if card:
-                sent[CARD] = card.encode()
-            with _quiet():
-                client.api.upload_folder(
-                    name,
-                    "model",
-                    str(planned.folder),
-                    commit_message=message,
-                    allow_patterns=[escaped(path) for path in contents if path not in sent],
-                    use_cache=False,  # the cache would add a file to the folder
-                    disable_tqdm=True,
-                )
-                for path, content in sent.items():
-                    client.api.upload_file(name, "model", content, path, commit_message=message, disable_tqdm=True)
-    except Unreachable as error:
-        raise TesseraError(
-            f"the upload failed: {error}",
-            where=WHERE,
-            fix="run the command again; files that arrived are not sent again",
-            code="hub.push-broke-off",
-        ) from None
-    return replace(planned, card=card, url=f"{(client.endpoint or _MODELSCOPE).rstrip('/')}/models/{name}")
-
-
-def _is_private(repository: Any) -> bool:
+@contextmanager
+def _open_modelscope(name: str, private: bool) -> Iterator[_Repository]:
+    """Yield the repository, created if it does not exist. Inside the block errors of the hub are explained."""
+    client = ModelScope(WHERE)
     from modelscope_hub.constants import Visibility
 
-    return bool(repository.private) or repository.visibility == Visibility.PRIVATE
+    api = client.api
+
+    def send(folder: str, message: str) -> None:
+        with _quiet():
+            api.upload_folder(name, "model", folder, commit_message=message, use_cache=False, disable_tqdm=True)
+
+    with client.explained(name):
+        api.whoami()
+        if not api.repo_exists(name, "model"):
+            api.create_repo(name, "model", visibility="private" if private else "public")
+        about = api.get_repo(name, "model")
+        is_private = bool(about.private) or about.visibility == Visibility.PRIVATE
+        files = {file["Path"] for file in client.entries(name, "model", MODELSCOPE_BRANCH)}
+        url = f"{(client.endpoint or _MODELSCOPE).rstrip('/')}/models/{name}"
+        yield _Repository(url, is_private, files, send)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import math
 import os
 import re
 import zlib
@@ -15,8 +16,8 @@ from typing import Any, NamedTuple
 from tessera.core.batch import Batch
 from tessera.core.callback import Callback, StepResult, TrainerHandle
 from tessera.core.sample import BadSample, count_codes
-from tessera.data.bad_share import check_any_used, check_read
-from tessera.errors import few_names
+from tessera.data.bad_share import KEY, rounded_up
+from tessera.errors import TesseraError, few_names
 from tessera.runtime.files import (
     JsonLines,
     check_regular,
@@ -36,6 +37,9 @@ log = logging.getLogger("tessera")
 Row = tuple[int, list[str]]  # index of a packed row, and the ids of its samples
 SEGMENT_BYTES = 4 << 20  # a file of this size is compressed, to about a tenth, and a new one is begun
 Segment = tuple[Path, int, int]  # compressed file, first step, last step
+_MIN_READ = 20  # samples that a run must have read before `check_read` may end it
+_MIN_UNUSED = 5  # a run ends if the first 5 or more samples that it reads are all bad
+_DOUBT = math.log(1e6)  # if the true share of bad samples is at the limit, a run ends with probability 1e-6 at most
 _OPEN = re.compile(r"(rank-\d+)\.jsonl")
 _SEGMENT = re.compile(r"(rank-\d+)\.(\d+)-(\d+)\.jsonl\.gz")
 
@@ -260,7 +264,7 @@ class Quarantine(Callback):
             self._used += len(batch.sample_ids) - len(masked)
             self._unusable.update(masked)
         if not self._used:  # count distinct samples with several ranks: a rank may read the same few repeatedly
-            check_any_used(self._samples if trainer.world.size == 1 else len(self._unusable))
+            _check_any_used(self._samples if trainer.world.size == 1 else len(self._unusable))
         check_read(len(self._unusable), self._samples, self._max_bad_share)
 
     def note(self, bad: BadSample, step: int | None = None) -> None:
@@ -297,3 +301,36 @@ class Quarantine(Callback):
 
     def on_error(self, trainer: TrainerHandle, error: BaseException) -> None:
         self._record.close()
+
+
+def check_read(bad: int, read: int, limit: float) -> None:
+    """Raise if the share of bad samples that a run has read is significantly above the limit.
+
+    By Chernoff's bound: if a share p of all samples is bad, then of n random samples a share of at least s > p is bad
+    with a probability of at most exp(-n * KL(s, p)).
+    """
+    share = bad / max(1, read)
+    if read < _MIN_READ or share <= limit:
+        return
+    divergence = share * math.log(share / limit)
+    if share < 1:
+        divergence += (1 - share) * math.log((1 - share) / (1 - limit))
+    if read * divergence > _DOUBT:
+        raise TesseraError(
+            f"{bad} of the {read} samples that this rank has read were unusable; {KEY} allows {limit:.0%}",
+            where="quarantine.jsonl in the run folder, which lists the samples and the reasons",
+            fix="check all samples with `tessera data doctor --decode --recipe RECIPE`, correct the data and resume; "
+            f"or resume with {KEY}={rounded_up(share):g}",
+            code="data.too-many-bad-samples",
+        )
+
+
+def _check_any_used(read: int) -> None:
+    """Raise if the first `read` samples, which the caller found to be all bad, are 5 or more."""
+    if read >= _MIN_UNUSED:
+        raise TesseraError(
+            f"none of the first {read} samples is usable: the run trains on nothing",
+            where="quarantine.jsonl in the run folder, which lists the samples and the reasons",
+            fix="check all samples with `tessera data doctor --decode --recipe RECIPE`, and correct the data",
+            code="data.no-usable-sample",
+        )

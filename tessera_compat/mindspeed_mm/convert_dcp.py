@@ -21,7 +21,7 @@ from tessera.checkpoint.folder_tensors import FolderTensors
 from tessera.checkpoint.forms import NativeTensors, SafetensorsForm, StoredForm, main_dtype
 from tessera.checkpoint.hf import plan_folder
 from tessera.checkpoint.legacy.dcp import plan_dcp
-from tessera.checkpoint.legacy.forms import EXPERT, DcpFolder
+from tessera.checkpoint.legacy.forms import DcpFolder
 from tessera.checkpoint.publish import made_from
 from tessera.checkpoint.weight_forms import weights_folder
 from tessera.checkpoint.weights import add_product
@@ -35,6 +35,7 @@ from tessera.tools.conversion import check_apart
 from tessera.weights.file_plan import FilePlan, PlannedTensor
 from tessera.weights.map import Rule, WeightMap
 from tessera.weights.operations import Identity, Operation, Reshape, shape_of
+from tessera_compat.shards.dcp_folder import EXPERT
 from tessera_compat.shards.files import LATEST
 
 JOB = "model."  # prefix of all tensor names in the DCP folder of a job

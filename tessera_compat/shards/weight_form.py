@@ -18,6 +18,7 @@ from tessera.weights.file_plan import FolderPlan, PlannedTensor
 from tessera.weights.map import WeightMap
 from tessera.weights.rows import TensorRows
 from tessera_compat.shards import video, vision
+from tessera_compat.shards.dcp_folder import JobFolder
 from tessera_compat.shards.files import (
     LATEST,
     MegatronTensor,
@@ -100,6 +101,10 @@ class _Shards(WeightForm):
             return None
         form = FAMILIES[family](config)
         return _ModelShards(form, form.weights)
+
+    def adapt_dcp(self, stored: StoredForm, weights: WeightMap, shapes: Mapping[str, tuple[int, ...]]) -> StoredForm:
+        """Return the folder of a job with FSDP2, which may flatten or merge experts, by Hugging Face names."""
+        return JobFolder(stored, weights, shapes)
 
     def weights_folder(self, folder: Path) -> Path:
         """Return the folder of the newest iteration if it is a DCP folder, which jobs with FSDP2 write."""

@@ -1,8 +1,8 @@
-"""Several machines from one recipe: what is asked for is checked, and the jobs that are written hold together."""
+"""Several machines from one recipe: options are checked, and the job files of the page start every machine."""
 
 from __future__ import annotations
 
-import shlex
+import re
 import subprocess
 import threading
 from dataclasses import replace
@@ -10,18 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 from torch._C._distributed_c10d import HashStore
-from typer.testing import CliRunner
 
-from tessera.cli.cluster import Cluster, Job, kubernetes_manifest, parse_cluster, slurm_script
+from tessera.cli.cluster import Cluster, parse_cluster
 from tessera.cli.main import app
 from tessera.errors import TesseraError
 from tessera.runtime.rendezvous import RankInfo, _differences, check_ranks, spans
-from tests.toys.chat_set import chat_recipe
 
-WORDS = ["my recipes/r.yaml", "optim.lr=1e-4", "name=it's"]
-JOB = Job(WORDS, "vlm-7b", 4, 8)
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "many-machines.md"
 
 
 def test_one_machine_static_and_elastic() -> None:
@@ -61,24 +59,24 @@ def test_what_cannot_work_is_refused(options: dict[str, Any], words: str) -> Non
     assert words in str(error.value)
 
 
-def test_the_slurm_script_is_a_shell_script_that_keeps_every_word(tmp_path: Path) -> None:
-    text = slurm_script(JOB)
-    script = tmp_path / "job.sh"
-    script.write_text(text)
-    subprocess.run(["bash", "-n", str(script)], check=True)
-    options = dict(
-        line[len("#SBATCH --") :].split("=", 1) for line in text.splitlines() if "SBATCH" in line and "=" in line
-    )
-    assert options["nodes"] == "4"
-    assert options["ntasks-per-node"] == "1"
-    assert options["gpus-per-node"] == "8"
-    srun = shlex.split(text.splitlines()[-1])
-    assert srun[-3:] == WORDS
-    assert '--nnodes 4 --node-rank "$SLURM_NODEID" --master "$MASTER"' in srun[4]
+def job_file(language: str) -> str:
+    """Return a job file of the page that users copy."""
+    blocks = re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    return next(block for block in blocks if "--or-resume" in block)
 
 
-def test_the_slurm_script_runs_with_its_scheduler_played(tmp_path: Path) -> None:
-    """Each command that the script calls is replaced by one that tells what it was given."""
+def machine_of(line: list[str]) -> Cluster:
+    """Return the cluster that `tessera train` makes of the words of a job, by its own parser."""
+    with typer.main.get_command(app).make_context("tessera", line, resilient_parsing=True) as context:
+        command = context.command.get_command(context, "train")  # type: ignore[attr-defined]
+        params = command.make_context("train", list(line[1:])).params
+    assert params["or_resume"]
+    assert params["overrides"] == ["name=my-run"]
+    return parse_cluster(**{key: params[key] for key in ("nproc", "nnodes", "node_rank", "master")})
+
+
+def test_the_sbatch_file_of_the_page_starts_each_machine(tmp_path: Path) -> None:
+    """Commands that the script calls are replaced by scripts that print their arguments."""
     tools = {
         "scontrol": "printf 'alpha\\nbeta\\n'",
         "srun": 'shift; SLURM_NODEID=1 exec "$@"',
@@ -87,69 +85,23 @@ def test_the_slurm_script_runs_with_its_scheduler_played(tmp_path: Path) -> None
     for name, body in tools.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
-    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_NODELIST": "alpha,beta", "SLURM_JOB_ID": "20007"}
-    done = subprocess.run(["bash", "-c", slurm_script(JOB)], env=env, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == (
-        ["train", *WORDS, "--or-resume", "--nproc", "8", "--nnodes", "4", "--node-rank", "1", "--master", "alpha:20007"]
-    )
+    env = {"SLURM_JOB_NODELIST": "alpha,beta", "SLURM_JOB_ID": "20007", "SLURM_NNODES": "4"}
+    env["PATH"] = f"{tmp_path}:/usr/bin:/bin"
+    done = subprocess.run(["bash", "-c", job_file("bash")], env=env, capture_output=True, text=True, check=True)
+    assert machine_of(done.stdout.splitlines()) == Cluster(8, 4, 4, 1, "alpha:20007", False, 0)
 
 
-def test_the_manifest_is_a_pytorchjob() -> None:
-    text = kubernetes_manifest(JOB, image="registry.io/team/tessera:1", pvc="datasets")
-    manifest = yaml.safe_load(text)
-    assert "&id" not in text
-    assert (manifest["apiVersion"], manifest["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
-    assert manifest["metadata"] == {"name": "vlm-7b"}
+def test_the_manifest_of_the_page_starts_each_machine() -> None:
+    manifest = yaml.safe_load(job_file("yml"))
     roles = manifest["spec"]["pytorchReplicaSpecs"]
     assert {role: spec["replicas"] for role, spec in roles.items()} == {"Master": 1, "Worker": 3}
-    pod = roles["Worker"]["template"]["spec"]
-    container = pod["containers"][0]
-    assert container["name"] == "pytorch"
-    assert container["args"] == WORDS
-    assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
-    assert {"name": "data", "persistentVolumeClaim": {"claimName": "datasets"}} in pod["volumes"]
-    # The shell of the pod, with the operator's variables.
-    env = {"PATH": "/usr/bin:/bin", "RANK": "2", "MASTER_ADDR": "vlm-7b-master-0", "MASTER_PORT": "29500"}
-    words = ["sh", "-c", container["command"][2].replace("exec tessera", "printf '%s\\n'"), "sh", *container["args"]]
-    said = subprocess.run(words, env=env, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert said[:4] == ["train", *WORDS]
-    assert said[-4:] == ["--node-rank", "2", "--master", "vlm-7b-master-0:29500"]
-
-
-def test_one_machine_needs_no_meeting_point() -> None:
-    single = Job(["r.yaml"], "one", 1, 8)
-    assert "--master" not in slurm_script(single)
-    assert "Worker" not in yaml.safe_load(kubernetes_manifest(single, image="i"))["spec"]["pytorchReplicaSpecs"]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--slurm", "name=a b"], "name"),
-        (["--kubernetes"], "--image"),
-        (["--kubernetes", "--image", "i", "name=Upper_Case"], "name"),
-        (["--kubernetes", "--image", "i", "--pvc", "../x"], "--pvc"),
-        (["--slurm", "--kubernetes"], "job.no-scheduler"),
-        ([], "job.no-scheduler"),
-    ],
-)
-def test_a_job_that_cannot_be_is_refused(words: list[str], message: str, tmp_path: Path) -> None:
-    recipe = tmp_path / "r.yaml"
-    recipe.write_text(yaml.safe_dump(chat_recipe(tmp_path, tmp_path)))
-    result = CliRunner().invoke(app, ["launch", str(recipe), *words])
-    assert isinstance(result.exception, TesseraError)
-    assert message in str(result.exception)
-
-
-def test_the_verb_writes_the_file(tmp_path: Path) -> None:
-    recipe = tmp_path / "r.yaml"
-    recipe.write_text(yaml.safe_dump(chat_recipe(tmp_path, tmp_path)))
-    result = CliRunner().invoke(
-        app, ["launch", str(recipe), "optim.lr=2e-5", "--slurm", "-o", str(tmp_path / "job.sh")]
-    )
-    assert result.exit_code == 0, result.output
-    assert "optim.lr=2e-5" in (tmp_path / "job.sh").read_text()
-    assert "--job-name=chat" in (tmp_path / "job.sh").read_text()
+    assert roles["Worker"]["template"] == roles["Master"]["template"]
+    container = roles["Worker"]["template"]["spec"]["containers"][0]
+    env = {"PATH": "/usr/bin:/bin", "RANK": "2", "MASTER_ADDR": "my-run-master-0", "MASTER_PORT": "29500"}
+    program = container["command"][2].replace("exec tessera", "printf '%s\\n'")
+    words = [*container["command"][:2], program, *container["command"][3:], *container["args"]]
+    lines = subprocess.run(words, env=env, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert machine_of(lines) == Cluster(8, 4, 4, 2, "my-run-master-0:29500", False, 0)
 
 
 CARD = RankInfo(0, 4, 0, 2, "alpha", 1, "3.11", "2.13.0", "0.1.0", "model=1 data=2")

@@ -11,7 +11,8 @@ from data_cases import pictures, row, seen, write_jsonl
 
 from tessera.config.run_config import SourceSection
 from tessera.data.sources.source import Source, open_source
-from tessera.tools.data_convert import convert, convert_llava
+from tessera.tools.data_convert import convert
+from tessera_compat.mindspeed_mm.llava_data import convert_llava
 from tests.errors import raises
 
 

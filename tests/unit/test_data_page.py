@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from data_cases import pictures, seen, write_jsonl
+from data_cases import write_jsonl
 
 from tessera.config.reader import build
 from tessera.config.run_config import DataSection, SourceSection
@@ -54,15 +54,11 @@ def test_sections_can_be_read(tmp_path: Path) -> None:
 
 def test_conversion_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "COCO2017" / "train2017").mkdir(parents=True)
     (tmp_path / "data").mkdir()
-    pictures(tmp_path / "COCO2017" / "train2017", ["a.jpg"])
-    (tmp_path / "llava_instruct_150k.json").write_text(json.dumps([seen("a.jpg")]))
     write_jsonl(tmp_path / "data" / "odd.jsonl", [{"dialogue": [{"role": "user", "content": "Hi"}]}])
     for code in blocks("python")[1:]:
         exec(code, {})
     assert json.loads((tmp_path / "data" / "plain.jsonl").read_text())["messages"][0]["content"] == "Hi"
-    assert (tmp_path / "mllm_format_llava_instruct_data.json").is_file()
 
 
 def test_the_own_data_set_gives_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

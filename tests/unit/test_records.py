@@ -15,10 +15,10 @@ from tessera.config.run_config import DataSection, SourceSection
 from tessera.core.batch import Batch
 from tessera.core.callback import StepResult
 from tessera.core.sample import BadSample
-from tessera.data.bad_share import check_measured, check_read
+from tessera.data.bad_share import check_measured
 from tessera.errors import TesseraError
 from tessera.runtime.files import read_jsonl
-from tessera.training.records import Quarantine
+from tessera.training.records import Quarantine, check_read
 from tests.errors import raises
 
 

@@ -6,7 +6,6 @@ import copy
 import itertools
 import logging
 import random
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,10 +17,10 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from torch.utils.data.distributed import DistributedSampler
 
 from tessera.core.batch import Batch
-from tessera.core.row_source import ENDLESS, RowSource
+from tessera.core.row_source import ENDLESS
 from tessera.data.custom.items import DrawnItem, ImportedObject, ItemBatcher
 from tessera.data.order.mixture import Shuffle, mix
-from tessera.data.workers.pool import no_note
+from tessera.data.order.packed_rows import GuardedRows
 from tessera.errors import TesseraError, first_line
 
 log = logging.getLogger("tessera")
@@ -29,7 +28,7 @@ log = logging.getLogger("tessera")
 _PASS, _ROW = 0x4F574E, 0x524F57
 
 
-class ItemRows(RowSource):
+class ItemRows(GuardedRows):
     """Read rows of a data set with `__len__` and `__getitem__`.
 
     Row r of epoch e is item shuffle(seed, e)(r), so any row can be read without the rows before it.
@@ -70,9 +69,6 @@ class ItemRows(RowSource):
         copied._data, copied._collate = self._data, self._collate  # `copy.copy` drops them, as pickling does
         return copied
 
-    def batch(self, rows: Sequence[int]) -> Batch:
-        return self.guarded(rows, {}, no_note)
-
     def guarded(self, rows: Sequence[int], lost: Mapping[int, str], note: Callable[[int], None]) -> Batch:
         if self._data is None:  # in a worker process, after unpickling
             self._data = self.imported.make()
@@ -104,7 +100,7 @@ class ItemRows(RowSource):
             ) from error
 
 
-class SequentialRows(RowSource):
+class SequentialRows(GuardedRows):
     """Read items by index from data that can only be iterated. An index before the last one read starts over."""
 
     sequential = True  # one process reads all rows in order: every further process would read all of the data again
@@ -121,12 +117,6 @@ class SequentialRows(RowSource):
 
     def __len__(self) -> int:
         return _length(self.data) or ENDLESS
-
-    def batch(self, rows: Sequence[int]) -> Batch:
-        return self.guarded(rows, {}, no_note)
-
-    @abstractmethod
-    def guarded(self, rows: Sequence[int], lost: Mapping[int, str], note: Callable[[int], None]) -> Batch: ...
 
     def check_none(self, lost: Mapping[int, str]) -> None:
         """Raise if an item crashed or hung its worker process: sequential data cannot skip an item."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -39,8 +40,18 @@ def hole(id: str, length: int) -> Encoded:
     )
 
 
+class GuardedRows(RowSource):
+    """Make batches by `guarded` in every process: in worker processes, and without crashes to report in this one."""
+
+    def batch(self, rows: Sequence[int]) -> Batch:
+        return self.guarded(rows, {}, no_note)
+
+    @abstractmethod
+    def guarded(self, rows: Sequence[int], lost: Mapping[int, str], note: Callable[[int], None]) -> Batch: ...
+
+
 @dataclass(eq=False)
-class PackedRows(RowSource):
+class PackedRows(GuardedRows):
     """Read rows of packed samples. `order` maps row indices to sample indices."""
 
     index: SplitIndex
@@ -90,9 +101,6 @@ class PackedRows(RowSource):
 
     def without(self, samples: Mapping[str, str]) -> PackedRows:
         return replace(self, left_out={**self.left_out, **samples})
-
-    def batch(self, rows: Sequence[int]) -> Batch:
-        return self.guarded(rows, {}, no_note)
 
     def guarded(self, rows: Sequence[int], lost: Mapping[int, str], note: Callable[[int], None]) -> Batch:
         problems: list[BadSample] = []

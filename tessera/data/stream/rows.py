@@ -20,15 +20,14 @@ from typing import Any, NamedTuple
 
 from tessera.config.run_config import DataSection
 from tessera.core.batch import Batch
-from tessera.core.row_source import ENDLESS, RowSource
+from tessera.core.row_source import ENDLESS
 from tessera.core.sample import BadSample
 from tessera.data.bad_share import check_measured
 from tessera.data.cache import digest_of
 from tessera.data.order.mixture import Shuffle, mix
-from tessera.data.order.packed_rows import PackedRows
+from tessera.data.order.packed_rows import GuardedRows, PackedRows
 from tessera.data.sources.container import NothingUsable
 from tessera.data.stream.files import StreamFile, stream_files
-from tessera.data.workers.pool import no_note
 from tessera.errors import TesseraError
 from tessera.runtime.files import read_json_mapping, replace_file
 from tessera.runtime.locks import locked
@@ -57,7 +56,7 @@ class _FileCounts(NamedTuple):
     unusable: int
 
 
-class StreamedRows(RowSource):
+class StreamedRows(GuardedRows):
     """Read the rows of one file after another. Each process opens the files that it needs; one of them downloads each.
 
     `pack` packs the samples of one file into rows. `fingerprint`: hash of the processor's settings. `folder`: where the
@@ -111,9 +110,6 @@ class StreamedRows(RowSource):
     def work(self, rows: Sequence[int]) -> list[float] | None:
         costs = [self._rows_at(at).work([at.row]) for at in map(self._at, rows)]
         return None if any(cost is None for cost in costs) else [cost[0] for cost in costs if cost is not None]
-
-    def batch(self, rows: Sequence[int]) -> Batch:
-        return self.guarded(rows, {}, no_note)
 
     def guarded(self, rows: Sequence[int], lost: Mapping[int, str], note: Callable[[int], None]) -> Batch:
         problems: list[BadSample] = []

@@ -9,7 +9,6 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from PIL import Image
 from tessera.diffusion.sampling.request import Request
 from tessera.errors import TesseraError, first_line, nearest
 from tessera.runtime.files import replace_file
+from tessera.version import package_versions
 
 SUFFIXES = (".png", ".gif", ".mp4")
 FPS = 16.0  # default frame rate
@@ -97,6 +97,7 @@ def write_samples(out: Path, record: Record, samples: Sequence[Generated], facts
     """Write all samples, then the metadata file. Return the path of the metadata file. `facts`: further entries
     of its key `made_with`."""
     paths = sample_paths(out, len(samples))
+    machine = {"python": platform.python_version(), "machine": platform.machine()}
     described = {
         "version": _VERSION,
         "model": str(record.model.absolute()),
@@ -112,7 +113,7 @@ def write_samples(out: Path, record: Record, samples: Sequence[Generated], facts
             {"file": path.name, "prompt": sample.prompt, "seed": sample.seed, "pixels": sample.digest}
             for path, sample in zip(paths, samples, strict=True)
         ],
-        "made_with": {**_versions(), **facts},
+        "made_with": {**machine, **package_versions(_LIBRARIES), **facts},
     }
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -171,13 +172,3 @@ def _av() -> Any:
             code="environment.pyav-missing",
         ) from None
     return av
-
-
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version(), "machine": platform.machine()}
-    for name in _LIBRARIES:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return versions

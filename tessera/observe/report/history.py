@@ -9,17 +9,15 @@ from __future__ import annotations
 import logging
 import os
 import platform
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from tessera.errors import TesseraError
 from tessera.runtime.files import JsonLines, read_jsonl, step_of
 from tessera.runtime.process import Process
-from tessera.version import __version__
+from tessera.version import __version__, package_versions
 
 HISTORY = "history.jsonl"
 START, ALIVE, END = "start", "alive", "end"
@@ -44,7 +42,7 @@ class History:
             device=device,
             ranks=ranks,
             machines=max(1, ranks // max(1, here)),
-            versions=dict(_versions()),
+            versions={"tessera": __version__, "python": platform.python_version(), **package_versions(_PACKAGES)},
         )
 
     def alive(self, step: int) -> None:
@@ -133,16 +131,6 @@ def _still(owner: dict[str, Any], last: datetime) -> str:
     if process.visible():
         return "running" if process.alive() else "killed"
     return "running" if _now() - last < SILENT else "silent"
-
-
-def _versions() -> Iterator[tuple[str, str]]:
-    yield "tessera", __version__
-    yield "python", platform.python_version()
-    for name in _PACKAGES:
-        try:
-            yield name, version(name)
-        except PackageNotFoundError:
-            continue
 
 
 def _count(value: object) -> int:

@@ -1,7 +1,7 @@
 """Convert LLaVA-Instruct-150K and COCO2017 below ./data to the file that `data_7b.json` names."""
 
 from tessera.errors import reported
-from tessera.tools.data_convert import convert_llava
+from tessera_compat.mindspeed_mm.llava_data import convert_llava
 
 if __name__ == "__main__":
     with reported():
