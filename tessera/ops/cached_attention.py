@@ -48,7 +48,7 @@ def _eager(q: Tensor, keys: Tensor, values: Tensor, step: CacheStep, scale: floa
     return torch.cat(outputs)
 
 
-# -------------------------------------------------------------------------- sdpa and triton: one call for each kind of row
+# ---------------------------------------------------------------- sdpa and triton: one call for each kind of row
 
 
 def _sdpa(q: Tensor, keys: Tensor, values: Tensor, step: CacheStep, scale: float) -> Tensor:

@@ -46,7 +46,7 @@ def rotate_and_store(
     rows, kv_heads, size = qkv.shape[0], *keys.shape[2:]
     heads = qkv.shape[1] // size - 2 * kv_heads
     half = cos.shape[-1]
-    assert qkv.is_contiguous() and keys.is_contiguous() and values.is_contiguous()
+    assert all(tensor.is_contiguous() for tensor in (qkv, keys, values))
     q = torch.empty(rows, heads, size, dtype=qkv.dtype, device=qkv.device)
     of_q, of_k = norms or (qkv, qkv)
     rotate_and_store_kernel[(rows, heads + 2 * kv_heads)](
@@ -83,7 +83,8 @@ def vector_linear(
     `norm`: weight and epsilon of an RMS norm of `x` before. `gate`: `weight` [2 N, K] is that of gate, then of up, and
     the output silu(gate) * up.
     """
-    assert x.shape[0] == 1 and x.is_contiguous() and weight.is_contiguous()
+    assert x.shape[0] == 1
+    assert all(tensor.is_contiguous() for tensor in (x, weight))
     outputs = weight.shape[0] // 2 if gate else weight.shape[0]
     out = torch.empty(1, outputs, dtype=x.dtype, device=x.device)
     scale, eps = norm or (x, 0.0)

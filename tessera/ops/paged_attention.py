@@ -30,7 +30,7 @@ def paged_attention(
     rows, heads, size = q.shape
     _, block_size, kv_heads, _ = keys.shape
     q = q if q.stride(-1) == 1 else q.contiguous()
-    assert keys.is_contiguous() and values.is_contiguous() and table.stride(1) == 1
+    assert all(tensor.is_contiguous() for tensor in (keys, values, table))
     group, width = heads // kv_heads, max(16, 1 << (size - 1).bit_length())
     splits = max(1, -(-longest // SPLIT))
     out = torch.empty(rows, heads, size, dtype=q.dtype, device=q.device)

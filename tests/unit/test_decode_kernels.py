@@ -128,4 +128,5 @@ def test_only_adjacent_tensors_are_adjacent() -> None:
     assert adjacent([a, b.clone()]) is None
     join([b, a])
     joined = adjacent([b, a])
-    assert joined is not None and torch.equal(joined, torch.cat([b, a]))
+    assert joined is not None
+    assert torch.equal(joined, torch.cat([b, a]))
