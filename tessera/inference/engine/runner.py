@@ -139,7 +139,7 @@ class Runner:
         results: dict[bytes, Tensor | Exception] = {}
         for name, embeddings in encoded.items():
             own_pieces = [piece for piece in pieces if piece.encoder.embeddings == name]
-            parts = embeddings.split([len(piece.slots) for piece in own_pieces])
+            parts = torch.split(embeddings, [len(piece.slots) for piece in own_pieces])
             # Copies, so that a cached part does not keep the memory of all.
             results |= {piece.digest: part.clone() for piece, part in zip(own_pieces, parts, strict=True)}
         return results
@@ -199,8 +199,8 @@ class Runner:
         positions = torch.cat([part.state.positions(part.start, part.new) for part in parts], dim=-1)
         axes = positions.reshape(-1, len(tokens))
         numbers = self._send([*tokens, *axes.flatten().tolist(), *where, *origin])
-        sizes = (len(tokens), axes.numel(), len(where), len(origin))
-        on_device, flat, targets, indices = numbers.split(sizes)
+        sizes = [len(tokens), axes.numel(), len(where), len(origin)]
+        on_device, flat, targets, indices = torch.split(numbers, sizes)
         if where:
             assert previous is not None
             on_device = on_device.index_copy(0, targets, previous.index_select(0, indices))

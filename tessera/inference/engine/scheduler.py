@@ -18,7 +18,7 @@ CHUNK_WITH_LOGITS = 512
 class EngineLimits:
     """Limit the memory of an engine, and the work of one call."""
 
-    blocks: int | None = None  # of the KV cache; None: as many as the free memory of the device holds
+    blocks: int | None = None  # of the KV cache; None, or more than that: as many as the free memory holds
     block_size: int = 16  # tokens of a block
     rows: int = 256  # requests that run at once
     tokens: int = 8192  # new tokens of a call: longer prompts are read in chunks
