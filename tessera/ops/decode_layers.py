@@ -44,7 +44,8 @@ def can_decode(x: Tensor) -> bool:
 def join(parameters: Sequence[Tensor]) -> None:
     """Copy frozen parameters, which differ at most in their first size, to adjacent memory, and let them use it."""
     if len(parameters) > 1 and adjacent(parameters) is None and not any(p.requires_grad for p in parameters):
-        parts = torch.cat([parameter.detach() for parameter in parameters]).split([len(p) for p in parameters])
+        joined = torch.cat([parameter.detach() for parameter in parameters])
+        parts = torch.split(joined, [len(parameter) for parameter in parameters])
         for parameter, part in zip(parameters, parts, strict=True):
             parameter.data = part
 

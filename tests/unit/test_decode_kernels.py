@@ -69,7 +69,7 @@ def test_fused_layers_are_the_layers(kind: str, count: int) -> None:
     """Partial rotation, sizes that are no powers of two; with a row alone, other kernels run."""
     shape: dict[str, Any] = {"qkv_bias": kind == "biases", "qk_norm": kind != "biases"}
     moe = MoEShape(48, 32, 4, 2)
-    decoder = TextDecoder(
+    decoder: Any = TextDecoder(
         DecoderShape(50, 48, 72, 2, 4, 2, 24, 1e-6, Rope(24 if kind == "norms" else 16, 1e4), **shape),
         lambda layer: MoE(moe) if kind == "experts" and layer else None,
     )
@@ -82,7 +82,7 @@ def test_fused_layers_are_the_layers(kind: str, count: int) -> None:
 
 
 @torch.no_grad()
-def decode(decoder: TextDecoder, count: int, name: str) -> list[Tensor]:
+def decode(decoder: Any, count: int, name: str) -> list[Tensor]:
     """Return the hidden states of a token after nine others in each row, and the contents of the cache."""
     decoder.to(torch.float64 if name == "exact" else torch.float32)
     dtype, shape, cache = decoder.norm.weight.dtype, decoder.shape, KVCache(3 * count, 4)
@@ -105,7 +105,7 @@ def decode(decoder: TextDecoder, count: int, name: str) -> list[Tensor]:
 
 
 def test_joined_weights_keep_names_and_values_and_trained_ones_stay() -> None:
-    decoder = TextDecoder(DecoderShape(9, 8, 12, 1, 2, 1, 4, 1e-6, Rope(4, 1e4), qkv_bias=True))
+    decoder: Any = TextDecoder(DecoderShape(9, 8, 12, 1, 2, 1, 4, 1e-6, Rope(4, 1e4), qkv_bias=True))
     before = {name: tensor.clone() for name, tensor in decoder.state_dict().items()}
     decoder.join_projections()
     assert decoder.layers[0].decode_weights() is None  # trained: an optimizer may hold addresses
