@@ -50,34 +50,17 @@ class CacheStep:
     single: int  # how many rows at the beginning have one new token
     prefill: bool  # True if no row has cached tokens: new tokens then attend to one another only
 
+    packed: Tensor  # int64: bounds, lengths, table, slots and last, one after another; all but bounds are its views
+
     @staticmethod
     def of(rows: Sequence[CacheRow], block_size: int, device: torch.device | str, width: int = 0) -> CacheStep:
         """Return the step of these rows. `width`: columns of the table, if it should have more than are needed."""
-        for row in rows:
-            if row.cached + row.new > len(row.blocks) * block_size:
-                raise TesseraError(
-                    f"the cache has room for {len(row.blocks) * block_size} tokens of a row, and "
-                    f"{row.cached + row.new} are needed",
-                    fix="make the cache larger, or ask for fewer new tokens",
-                    code="generation.cache-full",
-                )
-            assert row.new > 0, "a row without new tokens is no part of a call"
         width = max(width, *(len(row.blocks) for row in rows))
-        table = [[*row.blocks, *[0] * (width - len(row.blocks))] for row in rows]
-        slots = [
-            row.blocks[at // block_size] * block_size + at % block_size
-            for row in rows
-            for at in range(row.cached, row.cached + row.new)
-        ]
-        ends = [*accumulate(row.new for row in rows)]
-        single = next((number for number, row in enumerate(rows) if row.new > 1), len(rows))
-        lengths = [row.cached + row.new for row in rows]
-        last = [end - 1 for end, row in zip(ends, rows, strict=True) if row.sampled]
-        new = tuple(row.new for row in rows)
-        parts = ([0, *ends], lengths, [block for blocks in table for block in blocks], slots, last)
+        parts = _indices(rows, block_size, width)
         # Copy all index tensors to the device in one transfer.
-        sent = devices.send([number for part in parts for number in part], torch.int64, torch.device(device))
-        on_device = sent.split([len(part) for part in parts])
+        packed = devices.send([number for part in parts for number in part], torch.int64, torch.device(device))
+        on_device = packed.split([len(part) for part in parts])
+        new = tuple(row.new for row in rows)
         return CacheStep(
             segments=Segments(on_device[0].to(torch.int32), max(new), new),
             lengths=on_device[1],
@@ -85,12 +68,45 @@ class CacheStep:
             slots=on_device[3],
             last=on_device[4],
             block_size=block_size,
-            longest=max(lengths),
-            single=single,
+            longest=max(row.cached + row.new for row in rows),
+            single=next((number for number, row in enumerate(rows) if row.new > 1), len(rows)),
             prefill=not any(row.cached for row in rows),
+            packed=packed,
         )
+
+    def refill(self, rows: Sequence[CacheRow]) -> None:
+        """Overwrite the tensors by those of other rows, as many and with as many new tokens, in one transfer.
+
+        `longest` and `prefill` stay, so they must hold for these rows, too.
+        """
+        assert [row.new for row in rows] == list(self.segments.lengths)
+        parts = _indices(rows, self.block_size, self.table.shape[1])
+        devices.send_to(self.packed, [number for part in parts for number in part])
 
     @property
     def rows(self) -> int:
         """Return the number of rows in the call."""
         return self.table.shape[0]
+
+
+def _indices(rows: Sequence[CacheRow], block_size: int, width: int) -> tuple[list[int], ...]:
+    """Return the contents of bounds, lengths, table, slots and last, for a table with `width` columns."""
+    for row in rows:
+        if row.cached + row.new > len(row.blocks) * block_size:
+            raise TesseraError(
+                f"the cache has room for {len(row.blocks) * block_size} tokens of a row, and "
+                f"{row.cached + row.new} are needed",
+                fix="make the cache larger, or ask for fewer new tokens",
+                code="generation.cache-full",
+            )
+        assert row.new > 0, "a row without new tokens is no part of a call"
+    table = [block for row in rows for block in (*row.blocks, *[0] * (width - len(row.blocks)))]
+    slots = [
+        row.blocks[at // block_size] * block_size + at % block_size
+        for row in rows
+        for at in range(row.cached, row.cached + row.new)
+    ]
+    ends = [*accumulate(row.new for row in rows)]
+    lengths = [row.cached + row.new for row in rows]
+    last = [end - 1 for end, row in zip(ends, rows, strict=True) if row.sampled]
+    return [0, *ends], lengths, table, slots, last

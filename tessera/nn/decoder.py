@@ -15,6 +15,7 @@ from tessera.nn.cache import KVCache, LayerCache
 from tessera.nn.layers import PackedAttention, RMSNorm, TokenEmbedding
 from tessera.nn.moe import MoE, RowIds
 from tessera.ops.cached_attention import cached_attention
+from tessera.ops.decode_layers import LayerWeights, adjacent, can_decode, decode_layers, join
 from tessera.ops.pointwise import Angles, Rope, rotate, swiglu
 from tessera.ops.registry import AUTO
 
@@ -106,6 +107,52 @@ class DecoderLayer(nn.Module):
         out: Tensor = x + (update if self.mlp_out_norm is None else self.mlp_out_norm(update))
         return out if used is None else (out, used)
 
+    def projections(self) -> list[list[nn.Linear]]:
+        """Return the groups of linear maps that have the same input; none if a module does more than it was built for.
+
+        Adapters, sharding and mixtures of experts replace modules, classes, or tensors.
+        """
+        attn, mlp = self.attn, self.mlp
+        groups = [[attn.q, attn.k, attn.v], [attn.o]]
+        if not self.routed:
+            if type(mlp) is not GatedMLP:
+                return []
+            groups += [[mlp.gate, mlp.up], [mlp.down]]
+        plain = type(self) is DecoderLayer and self.attn_out_norm is None and self.mlp_out_norm is None
+        linears = [linear for group in groups for linear in group]
+        plain = plain and all(type(x) is nn.Linear and type(x.weight) is nn.Parameter for x in linears)
+        return groups if plain else []
+
+    def decode_weights(self) -> LayerWeights | None:
+        """Return the weights for `decode_layers`, or None if the layer is not plain or its weights are not joined."""
+        groups = self.projections()
+        weights = [adjacent([linear.weight for linear in group]) for group in groups]
+        if not groups or any(weight is None for weight in weights):
+            return None
+        attn = self.attn
+        biases = [linear.bias for linear in groups[0] if linear.bias is not None]
+        bias = adjacent(biases) if biases else None
+        qkv, o, *rest = weights
+        if qkv is None or o is None or (biases and bias is None):
+            return None
+        normed = attn.q_norm is not None and attn.k_norm is not None
+        return LayerWeights(
+            attn_norm=self.attn_norm.weight,
+            qkv=qkv,
+            qkv_bias=bias,
+            qk_norms=(attn.q_norm.weight, attn.k_norm.weight) if attn.q_norm and attn.k_norm and normed else None,
+            o=o,
+            mlp_norm=self.mlp_norm.weight,
+            gate_up=rest[0] if rest else None,
+            down=rest[1] if rest else None,
+            mlp=self._mlp_update,
+            eps=self.attn_norm.eps,
+        )
+
+    def _mlp_update(self, normed: Tensor) -> Tensor:
+        update: Tensor = self.mlp(normed, None)[0] if self.routed else self.mlp(normed)
+        return update
+
 
 class TextDecoder(nn.Module):
     """Compute final hidden states from embeddings. Callers look up tokens in its `embed`.
@@ -153,6 +200,10 @@ class TextDecoder(nn.Module):
                 )
         states: dict[int, Tensor] = {}
         angles = self.shape.rope.angles(positions)
+        if cache is not None and step is not None and not returned:
+            decoded = self._decode(x, angles, cache, step)
+            if decoded is not None:
+                return decoded
         # Without DeepStack features keep `x` itself, not a view of it: pipeline schedules detach the output in place.
         x, *deeper = (x,) if x.shape[-1] == self.shape.hidden else torch.split(x, self.shape.hidden, dim=-1)
         used: Tensor | None = None
@@ -171,3 +222,27 @@ class TextDecoder(nn.Module):
         if returned:
             hidden = torch.cat([hidden, *(states[index] for index in returned)], dim=-1)
         return hidden if used is None else (hidden, used)
+
+    def join_projections(self) -> None:
+        """Make weights of linear maps with the same input adjacent in memory: decoding multiplies them at once.
+
+        Parameters stay what they are, with the same names and values. Those that are trained are not moved, because
+        optimizers may hold their addresses.
+        """
+        for layer in self.layers:
+            for linears in layer.projections() if isinstance(layer, DecoderLayer) else ():
+                join([linear.weight for linear in linears])
+                join([linear.bias for linear in linears if linear.bias is not None])
+
+    def _decode(self, x: Tensor, angles: Angles, cache: KVCache, step: CacheStep) -> Tensor | None:
+        """Return hidden states by `decode_layers`; None if the call, the device or a layer does not fit."""
+        shape = self.shape
+        if step.single < step.rows or x.shape[-1] != shape.hidden or self.norm is None or not can_decode(x):
+            return None
+        layers = [layer.decode_weights() if isinstance(layer, DecoderLayer) else None for layer in self.layers]
+        plain = [layer for layer in layers if layer is not None and layer.qkv.dtype == x.dtype]
+        if len(plain) < len(layers):
+            return None
+        like = x.new_empty(0, shape.kv_heads, shape.head_dim)
+        norm = (self.norm.weight, self.norm.eps)
+        return decode_layers(plain, norm, x, angles, lambda layer: cache.allocate(layer, like), step)

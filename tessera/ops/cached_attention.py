@@ -48,7 +48,7 @@ def _eager(q: Tensor, keys: Tensor, values: Tensor, step: CacheStep, scale: floa
     return torch.cat(outputs)
 
 
-# ---------------------------------------------------------------------------------------------- sdpa: two batched calls
+# ---------------------------------------------------------------- sdpa and triton: one call for each kind of row
 
 
 def _sdpa(q: Tensor, keys: Tensor, values: Tensor, step: CacheStep, scale: float) -> Tensor:
@@ -56,26 +56,42 @@ def _sdpa(q: Tensor, keys: Tensor, values: Tensor, step: CacheStep, scale: float
 
     Shapes come from host data only, so the host never waits for the device.
     """
-    single, parts = step.single, []
-    if single:
-        k, v = _rows(keys, values, step, slice(0, single))
-        mask = torch.arange(k.shape[1], device=q.device) < step.lengths[:single].unsqueeze(1)
-        parts.append(_attend(q[:single].unsqueeze(1), k, v, mask.unsqueeze(1), scale).squeeze(1))
-    if single < step.rows:
-        k, v = _rows(keys, values, step, slice(single, step.rows))
-        starts, longest = step.segments.bounds[single:], step.segments.longest
-        new = starts.diff()
-        at = torch.arange(single, q.shape[0], device=q.device, dtype=starts.dtype)
-        row = torch.searchsorted(starts[1:], at, right=True)
-        where = row * longest + at - starts[row]
-        padded = q.new_zeros((step.rows - single) * longest, *q.shape[1:]).index_copy(0, where, q[single:])
-        # The i-th new token of a row attends to the cached tokens and to i + 1 new ones. Padding attends to at least
-        # one key.
-        visible = (step.lengths[single:] - new).unsqueeze(1) + torch.arange(1, longest + 1, device=q.device)
-        mask = torch.arange(k.shape[1], device=q.device) < visible.unsqueeze(2)
-        out = _attend(padded.view(-1, longest, *q.shape[1:]), k, v, mask, scale)
-        parts.append(out.flatten(0, 1).index_select(0, where))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    single = step.single
+    if not single:
+        return _chunks(q, keys, values, step, scale)
+    k, v = _rows(keys, values, step, slice(0, single))
+    mask = torch.arange(k.shape[1], device=q.device) < step.lengths[:single].unsqueeze(1)
+    out = _attend(q[:single].unsqueeze(1), k, v, mask.unsqueeze(1), scale).squeeze(1)
+    return out if single == step.rows else torch.cat([out, _chunks(q, keys, values, step, scale)])
+
+
+def _triton(q: Tensor, keys: Tensor, values: Tensor, step: CacheStep, scale: float) -> Tensor:
+    """Attend as `_sdpa`, but read the blocks of rows with a single new token where they are."""
+    from tessera.ops.paged_attention import paged_attention
+
+    single = step.single
+    if not single:
+        return _chunks(q, keys, values, step, scale)
+    out = paged_attention(q[:single], keys, values, step.table, step.lengths, step.longest, scale)
+    return out if single == step.rows else torch.cat([out, _chunks(q, keys, values, step, scale)])
+
+
+def _chunks(q: Tensor, keys: Tensor, values: Tensor, step: CacheStep, scale: float) -> Tensor:
+    """Return the attention of rows with several new tokens, which come after the others."""
+    single = step.single
+    k, v = _rows(keys, values, step, slice(single, step.rows))
+    starts, longest = step.segments.bounds[single:], step.segments.longest
+    new = starts.diff()
+    at = torch.arange(single, q.shape[0], device=q.device, dtype=starts.dtype)
+    row = torch.searchsorted(starts[1:], at, right=True)
+    where = row * longest + at - starts[row]
+    padded = q.new_zeros((step.rows - single) * longest, *q.shape[1:]).index_copy(0, where, q[single:])
+    # The i-th new token of a row attends to the cached tokens and to i + 1 new ones. Padding attends to at least one
+    # key.
+    visible = (step.lengths[single:] - new).unsqueeze(1) + torch.arange(1, longest + 1, device=q.device)
+    mask = torch.arange(k.shape[1], device=q.device) < visible.unsqueeze(2)
+    out = _attend(padded.view(-1, longest, *q.shape[1:]), k, v, mask, scale)
+    return out.flatten(0, 1).index_select(0, where)
 
 
 def _rows(keys: Tensor, values: Tensor, step: CacheStep, rows: slice) -> tuple[Tensor, Tensor]:
@@ -99,4 +115,17 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tens
     return out.transpose(1, 2)
 
 
-CACHED_ATTENTION = DispatchedOp("cached_attention", (Implementation("sdpa", _sdpa), Implementation("eager", _eager)))
+CACHED_ATTENTION = DispatchedOp(
+    "cached_attention",
+    (
+        Implementation(
+            "triton",
+            _triton,
+            needs=("triton",),
+            dtypes=(torch.bfloat16, torch.float16, torch.float32),
+            traced=False,
+        ),
+        Implementation("sdpa", _sdpa),
+        Implementation("eager", _eager),
+    ),
+)

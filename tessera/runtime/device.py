@@ -219,6 +219,8 @@ def supports(device: torch.device, what: str) -> bool:
         return supports(device, "tensor_cores") and _builds_kernels(device)
     if what == "pinned_memory":
         return device.type != "cpu"
+    if what == "graphs":
+        return device.type == "cuda"
     if what in ("fused_optimizer", "grouped_mm"):
         return device.type in ("cuda", "cpu")
     raise AssertionError(f"unknown capability {what!r}")
@@ -374,6 +376,38 @@ def send(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> t
     """Return a tensor of these numbers on the device. The host does not wait for the copy."""
     tensor = torch.tensor(values, dtype=dtype)
     return tensor.pin_memory().to(device, non_blocking=True) if supports(device, "pinned_memory") else tensor.to(device)
+
+
+def send_to(target: torch.Tensor, values: Sequence[float]) -> None:
+    """Copy these numbers into a tensor, after the work that is queued. The host does not wait for the copy."""
+    tensor = torch.tensor(values, dtype=target.dtype)
+    pinned = supports(target.device, "pinned_memory")
+    target.copy_(tensor.pin_memory() if pinned else tensor, non_blocking=pinned)
+
+
+class Graph:
+    """Hold the kernels that a function launches on a device that supports "graphs", and launch them again at once."""
+
+    def __init__(self, device: torch.device, run: Callable[[], torch.Tensor], pool: Any = None) -> None:
+        """Run the function twice: to compile its kernels, then to capture them. `pool`: of another graph, whose memory
+        this one may reuse: its output then holds until either is launched."""
+        with torch.cuda.device(device):
+            side = torch.cuda.Stream(device)
+            side.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(side):
+                run()
+            torch.cuda.current_stream(device).wait_stream(side)
+            torch.cuda.synchronize(device)
+            self._graph = torch.cuda.CUDAGraph()
+            # Other threads may use the device meanwhile: they copy batches, for example.
+            with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+                self.output = run()
+        self.pool = self._graph.pool()
+
+    def launch(self) -> torch.Tensor:
+        """Launch the kernels with the present contents of all tensors. The output is overwritten by the next launch."""
+        self._graph.replay()
+        return self.output
 
 
 class SideCopies:

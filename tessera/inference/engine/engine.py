@@ -267,7 +267,7 @@ class Engine:
             state = result.state
             if state.finished:
                 continue
-            state.pending -= 1
+            state.pending -= 1  # a later call may have sampled the next one
             try:
                 if result.damaged:
                     raise not_finite_error()

@@ -14,6 +14,8 @@ from tessera.core.batch import Batch
 from tessera.core.cache import CacheRow, CacheStep
 from tessera.core.outputs import LOGITS
 from tessera.core.spec import EncodesMedia
+from tessera.inference.engine.blocks import PADDING_BLOCK
+from tessera.inference.engine.graphs import DecodeGraphs
 from tessera.inference.engine.media import Piece, join_media
 from tessera.inference.engine.model import GenerativeModel
 from tessera.inference.engine.scheduler import Part
@@ -52,6 +54,7 @@ class Runner:
         self.bank = bank
         self.block_size = block_size
         self._cache: Any = None
+        self._graphs: DecodeGraphs | None = None
         self._encoded: OrderedDict[tuple[str, bytes], Tensor] = OrderedDict()  # least recently used first
         self._encoded_bytes = 0
         self._most_bytes = encoder_cache_bytes
@@ -74,6 +77,8 @@ class Runner:
         """Give the cache this number of blocks, besides the block of padding tokens. It keeps its contents."""
         if self._cache is None:
             self._cache = self.model.new_cache(blocks + 1, self.block_size)
+            if self.bank is None and isinstance(self._cache, KVCache):  # a bank chooses adapters before each call
+                self._graphs = DecodeGraphs(self.model, self._cache, PADDING_BLOCK, self.device)
         for part in _parts(self._cache):
             part.grow(blocks + 1)
 
@@ -171,6 +176,8 @@ class Runner:
 
     def decode(self, tokens: Tensor, positions: Tensor, rows: Sequence[CacheRow]) -> Tensor:
         """Return logits [rows, vocabulary] of a call in which each row has one new token. All are on the device."""
+        if self._graphs is not None:
+            return self._graphs.run(tokens, positions, rows)
         step = CacheStep.of(rows, self.block_size, self.device)
         return self._logits(Batch({"tokens": tokens, "positions": positions}), step)
 
