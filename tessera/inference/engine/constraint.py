@@ -30,4 +30,6 @@ class Grammars:
         self._vocabulary = vocabulary
 
     def start(self, constraint: Constraint) -> Matcher:
-        raise TesseraError("constraints are not built yet", code="generation.constraint-not-possible")
+        raise TesseraError(
+            "constraints are not built yet", fix="leave the constraint out", code="generation.constraint-not-possible"
+        )
