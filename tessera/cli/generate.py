@@ -15,7 +15,7 @@ from tessera.cli.run import FamilyOption, TrustFlag, check_output, check_path
 from tessera.errors import TesseraError
 
 if TYPE_CHECKING:
-    from tessera.diffusion.sampling.request import Request
+    from tessera.diffusion.sampling.request import MediaRequest
 Model = Annotated[Path | None, typer.Argument(help="run, checkpoint, adapters, Hugging Face or diffusers folder")]
 Question = Annotated[str | None, typer.Argument(help="question, or prompt of an image or a video")]
 Images = Annotated[
@@ -26,7 +26,7 @@ Images = Annotated[
 # Argument names of this command: SHARED for all models, the others for one kind of model each.
 SHARED = ("model", "question", "image", "seed", "device", "trust", "family", "adapter", "strength")
 ANSWERS = ("video", "system", "max_new_tokens", "temperature", "top_k", "top_p")
-SAMPLING = (  # fields of a `Request`
+SAMPLING = (  # fields of a `MediaRequest`
     *("negative", "height", "width", "frames", "fps", "steps", "guidance", "guidance_2", "true_guidance"),
     *("solver", "shift", "count", "batch", "last_image", "vae_tiling", "vae_slicing"),
 )
@@ -146,10 +146,10 @@ def _run(options: Mapping[str, Any]) -> None:
         _make(options["model"], options["out"], request, {**loading, "parallel": parallel})
 
 
-def _request(options: Mapping[str, Any]) -> Request:
+def _request(options: Mapping[str, Any]) -> MediaRequest:
     """Return the request for images or videos."""
     from tessera.config.reader import build
-    from tessera.diffusion.sampling.request import Request, read_prompts
+    from tessera.diffusion.sampling.request import MediaRequest, read_prompts
 
     texts = [*([options["question"]] if "question" in options else []), *options.get("prompt", [])]
     if "prompts" in options:
@@ -166,7 +166,7 @@ def _request(options: Mapping[str, Any]) -> Request:
         sampling["last_image"] = str(sampling["last_image"].absolute())
     images = [str(path.absolute()) for path in options.get("image", [])]
     fields = {"prompts": texts, "seed": options["seed"], "images": images, **sampling}
-    return build(Request, fields, "tessera generate")
+    return build(MediaRequest, fields, "tessera generate")
 
 
 def _started(nproc: int | None) -> bool:
@@ -278,7 +278,7 @@ def _answer(options: Mapping[str, Any], adapters: Mapping[Path, float]) -> None:
     typer.echo()
 
 
-def _make(model: Path, out: Path, request: Request, loaded: Mapping[str, Any]) -> None:
+def _make(model: Path, out: Path, request: MediaRequest, loaded: Mapping[str, Any]) -> None:
     from tessera.inference.load_pipeline import generate_files
 
     samples = generate_files(model, out, request, on_step=_progress_of_main(), **loaded)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tessera.config.run_config import RunConfig
 from tessera.config.run_length import RunLength
 from tessera.core.batch import Batch
-from tessera.core.engine import Engine
+from tessera.core.engine import TrainingEngine
 from tessera.core.step_source import StepSource
 from tessera.core.task import Task
 from tessera.runtime import device as devices
@@ -57,7 +57,7 @@ class TrainerHandle(Protocol):
     def module(self) -> nn.Module: ...
 
     @property
-    def engine(self) -> Engine: ...
+    def engine(self) -> TrainingEngine: ...
 
     @property
     def task(self) -> Task: ...

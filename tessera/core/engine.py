@@ -12,7 +12,7 @@ from tessera.core.task import LossTotals, Task
 from tessera.runtime.gradients import LossScale
 
 
-class Engine(Protocol):
+class TrainingEngine(Protocol):
     """Compute losses and gradients. `SimpleEngine` and `PipelineEngine` of `tessera.parallel` implement it."""
 
     loss_scale: LossScale | None

@@ -130,19 +130,6 @@ class EncodesMedia(Protocol):
         ...
 
 
-@runtime_checkable
-class EncodesInStages(EncodesMedia, Protocol):
-    """Declare a model that encodes media also if its encoders are split over pipeline stages."""
-
-    def encode_stage(self, batch: Batch, carry: Tensor | None) -> Tensor:
-        """Return what `encode` has computed after this pipeline stage. `carry`: the same of the previous stage."""
-        ...
-
-    def unpacked(self, batch: Batch, packed: Tensor) -> dict[str, Tensor]:
-        """Return the embeddings by tensor name, from the output of `encode_stage` of the last stage."""
-        ...
-
-
 # Where a frozen component is stored between uses: unsharded on every rank's device, sharded over the ranks that share
 # the trained model, or in host memory, from which each use copies it to the device.
 Residence = Literal["device", "sharded", "offloaded"]

@@ -21,7 +21,7 @@ from tessera.diffusion.sampling.files import (
     write_samples,
 )
 from tessera.diffusion.sampling.pipeline import OnStep, Pipeline
-from tessera.diffusion.sampling.request import Request
+from tessera.diffusion.sampling.request import MediaRequest
 from tessera.errors import TesseraError
 from tessera.hub.config import local_model
 from tessera.inference.found_model import FoundModel, find_model
@@ -128,7 +128,7 @@ class Written:
 def generate_files(
     model: str | Path,
     out: str | Path,
-    request: Request,
+    request: MediaRequest,
     *,
     adapters: AdapterPaths | None = None,
     adapters_2: AdapterPaths | None = None,

@@ -50,14 +50,12 @@ class LoadedModel(nn.Module):
         files: Path | None = None,
         limits: Limits | None = None,
         trained_whole: Sequence[str] = (),
-        over_ranks: bool = False,
     ) -> None:
         """Create the wrapper. `run`: callable to use instead of `module`, for a model that is split over ranks. `base`:
         folder of the base model of adapters, if it is known. `files`: folder with tokenizer and chat template.
-        `trained_whole`: names of parameters that were trained in full beside adapters. `over_ranks`: whether
-        the model is split over the ranks of the process group."""
+        `trained_whole`: names of parameters that were trained in full beside adapters."""
         super().__init__()
-        self.over_ranks = over_ranks
+        self.over_ranks = run is not None
         self.trained_whole = trained_whole
         self.adapters = adapters or {}
         self.base = base

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tessera.config.pattern import home
-from tessera.core.engine import Engine
+from tessera.core.engine import TrainingEngine
 from tessera.core.spec import AdjustsAfterInit, InitializesByName
 from tessera.errors import TesseraError
 from tessera.lora.select import is_factor
@@ -190,7 +190,7 @@ def build_engine(
     device: torch.device,
     pipeline: type[PipelineEngine] = PipelineEngine,
     loss_scale: LossScale | None = None,
-) -> Engine:
+) -> TrainingEngine:
     layout = plan.layout
     shared: list[PostBackward] = [*whole_gradients(module, plan, mesh)]
     if layout.tensor is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from tessera.core.batch import Batch
 from tessera.core.cache import CacheStep
 from tessera.core.outputs import Outputs
-from tessera.core.spec import EncodesInStages, InitializesByName
+from tessera.core.spec import EncodesMedia, InitializesByName
 from tessera.parallel.mesh import PP, Mesh
 from tessera.parallel.pipeline_plan import PipelinePlan
 from tessera.parallel.plan import Plan
@@ -27,6 +27,19 @@ class Work(Protocol):
     """Declare what the forward pass of a stage runs: a training micro-batch, an evaluation, one generated token."""
 
     def __call__(self, stage: StageModule, carry: Tensor | None, mb: int) -> Any: ...
+
+
+@runtime_checkable
+class EncodesInStages(EncodesMedia, Protocol):
+    """Declare a model that encodes media also if its encoders are split over pipeline stages."""
+
+    def encode_stage(self, batch: Batch, carry: Tensor | None) -> Tensor:
+        """Return what `encode` has computed after this pipeline stage. `carry`: the same of the previous stage."""
+        ...
+
+    def unpacked(self, batch: Batch, packed: Tensor) -> dict[str, Tensor]:
+        """Return the embeddings by tensor name, from the output of `encode_stage` of the last stage."""
+        ...
 
 
 class StageModule(nn.Module):

@@ -20,7 +20,7 @@ from tessera.checkpoint.manager import CheckpointManager
 from tessera.config.run_config import RunConfig
 from tessera.config.run_length import RunLength
 from tessera.core.callback import Callback
-from tessera.core.engine import Engine
+from tessera.core.engine import TrainingEngine
 from tessera.core.row_source import ENDLESS, RowSource
 from tessera.core.spec import Processor
 from tessera.core.step_source import StepSource
@@ -374,7 +374,13 @@ def _ranks_here(world: World) -> int:
 
 
 def _loader_steps(
-    config: RunConfig, length: RunLength, world: World, mesh: Mesh, source: RowSource, task: Task, engine: Engine
+    config: RunConfig,
+    length: RunLength,
+    world: World,
+    mesh: Mesh,
+    source: RowSource,
+    task: Task,
+    engine: TrainingEngine,
 ) -> LoaderSteps:
     def open_loader(rows: RowSource, first: int) -> Loader:
         return Loader(

@@ -20,7 +20,7 @@ from tessera.config.run_length import Interval, RunLength
 from tessera.config.run_paths import kept_text
 from tessera.core.batch import Batch
 from tessera.core.callback import AsyncScalars, Callback, OptimizerStep, StepResult
-from tessera.core.engine import Engine
+from tessera.core.engine import TrainingEngine
 from tessera.core.step_source import StepSource
 from tessera.core.task import LossTotals, Task
 from tessera.optim.optimizer import lr_factor, set_learning_rate
@@ -41,7 +41,7 @@ class Trainer:
         length: RunLength,
         world: World,
         module: nn.Module,
-        engine: Engine,
+        engine: TrainingEngine,
         initial_weights: Callable[[], None],  # fills the module of a new run
         task: Task,
         optimizer: torch.optim.Optimizer,

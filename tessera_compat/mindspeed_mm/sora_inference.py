@@ -10,7 +10,7 @@ from typing import Any
 from tessera.config.reader import build
 from tessera.diffusion.sampling.files import Record, check_out, write_samples
 from tessera.diffusion.sampling.pipeline import OnStep
-from tessera.diffusion.sampling.request import Request, read_prompts
+from tessera.diffusion.sampling.request import MediaRequest, read_prompts
 from tessera.errors import TesseraError, nearest
 from tessera.inference.load_pipeline import load_pipeline
 from tessera.runtime.files import read_text
@@ -78,7 +78,7 @@ class AskedVideos:
     folder: Path  # output folder
     parts: str | None  # diffusers folder with VAE and text encoders
     dtype: str | None
-    options: dict[str, Any] = field(default_factory=dict)  # fields of the sampling `Request`
+    options: dict[str, Any] = field(default_factory=dict)  # fields of the sampling `MediaRequest`
     second: str | None = None  # transformer for low noise levels
     boundary: float | None = None  # noise level at which the second transformer takes over
 
@@ -262,7 +262,7 @@ def write_videos(
         paths = [str(Path(image).absolute()) for image in images]
         frames = {"images": paths[:1], "last_image": paths[1] if len(paths) > 1 else None}
         fields = {"prompts": [prompt], "seed": seed + number, **frames, **videos.options}
-        request = pipeline.resolved(build(Request, fields, source))
+        request = pipeline.resolved(build(MediaRequest, fields, source))
         samples = pipeline.run(request, on_step=on_step)
         kind = str(pipeline.dtype).removeprefix("torch.")
         record = Record(Path(model), pipeline.parts.folder, kind, request)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from language_cases import VOCAB, experts_of, text
-from parity import from_foreign, reference_model
+from parity import from_foreign, reference_model, saved
 from torch import Tensor
 from vision_language import Case, packed_text
 from vision_language_families import VISION_LANGUAGE
@@ -24,10 +24,10 @@ from tests.close import rounding, size
 from tests.toys.engine_models import BareModel
 
 TEXT: dict[str, dict[str, Any]] = {
-    "llama": {"family": "llama", "config": text(2, 4, 2, 8)},
-    "qwen2": {"family": "qwen2", "config": text(2, 4, 2, 8)},
-    "qwen3": {"family": "qwen3", "config": text(2, 4, 2, 8, head_dim=8)},
-    "qwen3 with experts": {"family": "qwen3", "config": text(2, 4, 2, 8, head_dim=8, **experts_of(6, 2))},
+    "llama": text(2, 4, 2, 8),
+    "qwen2": text(2, 4, 2, 8),
+    "qwen3": text(2, 4, 2, 8, head_dim=8),
+    "qwen3 with experts": text(2, 4, 2, 8, head_dim=8, experts=experts_of(6, 2)),
 }
 PROMPTS = 12  # each is asked twice, so that prefixes are reused
 MOST_NEW = 6
@@ -47,9 +47,9 @@ def prompts_of(name: str, count: int, shape: int = 0) -> tuple[Any, list[Referen
     """Return our model, and prompts with transformers' answers."""
     chance = Random(name)
     if name in TEXT:
-        spec, config = resolve(ModelSection.model_validate(TEXT[name]))
+        spec, config = resolve(ModelSection(family=name.split()[0], config={"text": TEXT[name], "attention": "eager"}))
         reference = reference_model(config, 4).eval()
-        model = from_foreign(spec, config, dict(reference.state_dict())).eval()
+        model = from_foreign(spec, config, saved(reference)).eval()
         references = []
         for number in range(count):
             tokens = torch.randint(2, VOCAB, (chance.randint(3, 30),), generator=torch.Generator().manual_seed(number))

@@ -15,7 +15,7 @@ from PIL import Image
 import tessera
 from tessera.config.reader import build
 from tessera.diffusion.sampling.pipeline import Pipeline
-from tessera.diffusion.sampling.request import Request
+from tessera.diffusion.sampling.request import MediaRequest
 from tests.errors import raises
 from tests.toys.sampling_folders import (
     write_cogvideox,
@@ -221,7 +221,7 @@ def test_qwen_image_edits_several_images_as_diffusers_does(tmp_path: Path, monke
 def test_ltx_video_reads_captions_as_diffusers_does(tmp_path: Path) -> None:
     pipeline = write_ltx_video(tmp_path)
     ours = tessera.pipeline(tmp_path, device="cpu")
-    request = ours.resolved(build(Request, {"prompts": PROMPTS, "height": 64, "width": 64, "frames": 9}, "test"))
+    request = ours.resolved(build(MediaRequest, {"prompts": PROMPTS, "height": 64, "width": 64, "frames": 9}, "test"))
     for text, embedding in ours.prepare(request).prompts.items():
         theirs, mask, *_ = pipeline.encode_prompt(text, do_classifier_free_guidance=False)
         wide = copy.deepcopy(pipeline).to(torch.float64)

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from tessera.diffusion.sampling.files import Generated, Record, check_out, metadata_path, write_samples
-from tessera.diffusion.sampling.request import Request, read_prompts
+from tessera.diffusion.sampling.request import MediaRequest, read_prompts
 from tests.errors import raises
 
 
@@ -21,7 +21,7 @@ def moving_square(frames: int = 5, height: int = 32, width: int = 48) -> np.ndar
     return video
 
 
-def write(out: Path, request: Request, generated: list[Generated]) -> Path:
+def write(out: Path, request: MediaRequest, generated: list[Generated]) -> Path:
     record = Record(Path("model"), Path("parts"), "bfloat16", request)
     return write_samples(out, record, generated, {"device": "cpu"})
 
@@ -32,12 +32,12 @@ def samples(*videos: np.ndarray) -> list[Generated]:
 
 def test_a_png_holds_the_pixels_and_its_metadata_the_request(tmp_path: Path) -> None:
     image = moving_square(1)
-    request = Request(prompts=["a square"], steps=3, seed=7, height=32, width=48, frames=1)
+    request = MediaRequest(prompts=["a square"], steps=3, seed=7, height=32, width=48, frames=1)
     written = write(tmp_path / "new" / "x.png", request, samples(image))
     assert written == tmp_path / "new" / "x.json"
     assert np.array_equal(np.asarray(Image.open(tmp_path / "new" / "x.png")), image[0])
     described = json.loads(written.read_text())
-    assert Request(**described["request"]) == request
+    assert MediaRequest(**described["request"]) == request
     assert [described[key] for key in ("model", "parts", "dtype")] == [
         *(str(Path(name).absolute()) for name in ("model", "parts")),
         "bfloat16",
@@ -49,7 +49,7 @@ def test_a_png_holds_the_pixels_and_its_metadata_the_request(tmp_path: Path) -> 
 
 def test_a_gif_has_every_frame_at_its_rate(tmp_path: Path) -> None:
     video = np.concatenate([moving_square(4), moving_square(4)[-1:]])  # the last frame twice: it must not be dropped
-    write(tmp_path / "x.gif", Request(prompts=["a"], fps=10.0), samples(video))
+    write(tmp_path / "x.gif", MediaRequest(prompts=["a"], fps=10.0), samples(video))
     with Image.open(tmp_path / "x.gif") as image:
         lengths = []
         for number in range(image.n_frames):  # type: ignore[attr-defined]
@@ -63,7 +63,7 @@ def test_a_gif_has_every_frame_at_its_rate(tmp_path: Path) -> None:
 def test_an_mp4_has_every_frame_at_its_rate(tmp_path: Path) -> None:
     av = pytest.importorskip("av")
     video = moving_square(5)
-    write(tmp_path / "x.mp4", Request(prompts=["a"], fps=12.0), samples(video))
+    write(tmp_path / "x.mp4", MediaRequest(prompts=["a"], fps=12.0), samples(video))
     with av.open(str(tmp_path / "x.mp4")) as container:
         assert container.streams.video[0].average_rate == 12
         frames = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
@@ -73,7 +73,7 @@ def test_an_mp4_has_every_frame_at_its_rate(tmp_path: Path) -> None:
 
 def test_several_samples_are_numbered_beside_one_metadata_file(tmp_path: Path) -> None:
     generated = samples(*[moving_square(1)] * 11)
-    write(tmp_path / "x.png", Request(prompts=["a"] * 11), generated)
+    write(tmp_path / "x.png", MediaRequest(prompts=["a"] * 11), generated)
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["x-00.png", *(f"x-{n:02d}.png" for n in range(1, 11)), "x.json"]
     described = json.loads(metadata_path(tmp_path / "x.png").read_text())["samples"]
@@ -106,10 +106,10 @@ def test_odd_sizes_and_places_that_cannot_be_written_are_refused(tmp_path: Path)
     pytest.importorskip("av")
     odd = samples(moving_square(2, height=31))
     with raises("output.mp4-odd-size"):
-        write(tmp_path / "x.mp4", Request(prompts=["a"]), odd)
+        write(tmp_path / "x.mp4", MediaRequest(prompts=["a"]), odd)
     (tmp_path / "file").write_text("")
     with raises("output.not-writable"):
-        write(tmp_path / "file" / "x.gif", Request(prompts=["a"]), odd)
+        write(tmp_path / "file" / "x.gif", MediaRequest(prompts=["a"]), odd)
     (tmp_path / "y.gif").mkdir()
     with raises("output.is-a-folder"):
         check_out(tmp_path / "y.gif", 1)
@@ -119,7 +119,7 @@ def test_prompts_of_a_file_are_its_lines(tmp_path: Path) -> None:
     path = tmp_path / "prompts.txt"
     path.write_text("a cat\n\n  a dog \n", encoding="utf-8")
     assert read_prompts(path) == ["a cat", "a dog"]
-    assert Request(prompts=["a", "b"], count=2).texts == ["a", "a", "b", "b"]
+    assert MediaRequest(prompts=["a", "b"], count=2).texts == ["a", "a", "b", "b"]
     path.write_text("\n \n")
     with raises("generation.no-prompts-in-file"):
         read_prompts(path)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from tessera.diffusion.sampling.request import Request
+from tessera.diffusion.sampling.request import MediaRequest
 from tessera.errors import TesseraError, first_line, nearest
 from tessera.runtime.files import replace_file
 from tessera.version import package_versions
@@ -48,7 +48,7 @@ class Record:
     model: Path
     parts: Path  # diffusers folder with VAE and text encoders
     dtype: str
-    request: Request
+    request: MediaRequest
     adapters: Mapping[Path, float] = field(default_factory=dict)  # adapters merged into the model, and their strengths
     adapters_2: Mapping[Path, float] = field(default_factory=dict)  # adapters merged into the second expert
 

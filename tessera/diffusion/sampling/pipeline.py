@@ -27,7 +27,7 @@ from tessera.diffusion.pipeline_folder import PipelineFolder
 from tessera.diffusion.sampling.denoise import ALONE, Expert, denoise, packed
 from tessera.diffusion.sampling.files import Generated
 from tessera.diffusion.sampling.over_ranks import PassRanks
-from tessera.diffusion.sampling.request import Request
+from tessera.diffusion.sampling.request import MediaRequest
 from tessera.diffusion.sampling.solver import Solver, make_solver, scheduler_config, with_shift, with_solver
 from tessera.errors import TesseraError, with_fix
 
@@ -80,12 +80,12 @@ class Pipeline:
         on_step: OnStep | None = None,
         **options: Any,
     ) -> list[Generated]:
-        """Return a sample for each prompt. `options`: fields of `Request`, such as height, steps and seed."""
+        """Return a sample for each prompt. `options`: fields of `MediaRequest`, such as height, steps and seed."""
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
-        request = build(Request, {"prompts": texts, **options}, "generate")
+        request = build(MediaRequest, {"prompts": texts, **options}, "generate")
         return self.run(self.resolved(request), images, last_image, on_step)
 
-    def resolved(self, request: Request) -> Request:
+    def resolved(self, request: MediaRequest) -> MediaRequest:
         """Return the request with the family's defaults for unset fields; raise if the model does not support the
         request."""
         space, patch = self.vae_form.space_stride, self.family.patch
@@ -123,7 +123,7 @@ class Pipeline:
 
     def run(
         self,
-        request: Request,
+        request: MediaRequest,
         images: Sequence[ImageSource] = (),
         last_image: ImageSource | None = None,
         on_step: OnStep | None = None,
@@ -134,7 +134,7 @@ class Pipeline:
     @torch.no_grad()
     def prepare(
         self,
-        request: Request,
+        request: MediaRequest,
         images: Sequence[ImageSource] = (),
         last_image: ImageSource | None = None,
     ) -> Prepared:
@@ -163,7 +163,7 @@ class Pipeline:
         return Prepared(described, described[negative], conditions)
 
     @torch.no_grad()
-    def sample(self, request: Request, prepared: Prepared, on_step: OnStep | None = None) -> list[Generated]:
+    def sample(self, request: MediaRequest, prepared: Prepared, on_step: OnStep | None = None) -> list[Generated]:
         """Return the samples of a resolved request, in the order of its prompts."""
         samples: list[Generated] = []
         every = list(enumerate(request.texts, request.seed))
@@ -182,7 +182,7 @@ class Pipeline:
 
     # ------------------------------------------------------------------------------------------ conditions
 
-    def _load(self, request: Request) -> None:
+    def _load(self, request: MediaRequest) -> None:
         """Load all components before sampling, so that damaged files are reported early. With other options the VAE is
         loaded again, because some classes cannot disable tiling."""
         options = (request.vae_tiling, request.vae_slicing)
@@ -231,7 +231,7 @@ class Pipeline:
             )
 
     def _prompts(
-        self, texts: Sequence[str], images: Sequence[Image.Image], request: Request, *, negative: bool = False
+        self, texts: Sequence[str], images: Sequence[Image.Image], request: MediaRequest, *, negative: bool = False
     ) -> dict[str, TextEmbedding]:
         """Return the embeddings of each prompt."""
         if images and self._encoders.edit_images is not None:
@@ -243,7 +243,7 @@ class Pipeline:
 
     # ------------------------------------------------------------------------------------------ sampling
 
-    def _scales(self, request: Request) -> tuple[float, float]:
+    def _scales(self, request: MediaRequest) -> tuple[float, float]:
         """Return the scales of classifier-free guidance for the first and the second expert."""
         assert request.guidance is not None, "the request is resolved"
         if self.family.guidance_input:
@@ -251,19 +251,19 @@ class Pipeline:
             return scale, scale
         return request.guidance, request.guidance if request.guidance_2 is None else request.guidance_2
 
-    def _grid(self, request: Request) -> Grid:
+    def _grid(self, request: MediaRequest) -> Grid:
         """Return the size of the sampled latents in patches, rounded up to complete patches."""
         shape = self.vae_form.latent_shape(*_size(request))
         frames, rows, columns = (-(-size // step) for size, step in zip(shape, self.family.patch, strict=True))
         return frames, rows, columns
 
-    def _noise(self, request: Request, seed: int) -> Tensor:
+    def _noise(self, request: MediaRequest, seed: int) -> Tensor:
         """Return the initial noise of a sample as tokens. It depends only on the seed."""
         patch, generator = self.family.patch, torch.Generator("cpu").manual_seed(seed)
         frames, rows, columns = (count * step for count, step in zip(self._grid(request), patch, strict=True))
         return patchify(self.family.draw_noise((frames, rows, columns), generator, self.dtype), patch).to(self.device)
 
-    def _solvers(self, request: Request, seeds: Sequence[int]) -> list[Solver]:
+    def _solvers(self, request: MediaRequest, seeds: Sequence[int]) -> list[Solver]:
         config = dict(self._scheduler)
         if request.solver is not None:
             config = with_solver(config, request.solver)
@@ -284,7 +284,7 @@ class Pipeline:
 
     def _sampled(
         self,
-        request: Request,
+        request: MediaRequest,
         samples: Sequence[tuple[int, str]],
         prepared: Prepared,
         on_step: Callable[[int, int], None] | None,
@@ -318,13 +318,13 @@ class Pipeline:
         frames = self.vae_form.latent_shape(*_size(request))[0]
         return [from_tokens(tokens, family.patch, grid)[:, -frames:] for tokens in latents]
 
-    def _decoded(self, latents: Sequence[Tensor], request: Request) -> list[Tensor]:
+    def _decoded(self, latents: Sequence[Tensor], request: MediaRequest) -> list[Tensor]:
         with self._components[VAE].use() as vae:
             assert isinstance(vae, Autoencoder)
             return [self.family.trim(video) for video in vae.decode(latents)]
 
 
-def _size(request: Request) -> tuple[int, int, int]:
+def _size(request: MediaRequest) -> tuple[int, int, int]:
     """Return frames, height and width of a resolved request."""
     sizes = (request.frames, request.height, request.width)
     frames, height, width = (size for size in sizes if size is not None)

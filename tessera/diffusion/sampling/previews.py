@@ -13,7 +13,7 @@ from tessera.core.callback import Callback, StepResult, TrainerHandle
 from tessera.diffusion.sampling.files import encoded
 from tessera.diffusion.sampling.over_ranks import ModelOverRanks
 from tessera.diffusion.sampling.pipeline import Pipeline, Prepared
-from tessera.diffusion.sampling.request import Request
+from tessera.diffusion.sampling.request import MediaRequest
 from tessera.errors import TesseraError
 from tessera.runtime.files import JsonLines, replace_file, truncate_after
 
@@ -43,7 +43,7 @@ class Previews(Callback):
         self._folder = folder
         self._model = model
         self._pipeline: Pipeline | None = None
-        self._request: Request | None = None
+        self._request: MediaRequest | None = None
         self._prepared: Prepared | None = None
 
     def on_start(self, trainer: TrainerHandle) -> None:
@@ -52,7 +52,7 @@ class Previews(Callback):
         experts = [(model, 0.0)]
         self._pipeline = Pipeline(experts, model.family, self._folder, device, torch.float32, model.passes)
         options = self._section.model_dump(exclude={"folder"}, exclude_none=True)
-        self._request = self._pipeline.resolved(build(Request, options, "train.preview"))
+        self._request = self._pipeline.resolved(build(MediaRequest, options, "train.preview"))
         with trainer.paused("encoding prompts"):
             self._prepared = self._pipeline.prepare(self._request)
             self._pipeline.release_encoders()

@@ -17,7 +17,7 @@ Side = Annotated[int, Field(ge=1, le=16_384)]
 Scale = Annotated[float, Field(ge=0, le=1000)]
 
 
-class Request(Section):
+class MediaRequest(Section):
     """Declare the options of `tessera generate` for images and videos. Each prompt is sampled `count` times."""
 
     prompts: list[Text] = Field(min_length=1, max_length=MOST_PROMPTS)

@@ -34,7 +34,7 @@ from tessera.inference.engine.request import (
 )
 from tessera.inference.engine.runner import AdapterBank, Runner
 from tessera.inference.engine.sampler import Sampler
-from tessera.inference.engine.scheduler import EngineLimits, Part, Scheduler
+from tessera.inference.engine.scheduler import CallPart, EngineLimits, Scheduler
 from tessera.inference.engine.state import RequestState
 from tessera.inference.engine.text import AnswerText
 from tessera.models.processing.conversation import ConversationProcessor
@@ -223,7 +223,7 @@ class Engine:
         if not constrained:
             self._read(previous)
 
-    def _sample(self, parts: Sequence[Part], logits: Tensor) -> Flight:
+    def _sample(self, parts: Sequence[CallPart], logits: Tensor) -> Flight:
         """Sample the next tokens, and count what the call has computed."""
         flight = Flight(parts, logits)
         # A request that ended when the call before was read has left the sampler, so its row is not sampled.
@@ -325,7 +325,8 @@ class Engine:
         """Remove a request that caused an error. `damaged`: its blocks may contain NaN."""
         blocks = state.blocks
         if not isinstance(error, TesseraError):
-            cause, error = error, TesseraError(f"the engine failed: {error}", code="generation.engine-failed")
+            cause, what = error, f"the engine failed: {type(error).__name__}: {error}"
+            error = TesseraError(what, fix="read the log, and send the request again", code="generation.engine-failed")
             error.__cause__ = cause
         delta = self._end(state, "error", error=error)
         if damaged:
@@ -379,6 +380,7 @@ class Engine:
                     raise TesseraError(
                         f"the model has no weight {name}",
                         nearest=nearest(name, targets),
+                        fix="name the weights as the model does",
                         code="weights.name-not-in-model",
                     )
                 targets[name].copy_(tensor)
@@ -391,6 +393,7 @@ class Engine:
             f"no adapter {name!r} is loaded",
             allowed=self.adapters,
             nearest=nearest(name, self.adapters),
+            fix="load the adapter first",
             code="adapter.not-loaded",
         )
 

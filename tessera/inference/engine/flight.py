@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tessera.inference.engine.request import TokenLogprob
 from tessera.inference.engine.sampler import Sampled, prompt_logprobs
-from tessera.inference.engine.scheduler import Part
+from tessera.inference.engine.scheduler import CallPart
 from tessera.inference.engine.state import RequestState
 from tessera.runtime.device import HostCopy
 
@@ -49,11 +49,11 @@ class _Logprobs:
 class Flight:
     """Hold the parts of a call, and its results on the device."""
 
-    def __init__(self, parts: Sequence[Part], logits: Tensor) -> None:
+    def __init__(self, parts: Sequence[CallPart], logits: Tensor) -> None:
         """`logits`: of the tokens that the parts need. Requests that have ended since are left out."""
         self.parts = parts
-        self.sampled: list[Part] = []
-        self._prompts: list[tuple[Part, list[int], _Logprobs | None]] = []
+        self.sampled: list[CallPart] = []
+        self._prompts: list[tuple[CallPart, list[int], _Logprobs | None]] = []
         rows, start = [], 0
         for part in parts:
             end = start + (part.new if part.with_logits else int(part.sampled))
@@ -64,7 +64,9 @@ class Flight:
                 self.sampled.append(part)
             start = end
         every = len(rows) == logits.shape[0]
-        self.logits = logits if every else logits.index_select(0, torch.tensor(rows, dtype=torch.int64, device=logits.device))
+        self.logits = (
+            logits if every else logits.index_select(0, torch.tensor(rows, dtype=torch.int64, device=logits.device))
+        )
         self.sources = {part.state: number for number, part in enumerate(self.sampled)}
         self.tokens: Tensor | None = None
         self._host: HostCopy | None = None
@@ -88,13 +90,13 @@ class Flight:
         for part, token, nan, logprob in zip(self.sampled, tokens, damaged, logprobs, strict=True):
             yield SampledToken(part.state, token, bool(nan), logprob)
 
-    def prompt_logprobs(self) -> Iterator[tuple[Part, list[TokenLogprob | None]]]:
+    def prompt_logprobs(self) -> Iterator[tuple[CallPart, list[TokenLogprob | None]]]:
         """Yield the log-probabilities of prompts: those of the tokens after the first of each part."""
         for part, tokens, logprobs in self._prompts:
             counts = [part.state.request.prompt_logprobs] * len(tokens)
             yield part, [] if logprobs is None else logprobs.entries(tokens, counts)
 
-    def _add_prompt(self, part: Part, logits: Tensor) -> None:
+    def _add_prompt(self, part: CallPart, logits: Tensor) -> None:
         state = part.state
         tokens = state.tokens[part.start + 1 : min(part.start + part.new + 1, state.prompt_length)]
         logprobs = None

@@ -18,7 +18,7 @@ from tessera.inference.engine.blocks import PADDING_BLOCK
 from tessera.inference.engine.graphs import DecodeGraphs
 from tessera.inference.engine.media import Piece, join_media
 from tessera.inference.engine.model import GenerativeModel
-from tessera.inference.engine.scheduler import Part
+from tessera.inference.engine.scheduler import CallPart
 from tessera.inference.engine.state import RequestState
 from tessera.nn.cache import KVCache
 from tessera.runtime import device as devices
@@ -94,7 +94,7 @@ class Runner:
 
     # ------------------------------------------------------------------------------------------ media
 
-    def encode(self, parts: Sequence[Part]) -> dict[RequestState, Exception]:
+    def encode(self, parts: Sequence[CallPart]) -> dict[RequestState, Exception]:
         """Compute the embeddings that these parts need. Return the requests whose media cannot be encoded."""
         missing: dict[str, dict[bytes, Piece]] = {}  # by adapter and content
         users: list[tuple[RequestState, Piece]] = []
@@ -157,7 +157,7 @@ class Runner:
 
     # ------------------------------------------------------------------------------------------ calls
 
-    def call(self, parts: Sequence[Part], previous: Tensor | None, sources: Mapping[RequestState, int]) -> Tensor:
+    def call(self, parts: Sequence[CallPart], previous: Tensor | None, sources: Mapping[RequestState, int]) -> Tensor:
         """Return the logits that the parts need, [n, vocabulary].
 
         `previous`: the tokens of the call before, on the device. `sources`: which of them belongs to a request.
@@ -186,7 +186,7 @@ class Runner:
         return logits
 
     def _texts(
-        self, parts: Sequence[Part], previous: Tensor | None, sources: Mapping[RequestState, int]
+        self, parts: Sequence[CallPart], previous: Tensor | None, sources: Mapping[RequestState, int]
     ) -> tuple[Tensor, Tensor]:
         """Return tokens and positions of a call. Tokens that the host has not read are copied on the device."""
         tokens: list[int] = []
@@ -208,7 +208,7 @@ class Runner:
             on_device = on_device.index_copy(0, targets, previous.index_select(0, indices))
         return on_device, flat.view(positions.shape)
 
-    def _media(self, parts: Sequence[Part]) -> dict[str, Tensor]:
+    def _media(self, parts: Sequence[CallPart]) -> dict[str, Tensor]:
         """Return the slots of a call that media fill, and their embeddings."""
         slots: dict[str, list[int]] = {}
         embeddings: dict[str, list[Tensor]] = {}
@@ -231,7 +231,7 @@ class Runner:
         return devices.send(numbers, torch.int64, self.device)
 
 
-def _needed(parts: Sequence[Part]) -> list[int]:
+def _needed(parts: Sequence[CallPart]) -> list[int]:
     """Return the tokens of a call whose logits are needed."""
     needed: list[int] = []
     start = 0

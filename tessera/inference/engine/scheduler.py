@@ -27,7 +27,7 @@ class EngineLimits:
 
 
 @dataclass(frozen=True)
-class Part:
+class CallPart:
     """Describe what one call computes for a request: `new` tokens after the first `start`."""
 
     state: RequestState
@@ -85,9 +85,9 @@ class Scheduler:
         self._rows.append(state.row)
         state.leave(self.pool)
 
-    def plan(self) -> list[Part]:
+    def plan(self) -> list[CallPart]:
         """Return the parts of the next call: first rows with one new token, then chunks of prompts."""
-        parts: list[Part] = []
+        parts: list[CallPart] = []
         budget, preemptions = self.limits.tokens, self.preemptions
         for state in list(self.running):
             if state.row is not None and state.remaining == 1 and budget and self._has_room(state):
@@ -106,10 +106,10 @@ class Scheduler:
             budget -= parts[-1].new
         return parts
 
-    def _part(self, state: RequestState, budget: int) -> Part:
+    def _part(self, state: RequestState, budget: int) -> CallPart:
         new = min(state.remaining, budget, CHUNK_WITH_LOGITS if state.reads_prompt else budget)
         sampled = state.computed + new == state.length and state.request.max_new_tokens > 0
-        return Part(state, state.computed, new, sampled, pending=state.computed + new > len(state.tokens))
+        return CallPart(state, state.computed, new, sampled, pending=state.computed + new > len(state.tokens))
 
     def _has_room(self, state: RequestState) -> bool:
         """Give a running request the block of its next token. Return False if it was preempted instead."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tessera.core.batch import Batch
-from tessera.core.engine import Engine
+from tessera.core.engine import TrainingEngine
 from tessera.core.task import Counts, Losses, Reference, Task
 from tessera.runtime.modules import clean_name, local_shard
 
@@ -55,7 +55,7 @@ class ActivationTrace:
         return math.fsum(min(value, 1e150) ** 2 for value in values if math.isfinite(value))
 
 
-def trace_step(module: nn.Module, engine: Engine, task: Task, microbatches: Sequence[Batch]) -> ActivationTrace:
+def trace_step(module: nn.Module, engine: TrainingEngine, task: Task, microbatches: Sequence[Batch]) -> ActivationTrace:
     """Run forward and backward of a step without an update. Compiled modules run uncompiled, so that hooks run."""
     recorder = _Recorder()
     microbatches = engine.encode(task, microbatches)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from tessera.core.batch import Batch
-from tessera.core.engine import Engine
+from tessera.core.engine import TrainingEngine
 from tessera.core.step_source import StepSource
 from tessera.core.task import Task
 from tessera.errors import TesseraError, few_names
@@ -140,7 +140,7 @@ class Attributor:
     """Run a bad step again to find its cause."""
 
     module: nn.Module
-    engine: Engine
+    engine: TrainingEngine
     task: Task
     device: torch.device
     microbatches: Sequence[Batch]
