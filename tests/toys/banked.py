@@ -17,6 +17,7 @@ from tessera.config.run_config import ModelSection
 from tessera.core.batch import Batch, Segments
 from tessera.core.model_plan import ModelPlan
 from tessera.core.spec import ModelSpec
+from tessera.inference.generate import Sampling, generate_tokens
 from tessera.lora.bank import AdapterBank
 from tessera.lora.export import save_adapters
 from tessera.lora.load import merge_into
@@ -24,6 +25,9 @@ from tessera.lora.select import Adapter, expert_paths, factor_names, tensor_shap
 from tessera.models import resolve
 from tessera.weights.map import WeightMap
 from tests.toys.chat_set import MODEL
+
+NEW = 8  # tokens of an answer
+_MARGIN = 1e-4  # of the largest logit: far above the rounding of fp32, far below usual margins
 
 
 @dataclass(frozen=True)
@@ -109,3 +113,40 @@ def text_rows(banked: Banked, lengths: Sequence[int], seed: int) -> Batch:
         positions = positions.expand(3, -1)
     tokens = torch.randint(0, banked.config.text.vocab_size, (sum(lengths),), generator=chance)
     return Batch({"tokens": tokens, "positions": positions}, {"text": Segments.of(list(lengths))})
+
+
+def prompt(banked: Banked, seed: int, image: bool = False) -> Batch:
+    """Return the family's example with random tokens, and with random pixels if it has an image."""
+    assert banked.spec.example is not None
+    chance = torch.Generator().manual_seed(seed)
+    length = 12 + seed % 5
+    if not image:
+        positions = torch.arange(length)
+        positions = positions if banked.spec.name == "qwen3" else positions.expand(3, -1)
+        return Batch(
+            {"tokens": torch.randint(0, 60, (length,), generator=chance), "positions": positions},
+            {"text": Segments.of([length])},
+        )
+    batch = banked.spec.example(banked.config, 24)
+    tensors = {name: value for name, value in batch.tensors.items() if name != "labels"}
+    tensors["pixels"] = torch.randn(tensors["pixels"].shape, generator=chance)
+    tensors["tokens"] = torch.randint(0, 60, batch["tokens"].shape, generator=chance)
+    return Batch(tensors, batch.segments)
+
+
+def alone(model: Any, batch: Batch) -> tuple[list[int], int]:
+    """Return the tokens of one request, and how many of them no rounding can change."""
+    (tokens,) = generate_tokens(model, batch, max_new_tokens=NEW, stop_tokens=(), sampling=Sampling())
+    length, following = batch["tokens"].numel(), int(batch["positions"].max()) + 1
+    after = torch.arange(following, following + NEW - 1).expand(*batch["positions"].shape[:-1], -1)
+    tensors = {
+        **batch.tensors,
+        "tokens": torch.cat([batch["tokens"], torch.tensor(tokens[:-1])]),
+        "positions": torch.cat([batch["positions"], after], dim=-1),
+    }
+    segments = {**batch.segments, "text": Segments.of([length + NEW - 1])}
+    with torch.no_grad():
+        logits: Tensor = model(Batch(tensors, segments), logits=True)["logits"][length - 1 :]
+    best = logits.topk(2).values
+    certain = best[:, 0] - best[:, 1] > _MARGIN * logits.abs().max()
+    return tokens, int(certain.long().cumprod(0).sum())
