@@ -9,10 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor, Shard
 
 from tessera.config.pattern import home
+from tessera.core.spec import EncodesMedia
 from tessera.parallel.collectives import GradientSync
 from tessera.parallel.memory_estimate import shard_dimension
 from tessera.parallel.mesh import FSDP, FSDP_EXPERTS, REPLICATE, Mesh
@@ -76,6 +84,8 @@ def shard_modules(
     outer = replace(arguments["mp_policy"], output_dtype=output)
     # The root is not resharded after forward: the loss then reads the head's weight.
     fully_shard(module if root is None else root, **{**arguments, "mp_policy": outer, "reshard_after_forward": False})
+    if isinstance(module, EncodesMedia):  # generation calls it without `forward`, which would gather the weights
+        register_fsdp_forward_method(module, "encode")
 
 
 def _placement(mesh: DeviceMesh, plan: Plan) -> dict[str, Any]:

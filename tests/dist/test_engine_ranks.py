@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import tessera
@@ -47,6 +48,7 @@ def changed(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: FACTOR * tensor.detach() for name, tensor in model_tensors(module).items() if "mlp" in name}
 
 
+@pytest.mark.slow  # trains and exports a model, and loads it in two layouts
 def test_answers_over_ranks_are_those_of_one_rank(tmp_path: Path) -> None:
     recipe = chat_recipe(write_chat_set(tmp_path / "data", samples=8), tmp_path, steps=1)
     recipe["model"]["config"] = {**FOUR_LAYERS, "text": {**FOUR_LAYERS["text"], "initializer_range": 0.3}}
