@@ -84,8 +84,6 @@ def shard_modules(
     outer = replace(arguments["mp_policy"], output_dtype=output)
     # The root is not resharded after forward: the loss then reads the head's weight.
     fully_shard(module if root is None else root, **{**arguments, "mp_policy": outer, "reshard_after_forward": False})
-    if isinstance(module, EncodesMedia):  # generation calls it without `forward`, which would gather the weights
-        register_fsdp_forward_method(module, "encode")
 
 
 def _placement(mesh: DeviceMesh, plan: Plan) -> dict[str, Any]:
@@ -148,6 +146,8 @@ def apply_fsdp(module: nn.Module, plan: Plan, mesh: Mesh, device: torch.device, 
     arguments = fsdp_arguments(module, plan, mesh, device)
     shard_modules(module, blocks, arguments, plan, root=root, meshes=_other_meshes(module, plan.layout, mesh))
     prefetch_modules(module, blocks, plan.layout.sharding.prefetch_forward, plan.layout.sharding.prefetch_backward)
+    if root is module and isinstance(module, EncodesMedia):
+        register_fsdp_forward_method(module, "encode")  # it gathers the weights of the root, as the forward pass does
 
 
 def _other_meshes(module: nn.Module, layout: Layout, mesh: Mesh) -> dict[str, DeviceMesh]:

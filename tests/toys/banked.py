@@ -17,7 +17,6 @@ from tessera.config.run_config import ModelSection
 from tessera.core.batch import Batch, Segments
 from tessera.core.model_plan import ModelPlan
 from tessera.core.spec import ModelSpec
-from tessera.inference.generate import Sampling, generate_tokens
 from tessera.lora.bank import AdapterBank
 from tessera.lora.export import save_adapters
 from tessera.lora.load import merge_into
@@ -25,6 +24,7 @@ from tessera.lora.select import Adapter, expert_paths, factor_names, tensor_shap
 from tessera.models import resolve
 from tessera.weights.map import WeightMap
 from tests.toys.chat_set import MODEL
+from tests.toys.engine_models import new_tokens
 
 NEW = 8  # tokens of an answer
 _MARGIN = 1e-4  # of the largest logit: far above the rounding of fp32, far below usual margins
@@ -136,7 +136,7 @@ def prompt(banked: Banked, seed: int, image: bool = False) -> Batch:
 
 def alone(model: Any, batch: Batch) -> tuple[list[int], int]:
     """Return the tokens of one request, and how many of them no rounding can change."""
-    (tokens,) = generate_tokens(model, batch, max_new_tokens=NEW, stop_tokens=(), sampling=Sampling())
+    (tokens,) = new_tokens(model, batch, NEW)
     length, following = batch["tokens"].numel(), int(batch["positions"].max()) + 1
     after = torch.arange(following, following + NEW - 1).expand(*batch["positions"].shape[:-1], -1)
     tensors = {

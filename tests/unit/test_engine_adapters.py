@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from tessera.checkpoint.state import model_tensors
 from tessera.inference.engine.engine import Engine
@@ -17,20 +14,7 @@ from tessera.inference.engine.request import Request
 from tessera.inference.engine.scheduler import EngineLimits
 from tests.errors import raises
 from tests.toys.banked import NEW, Banked, alone, linear_layers, mixture, prompt, vision_language
-
-
-@dataclass
-class Served:
-    """A model as an engine takes it."""
-
-    module: nn.Module
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    processor: None = None
-    over_ranks: bool = False
-
-    @property
-    def generator(self) -> Any:
-        return self.module
+from tests.toys.engine_models import BareModel
 
 
 def adapters(banked: Banked, folder: Path) -> dict[str, Path]:
@@ -57,7 +41,7 @@ def test_each_request_gives_the_tokens_of_its_merged_adapter(banked: Banked, tmp
     assert len({tuple(tokens) for tokens, _ in expected.values()}) == len(expected), "adapters and prompts matter"
 
     bank = served.bank(slots=3)
-    engine = Engine(Served(served.model), EngineLimits(block_size=4, tokens=17, rows=5), bank)
+    engine = Engine(BareModel.of(served.model), EngineLimits(block_size=4, tokens=17, rows=5), bank)
     engine.load_adapter("a", folders["a"])
     engine.load_adapter("b", folders["b"])
     answers: dict[int, list[int]] = {}
@@ -84,7 +68,7 @@ def test_an_unloaded_adapter_serves_its_requests_to_the_end(tmp_path: Path) -> N
     banked = vision_language()
     folders = adapters(banked, tmp_path)
     served = Banked(banked.spec, banked.config, copy.deepcopy(banked.model))
-    engine = Engine(Served(served.model), EngineLimits(block_size=4), served.bank(slots=1))
+    engine = Engine(BareModel.of(served.model), EngineLimits(block_size=4), served.bank(slots=1))
     batch = prompt(banked, 1)
     before, certain = alone(banked.merged(folders["a"]), batch)
     after, also = alone(banked.merged(folders["b"]), batch)
@@ -114,7 +98,7 @@ def test_a_damaged_adapter_changes_nothing_for_others_and_loads_keep_memory_flat
     folder = banked.write(tmp_path / "a", linear_layers(banked.model, "text.layers.0.mlp"), 1)
     served = Banked(banked.spec, banked.config, copy.deepcopy(banked.model))
     bank = served.bank(slots=2)
-    engine = Engine(Served(served.model), EngineLimits(block_size=4), bank)
+    engine = Engine(BareModel.of(served.model), EngineLimits(block_size=4), bank)
     batch = prompt(banked, 2)
     tokens, certain = alone(banked.model, batch)
     engine.load_adapter("kept", folder)
@@ -146,7 +130,7 @@ def test_replaced_weights_answer_like_a_fresh_model() -> None:
     with torch.no_grad():
         for weight in other.parameters():
             weight.add_(0.3 * weight.std() * torch.randn(weight.shape, generator=chance) if weight.dim() > 1 else 0.0)
-    engine = Engine(Served(served), EngineLimits(block_size=4))
+    engine = Engine(BareModel.of(served), EngineLimits(block_size=4))
     request = Request(prompt(banked, 1, image=True), max_new_tokens=NEW)
     (before,) = engine.run([request])
     pointers = {name: tensor.data_ptr() for name, tensor in model_tensors(served).items()}
@@ -157,6 +141,6 @@ def test_replaced_weights_answer_like_a_fresh_model() -> None:
     engine.replace_weights(model_tensors(other).items())
     assert {name: tensor.data_ptr() for name, tensor in model_tensors(served).items()} == pointers
     (after,) = engine.run([request])
-    (fresh,) = Engine(Served(other), EngineLimits(block_size=4)).run([request])
+    (fresh,) = Engine(BareModel.of(other), EngineLimits(block_size=4)).run([request])
     assert after.tokens == fresh.tokens != before.tokens
     assert after.finish.cached_tokens == 0, "blocks of the weights before are not reused"
