@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from tessera.checkpoint.files import box_slices
 from tessera.checkpoint.folder_tensors import FolderTensors
@@ -148,6 +149,28 @@ def add_product(target: Tensor, b: Tensor, a: Tensor, scale: float) -> Tensor:
         for part, part_b, part_a in zip(shard, b[stacked[0]], a[stacked[0]], strict=True):
             part.copy_(part.float() + scale * (part_b[rows].float() @ part_a[:, columns].float()))
     return target
+
+
+@torch.no_grad()
+def replace_tensors(targets: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Copy values into tensors by name. If a target is sharded, its value is unsharded, or sharded in the same way."""
+    for name, value in tensors:
+        target = targets.get(name)
+        if target is None:
+            raise TesseraError(
+                f"the model has no weight {name}", nearest=nearest(name, targets), code="weights.name-not-in-model"
+            )
+        if value.shape != target.shape:
+            raise TesseraError(
+                f"the new {name} has the shape {list(value.shape)}, and the model's {list(target.shape)}",
+                fix="use weights of a model of this size",
+                code="weights.shape-not-of-model",
+            )
+        if isinstance(value, DTensor):
+            target.copy_(value)
+            continue
+        for box in local_chunks(target):
+            tensor_of_chunk(target, box.offsets).copy_(value[box_slices(box.offsets, box.sizes)])
 
 
 _COMPARED = 16 << 20  # number of values that are compared at a time

@@ -15,7 +15,9 @@ from tessera.core.spec import ModelSpec
 from tessera.errors import TesseraError
 from tessera.inference.found_model import find_model
 from tessera.inference.load import chosen_adapters
+from tessera.inference.loaded import LoadedModel
 from tessera.inference.weight_source import with_checkpoints
+from tessera.lora.bank import AdapterBank
 from tessera.lora.exchange import is_adapters, open_adapters
 from tessera.lora.load import fill_adapters, part_of
 from tessera.lora.select import Adapters, tensor_shapes, weight_names
@@ -33,6 +35,12 @@ class LoadedAdapters:
     tensors: Mapping[str, Tensor]
     base: Path | None  # folder of the base model
     saved: Sequence[str] = ()  # names of parameters that were trained in full beside the adapters
+
+
+def bank_of(model: LoadedModel, *, slots: int = 8, rank: int | None = None) -> AdapterBank:
+    """Return a bank of adapters for requests to a loaded model. `slots`, `rank`: see `AdapterBank`."""
+    main = model.spec.main
+    return AdapterBank(model.module, main.plan(model.config), main.weight_map(model.config), slots=slots, rank=rank)
 
 
 def load_adapters(source: Path, base: Path | None, dtype: str | None, trust: Trust = False) -> LoadedAdapters:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tessera.checkpoint.state import model_tensors
+from tessera.checkpoint.weights import replace_tensors
 from tessera.core.spec import EncodesMedia, LanguageProcessor
 from tessera.errors import TesseraError, nearest
 from tessera.inference.engine.blocks import BlockPool
@@ -32,11 +33,12 @@ from tessera.inference.engine.request import (
     check_new_tokens,
     not_finite_error,
 )
-from tessera.inference.engine.runner import AdapterBank, Runner
+from tessera.inference.engine.runner import Runner
 from tessera.inference.engine.sampler import Sampler
 from tessera.inference.engine.scheduler import CallPart, EngineLimits, Scheduler
-from tessera.inference.engine.state import RequestState
+from tessera.inference.engine.state import NEVER_PUBLISHED, RequestState
 from tessera.inference.engine.text import AnswerText
+from tessera.lora.bank import AdapterBank
 from tessera.models.processing.conversation import ConversationProcessor
 from tessera.runtime import device as devices
 
@@ -91,6 +93,7 @@ class Engine:
         self._states: dict[int, RequestState] = {}
         self._flight: Flight | None = None
         self._deltas: list[Delta] = []  # of requests that ended between steps
+        self._leaving: set[str] = set()  # adapters that are being unloaded
         self._versions: dict[str | None, int] = {}  # how often adapters were loaded, and weights replaced (None)
         self._counters = _Counters()
 
@@ -114,8 +117,7 @@ class Engine:
                 code="generation.cache-full",
             )
         self._sampler.check(request)
-        if request.adapter is not None and request.adapter not in self.adapters:
-            raise self._not_loaded(request.adapter)
+        self._check_adapter(request)
         return RequestState(
             next(self._numbers),
             request,
@@ -130,6 +132,7 @@ class Engine:
     def enqueue(self, state: RequestState) -> int:
         """Let a prepared request wait for its turn, and return its number."""
         self.check_room()
+        self._check_adapter(state.request)  # it may have been unloaded since `prepare`
         self._states[state.number] = state
         if state.request.max_new_tokens == 0 and state.request.prompt_logprobs is None:
             self._deltas.append(self._end(state, "length"))
@@ -337,6 +340,8 @@ class Engine:
         state.finished = True
         self._scheduler.remove(state)
         self._states.pop(state.number, None)
+        if self._leaving:
+            self._drop_unused()
 
     def _prompt_logprobs(self, state: RequestState) -> tuple[TokenLogprob | None, ...] | None:
         """Return the log-probabilities of the prompt, once, when all are computed."""
@@ -349,44 +354,50 @@ class Engine:
 
     @property
     def adapters(self) -> Sequence[str]:
-        """Return the names of the loaded adapters."""
-        return () if self._bank is None else self._bank.names
+        """Return the names of the loaded adapters, which new requests may use."""
+        return () if self._bank is None else [name for name in self._bank.names if name not in self._leaving]
 
     def load_adapter(self, name: str, folder: str | Path) -> None:
-        """Load adapters that requests may name. A loaded name gets the new weights."""
+        """Load adapters that requests may name. Call this between two steps, on all ranks of a split model."""
         if self._bank is None:
             raise TesseraError(
                 "this engine serves one model without adapters",
                 fix="start it with room for adapters",
                 code="adapter.engine-without-adapters",
             )
-        self._bank.load(name, folder)
+        self._bank.load(name, Path(folder))
         self._versions[name] = self._versions.get(name, 0) + 1
 
     def unload_adapter(self, name: str) -> None:
-        """Drop adapters. Requests that use them end with an error."""
-        if self._bank is None or name not in self._bank.names:
+        """Refuse new requests for an adapter. It is dropped when the last request that uses it ends."""
+        if name not in self.adapters:
             raise self._not_loaded(name)
-        for state in [state for state in self._states.values() if state.request.adapter == name]:
-            self._deltas.append(self._fail(state, self._not_loaded(name)))
-        self._bank.unload(name)
+        self._leaving.add(name)
+        self._drop_unused()
+
+    def _drop_unused(self) -> None:
+        """Drop adapters that are being unloaded and that no request uses any more."""
+        for name in self._leaving - {state.request.adapter for state in self._states.values()}:
+            assert self._bank is not None
+            self._bank.unload(name)
+            self._leaving.remove(name)
 
     def replace_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy new values into weights of the model by name. Running requests continue with them."""
-        targets = model_tensors(self.model.module)
-        with torch.no_grad():
-            for name, tensor in tensors:
-                if name not in targets:
-                    raise TesseraError(
-                        f"the model has no weight {name}",
-                        nearest=nearest(name, targets),
-                        fix="name the weights as the model does",
-                        code="weights.name-not-in-model",
-                    )
-                targets[name].copy_(tensor)
+        """Copy new values, unsharded or sharded like the weights, into weights of the model by their native names.
+
+        Running requests continue with them. Each rank of a split model copies its shard. After an error, weights before
+        the wrong one are replaced.
+        """
+        replace_tensors(model_tensors(self.model.module), tensors)
         self._versions[None] = self._versions.get(None, 0) + 1
         self._pool.forget_all()
+        for state in self._scheduler.running:
+            state.published = NEVER_PUBLISHED  # its blocks were computed with the weights before
         self._runner.forget_media()
+
+    def _check_adapter(self, request: Request) -> None:
+        if request.adapter is not None and request.adapter not in self.adapters:
+            raise self._not_loaded(request.adapter)
 
     def _not_loaded(self, name: str) -> TesseraError:
         return TesseraError(

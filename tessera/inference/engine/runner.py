@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,22 +20,9 @@ from tessera.inference.engine.media import Piece, join_media
 from tessera.inference.engine.model import GenerativeModel
 from tessera.inference.engine.scheduler import CallPart
 from tessera.inference.engine.state import RequestState
+from tessera.lora.bank import AdapterBank
 from tessera.nn.cache import KVCache
 from tessera.runtime import device as devices
-
-
-class AdapterBank(Protocol):
-    """Hold the adapters of a base model that requests may name."""
-
-    @property
-    def names(self) -> Sequence[str]: ...
-
-    def load(self, name: str, folder: Any) -> None: ...
-
-    def unload(self, name: str) -> None: ...
-
-    def select(self, adapters: Sequence[str | None], counts: Sequence[int]) -> None:
-        """Choose the adapter of each row of the next call, which has so many tokens of each row."""
 
 
 class Runner:

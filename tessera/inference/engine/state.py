@@ -15,6 +15,8 @@ from tessera.inference.engine.media import Piece
 from tessera.inference.engine.request import Request, TokenLogprob
 from tessera.inference.engine.text import AnswerText
 
+NEVER_PUBLISHED = 1 << 62  # as `RequestState.published`: no other request reuses its blocks
+
 
 @dataclass(eq=False)
 class RequestState:
