@@ -21,11 +21,12 @@ class FakeStats:
     running: int = 0
     waiting: int = 0
     blocks_used: int = 0
-    blocks_total: int = 64
+    blocks: int = 64
     prefix_hits: int = 0
+    encoder_hits: int = 0
     preemptions: int = 0
-    tokens_generated: int = 0
-    tokens_prefilled: int = 0
+    generated: int = 0
+    prefilled: int = 0
 
 
 @dataclass
@@ -78,7 +79,7 @@ class FakeEngine:
     # ------------------------------------------------------------------------------------------ Engine
 
     def stats(self) -> FakeStats:
-        return FakeStats(running=self.running, tokens_generated=7)
+        return FakeStats(running=self.running, generated=7)
 
     @property
     def running(self) -> int:

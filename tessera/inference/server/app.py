@@ -35,6 +35,7 @@ from tessera.inference.server.streams import EventStream, to_json, while_connect
 from tessera.version import __version__
 
 B = TypeVar("B", bound=Body)
+_HEALTH_S = 60.0  # the longest step of an engine that is well
 _STATS_S = 2.0  # time in which the engine reports its figures
 
 
@@ -144,9 +145,7 @@ class Endpoints:
         adapter = self.service.adapter_of(asked.model)
         if asked.echo and asked.logprobs is not None:
             asked = asked.model_copy(update={"prompt_logprobs": max(asked.logprobs, asked.prompt_logprobs or 0)})
-        if asked.max_tokens == 0 and not asked.echo:
-            raise ApiError(400, "max_tokens 0 needs echo: true", param="max_tokens", code="invalid_value")
-        most = 16 if asked.max_tokens is None else max(asked.max_tokens, 1)
+        most = 16 if asked.max_tokens is None else asked.max_tokens
         special = asked.add_special_tokens is not False
         prompts: list[Prompt] = []
         requests = []
@@ -260,7 +259,12 @@ class Endpoints:
     # ------------------------------------------------------------------------------------------ state
 
     async def health(self, request: Request) -> Response:
-        """Answer /health."""
+        """Answer /health: the engine must answer between two steps."""
+        future = asyncio.wrap_future(self.service.engine.call(lambda engine: None))
+        done, _ = await asyncio.wait({future}, timeout=_HEALTH_S)
+        if not done:
+            raise ApiError(503, "the engine does not answer", code="engine_stuck")
+        future.result()
         return Json({"status": "ok"})
 
     async def version(self, request: Request) -> Response:

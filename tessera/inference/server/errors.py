@@ -19,6 +19,15 @@ _TYPES = {
 }
 
 
+# Errors of the engine that are not mistakes of a client.
+_STATUS = {
+    "generation.engine-closed": 503,
+    "generation.engine-failed": 500,
+    "generation.output-not-finite": 500,
+    "generation.queue-full": 429,
+}
+
+
 class ApiError(Exception):
     """Report a request that the server refuses. `param`: the wrong field; `code`: a stable word for programs."""
 
@@ -34,8 +43,9 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-def of_tessera(error: TesseraError, status: int = 400) -> ApiError:
+def of_tessera(error: TesseraError) -> ApiError:
     """Return the answer to a request that Tessera refuses. Paths of this machine (`where`) are left out."""
+    status = _STATUS.get(error.code or "", 400)
     message = error.what
     if error.allowed:
         message += f"; allowed: {', '.join(error.allowed)}"
@@ -53,9 +63,10 @@ def of_validation(error: ValidationError, fields: dict[str, str]) -> ApiError:
     path = [key for key in first["loc"] if isinstance(key, int) or not key.startswith(("<", "function-"))]
     param = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).removeprefix(".")[:200]
     if first["type"] == "extra_forbidden":
-        reason = fields.get(str(path[-1]))
+        name = str(first["loc"][-1])
+        reason = fields.get(name)
         if reason is None:
-            return ApiError(400, f"unknown field {param!r}", param=param, code="unknown_parameter")
+            return ApiError(400, f"unknown field {param or name[:200]!r}", param=param, code="unknown_parameter")
         return unsupported(param, reason)
     message = first["msg"].removeprefix("Value error, ")
     return ApiError(400, f"{param}: {message}" if param else message, param=param or None, code="invalid_value")

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
-from tessera.errors import TesseraError
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
 from tessera.inference.engine.request import Delta
 from tessera.inference.server.answers import Stats
-
-if TYPE_CHECKING:
-    import prometheus_client
-    from prometheus_client.core import Metric
 
 _FIRST = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)  # seconds
 _TOKEN = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
@@ -20,40 +17,22 @@ _GAUGES = {
     "running": "requests in the batch of the engine",
     "waiting": "requests that wait for the engine",
     "blocks_used": "blocks of the cache that hold keys and values",
-    "blocks_total": "blocks of the cache",
+    "blocks": "blocks of the cache",
 }
 _TOTALS = {
-    "prefix_hits": "tokens of prompts that were found in the cache",
+    "prefix_hits": "tokens of prompts whose keys and values were reused",
+    "encoder_hits": "images, frames and recordings whose embeddings were reused",
     "preemptions": "answers that were interrupted because blocks ran out",
-    "tokens_generated": "tokens that the engine generated",
-    "tokens_prefilled": "tokens of prompts that the engine computed",
+    "generated": "tokens that the engine generated",
+    "prefilled": "tokens of prompts that the engine computed",
 }
-
-
-def _package() -> type[prometheus_client.CollectorRegistry]:
-    try:
-        from prometheus_client import CollectorRegistry
-    except ImportError:
-        raise missing_package("prometheus-client") from None
-    return CollectorRegistry
-
-
-def missing_package(name: str) -> TesseraError:
-    return TesseraError(
-        f"`tessera serve` needs the package {name}",
-        fix="pip install 'tessera-mm[serve]'",
-        code="environment.no-server-packages",
-    )
 
 
 class Metrics:
     """Hold the metrics of one server."""
 
     def __init__(self) -> None:
-        registry_class = _package()
-        from prometheus_client import Counter, Histogram
-
-        self.registry = registry_class()
+        self.registry = CollectorRegistry()
         self.requests = Counter(
             "tessera_requests", "requests by endpoint and status", ["path", "status"], registry=self.registry
         )
@@ -81,8 +60,6 @@ class Metrics:
 
     def text(self, stats: Stats | None) -> bytes:
         """Return the page of /metrics. `stats`: None if the engine does not answer in time."""
-        from prometheus_client import generate_latest
-
         self._engine.stats = stats
         return generate_latest(self.registry)
 
@@ -94,8 +71,6 @@ class _EngineMetrics:
         self.stats: Stats | None = None
 
     def collect(self) -> Iterator[Metric]:
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
         if self.stats is None:
             return
         for name, text in _GAUGES.items():

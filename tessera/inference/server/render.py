@@ -212,8 +212,6 @@ async def text_completion(service: Service, job: Job, asked: CompletionRequest) 
     for index, answer in enumerate(answers):
         prompt = job.prompts[index]
         entries, text = list[TokenLogprob | None](answer.logprobs), answer.text
-        if asked.max_tokens == 0:  # the engine always generates a token
-            entries, text = [], ""
         if asked.echo:
             entries = [*(answer.prompt_logprobs or ()), *entries]
             text = service.tokens.decode(prompt.tokens, skip_special=False) + text

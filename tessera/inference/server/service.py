@@ -168,7 +168,7 @@ class Service:
             answer=request.add_generation_prompt,
             continues=request.continue_final_message,
         )
-        most = request.max_completion_tokens or request.max_tokens
+        most = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         logprobs = request.top_logprobs if request.logprobs else None
         requests = self.engine_requests(request, prompt, most, logprobs, adapter)
         return Job(requests, [prompt] * len(requests), request.model or self.settings.name, split)

@@ -47,8 +47,8 @@ def error_of(error: BaseException) -> ApiError:
     """Return what a client is told about an error. Unexpected errors are logged."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, TesseraError):
-        return of_tessera(error)
+    if isinstance(error, TesseraError) and (answer := of_tessera(error)).status != 500:
+        return answer
     if isinstance(error, TimeoutError):
         return ApiError(504, "the answer took longer than this server allows", code="timeout")
     logger().error("internal error of the server", exc_info=error)

@@ -241,9 +241,8 @@ class ConversationProcessor:
         """
         items = []
         for number, (sample, objects) in enumerate(zip(samples, media, strict=True)):
-            count = len(sample.messages)
-            if ending != "none":
-                count = max((n for n, message in enumerate(sample.messages, 1) if message.role != "assistant"), default=0)
+            questions = [n for n, message in enumerate(sample.messages, 1) if message.role != "assistant"]
+            count = len(sample.messages) if ending == "none" else max(questions, default=0)
             question = Sample(sample.id, sample.messages[:count])
             objects = objects[: len(question.media())]
             read = [media_size(item) for item in objects] if sizes is None else sizes[number][: len(objects)]
