@@ -245,9 +245,10 @@ class Endpoints:
         root = self._allowed_adapters().resolve()
         try:
             folder = (root / path).resolve()
+            exists = folder.is_relative_to(root) and folder.exists()
         except (OSError, ValueError):
             raise ApiError(400, "not a usable path", param="lora_path", code="invalid_value") from None
-        if not folder.is_relative_to(root) or not folder.exists():
+        if not exists:
             raise ApiError(
                 400,
                 "there is no such adapter below the folder of --allow-adapters",

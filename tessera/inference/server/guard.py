@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from urllib.parse import urlsplit
@@ -19,6 +20,7 @@ from tessera.inference.server.settings import Settings
 from tessera.inference.server.streams import ClientLeft, error_of
 
 _LOCAL = ("localhost", "127.0.0.1", "[::1]", "testserver")
+_HOST = re.compile(r"(\[[^\[\]]*\]|[^:\[\]]*)(?::\d+)?")
 _RETRY_S = 1
 
 
@@ -122,10 +124,9 @@ def _preflight() -> Response:
 
 
 def _name(host: str) -> str:
-    """Return a Host header without its port."""
-    if host.startswith("["):
-        return host.partition("]")[0].lower() + "]"
-    return host.partition(":")[0].lower()
+    """Return a Host header without its port; empty if it is not a name or an address."""
+    match = _HOST.fullmatch(host)
+    return "" if match is None else match[1].lower()
 
 
 def _netloc(origin: str) -> str:

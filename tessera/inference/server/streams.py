@@ -9,7 +9,7 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from tessera.errors import TesseraError
 from tessera.inference.server.errors import ApiError, of_tessera
@@ -78,7 +78,8 @@ class EventStream(Response):
             await while_connected(receive, self._stream(send))
 
     async def _stream(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        await self._in_time(send, start)
         try:
             await self._send(send, self._first)
             async with asyncio.timeout_at(self._deadline):
@@ -89,15 +90,18 @@ class EventStream(Response):
         except Exception as error:
             await self._send(send, error_of(error).body())
         await self._send_bytes(send, b"data: [DONE]\n\n")
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await self._in_time(send, {"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, send: Send, chunk: dict[str, Any]) -> None:
         await self._send_bytes(send, f"data: {to_json(chunk)}\n\n".encode())
 
     async def _send_bytes(self, send: Send, data: bytes) -> None:
+        await self._in_time(send, {"type": "http.response.body", "body": data, "more_body": True})
+
+    async def _in_time(self, send: Send, message: Message) -> None:
         try:
             async with asyncio.timeout(self._slow_client_s):
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+                await send(message)
         except (TimeoutError, OSError):
             raise ClientLeft from None
 
