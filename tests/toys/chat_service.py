@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from tessera.checkpoint.state import model_tensors
 from tessera.data.media.files import Limits
 from tessera.inference.loaded import LoadedProcessor
 from tessera.inference.server.metrics import Metrics
@@ -16,6 +19,7 @@ from tessera.models.processing.chat import ChatTemplate
 from tessera.models.processing.tokenizer import train_tokenizer
 from tessera.models.qwen2_vl import SPEC
 from tests.toys.fake_engine import FakeEngine
+from tests.toys.save_folder import save_folder
 
 VOCABULARY = 300
 WORDS = (*ChatTemplate().special_words(), "<|endoftext|>")
@@ -67,3 +71,17 @@ def make_service(processor: LoadedProcessor, engine: FakeEngine | None = None, *
     engine = engine or FakeEngine(tokens.encode, inner.decode)
     limits = Settings(**{"name": "toy", "max_length": 256, **options})
     return Service(limits, engine, ThreadPrompts(processor), tokens, Metrics())
+
+
+def write_model(folder: Path) -> Path:
+    """Write a Hugging Face folder of a model with random weights."""
+    assert SPEC.processor is not None
+    config = SPEC.config.model_validate(settings())
+    processor = SPEC.processor(config, write_tokenizer(folder.with_name("words")), min_pixels=64, max_pixels=4096)
+    torch.manual_seed(0)
+    module = SPEC.main.build(config)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(0, 0.3)
+    save_folder(folder, model_tensors(module), SPEC.main.weight_map(config), config.to_hf(), finish=processor.save)
+    return folder

@@ -90,6 +90,7 @@ def test_a_stream_joins_to_the_whole_answer_and_ends_with_usage(client: TestClie
     body = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "stream_options": {"include_usage": True}}
     response = client.post("/v1/chat/completions", json=body)
     assert response.headers["content-type"].startswith("text/event-stream")
+    assert "content-length" not in response.headers
     chunks = events(response)
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     *answer, last = chunks

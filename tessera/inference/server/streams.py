@@ -66,7 +66,6 @@ class EventStream(Response):
         """Create the response. `first`: the first chunk, which was awaited before. `deadline`: in the loop's time."""
         self.status_code = 200
         self.background = None
-        self.body = b""
         self._first = first
         self._chunks = chunks
         self._deadline = deadline
