@@ -6,12 +6,15 @@ import ipaddress
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tessera.cli.run import FamilyOption, TrustFlag, check_path
 from tessera.errors import TesseraError
+
+if TYPE_CHECKING:
+    from tessera.inference.server.settings import Settings
 
 _PACKAGES = {"starlette": "starlette", "uvicorn": "uvicorn", "prometheus_client": "prometheus-client"}
 
@@ -63,17 +66,8 @@ def serve(
     check_path(model)
     adapters = _adapters(adapter or [])
     _check_folders({"--allow-files": allow_files, "--allow-adapters": allow_adapters})
-    if api_key is not None and (not api_key or not api_key.isascii() or api_key != api_key.strip()):
-        raise TesseraError(
-            "the key must be ASCII text without spaces around it",
-            where="--api-key or TESSERA_API_KEY",
-            fix="openssl rand -hex 24 makes one",
-            code="environment.bad-api-key",
-        )
-    from tessera.inference.server.app import make_app
-    from tessera.inference.server.run import bind, run_server
+    _check_key(api_key)
     from tessera.inference.server.settings import Settings
-    from tessera.runtime import log
 
     settings = Settings(
         name=name or model.resolve().name,
@@ -87,26 +81,57 @@ def serve(
         max_requests=max_requests,
         timeout_s=timeout,
     )
-    if settings.name in adapters:
+    _serve(
+        settings,
+        (host, port),
+        drain,
+        path=model,
+        device=device,
+        dtype=dtype,
+        family=family,
+        trust=trust,
+        adapters=adapters,
+        max_length=max_length,
+        rows=rows,
+        blocks=blocks,
+    )
+
+
+def _serve(settings: Settings, address: tuple[str, int], drain: float, **model: Any) -> None:
+    """Bind, load the model, and answer until a signal. `model`: fields of `ModelOptions`."""
+    from tessera.inference.server.app import make_app
+    from tessera.inference.server.run import bind, run_server
+    from tessera.runtime import log
+
+    if settings.name in model["adapters"]:
         raise TesseraError(
             f"the model and an adapter have the name {settings.name}",
             where="--adapter",
             fix="choose another name for one of them",
             code="adapter.name-of-model",
         )
-    with bind(host, port) as sock, log.on_screen():
+    with bind(*address) as sock, log.on_screen():
         from tessera.inference.server.start import ModelOptions, start_service
 
-        options = ModelOptions(model, device, dtype, family, trust, adapters, max_length, rows, blocks)
-        service = start_service(options, settings)
-        served = ", ".join([service.settings.name, *service.adapters])
-        log.logger().info(f"model: {served}; context: {service.settings.max_length} tokens")
-        if api_key is None and not settings.local_only:
+        service = start_service(ModelOptions(**model), settings)
+        names = ", ".join([service.settings.name, *service.adapters])
+        log.logger().info(f"model: {names}; context: {service.settings.max_length} tokens")
+        if settings.api_key is None and not settings.local_only:
             log.logger().warning("everyone who reaches this address may use the model: set TESSERA_API_KEY")
         try:
             run_server(make_app(service), sock, drain)
         finally:
             service.close()
+
+
+def _check_key(key: str | None) -> None:
+    if key is not None and (not key or not key.isascii() or key != key.strip()):
+        raise TesseraError(
+            "the key must be ASCII text without spaces around it",
+            where="--api-key or TESSERA_API_KEY",
+            fix="openssl rand -hex 24 makes one",
+            code="environment.bad-api-key",
+        )
 
 
 def _check_packages() -> None:

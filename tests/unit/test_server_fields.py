@@ -14,7 +14,7 @@ from PIL import Image
 
 pytest.importorskip("starlette")
 pytest.importorskip("prometheus_client")
-pytest.importorskip("httpx")
+pytest.importorskip("httpx2")
 
 from starlette.testclient import TestClient
 

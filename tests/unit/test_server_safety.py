@@ -17,7 +17,7 @@ from PIL import Image
 
 pytest.importorskip("starlette")
 pytest.importorskip("prometheus_client")
-pytest.importorskip("httpx")
+pytest.importorskip("httpx2")
 
 from starlette.testclient import TestClient
 from starlette.types import Message
@@ -297,17 +297,17 @@ class Connection:
         self.leave_after = leave_after
         self.reads = reads
         self.messages: list[Message] = []
-        self.asked = 0
-        self.left = asyncio.Event()
+        self.calls = 0
+        self.gone = asyncio.Event()
 
     async def receive(self) -> Message:
-        self.asked += 1
-        if self.asked == 1:
+        self.calls += 1
+        if self.calls == 1:
             return {"type": "http.request", "body": self.body, "more_body": False}
         if self.leave_after == 0:
             await asyncio.sleep(0.05)
         else:
-            await self.left.wait()
+            await self.gone.wait()
         return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
@@ -315,7 +315,7 @@ class Connection:
         if not self.reads:
             await asyncio.sleep(60)
         if len(self.messages) == self.leave_after:
-            self.left.set()
+            self.gone.set()
 
     async def run(self) -> None:
         headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]

@@ -77,7 +77,7 @@ class Mailbox:
             deliver(delta)
 
 
-class Answers:
+class AnswerGroup:
     """Run the answers to one prompt. Whatever ends the block, answers that are not complete are aborted.
 
     Deltas that wait because the client reads slowly are merged, so a slow client costs no more than its answers.

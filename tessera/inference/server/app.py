@@ -28,9 +28,9 @@ from tessera.inference.server.fields import (
     TokenizeRequest,
     UnloadAdapterRequest,
 )
-from tessera.inference.server.guard import Admission, Guard, error_response
+from tessera.inference.server.guard import Admission, RequestGuard, error_response
 from tessera.inference.server.render import chat_chunks, chat_completion, text_chunks, text_completion
-from tessera.inference.server.service import Job, Prompt, Service
+from tessera.inference.server.service import AnswerJob, Prompt, Service
 from tessera.inference.server.streams import EventStream, to_json, while_connected
 from tessera.version import __version__
 
@@ -72,38 +72,38 @@ class Endpoints:
 
     async def _with_body(self, request: Request, kind: type[B], work: Callable[[B], Awaitable[Response]]) -> Response:
         with self.admission.body() as body:
-            asked = parsed(await body.read(request, self.settings), kind)
-            return await work(asked)
+            fields = parsed(await body.read(request, self.settings), kind)
+            return await work(fields)
 
     # ------------------------------------------------------------------------------------------ answers
 
     async def chat(self, request: Request) -> Response:
         """Answer /v1/chat/completions."""
 
-        async def answer(asked: ChatRequest) -> Response:
-            return await self._answer(request, asked, asked.n, self.service.chat_job, chat_completion, chat_chunks)
+        async def answer(fields: ChatRequest) -> Response:
+            return await self._answer(request, fields, fields.n, self.service.chat_job, chat_completion, chat_chunks)
 
         return await self._with_body(request, ChatRequest, answer)
 
     async def completions(self, request: Request) -> Response:
         """Answer /v1/completions."""
 
-        async def answer(asked: CompletionRequest) -> Response:
-            if asked.echo and asked.stream:
+        async def answer(fields: CompletionRequest) -> Response:
+            if fields.echo and fields.stream:
                 raise ApiError(400, "echo cannot be streamed", param="echo", code="invalid_value")
-            count = asked.n * len(_prompts(asked))
-            return await self._answer(request, asked, count, self._text_job, text_completion, text_chunks)
+            count = fields.n * len(_prompts(fields))
+            return await self._answer(request, fields, count, self._text_job, text_completion, text_chunks)
 
         return await self._with_body(request, CompletionRequest, answer)
 
     async def _answer(
         self,
         request: Request,
-        asked: Any,
+        fields: Any,
         count: int,
-        job_of: Callable[[Any], Awaitable[Job]],
-        complete: Callable[[Service, Job, Any], Awaitable[dict[str, Any]]],
-        chunks_of: Callable[[Service, Job, Any], AsyncGenerator[dict[str, Any], None]],
+        job_of: Callable[[Any], Awaitable[AnswerJob]],
+        complete: Callable[[Service, AnswerJob, Any], Awaitable[dict[str, Any]]],
+        chunks_of: Callable[[Service, AnswerJob, Any], AsyncGenerator[dict[str, Any], None]],
     ) -> Response:
         """Answer at once or as a stream. The client is watched from the beginning."""
         deadline = asyncio.get_running_loop().time() + self.settings.timeout_s
@@ -111,11 +111,11 @@ class Endpoints:
         async def whole() -> dict[str, Any]:
             async with asyncio.timeout_at(deadline):
                 with self.admission.answers(count):
-                    return await complete(self.service, await job_of(asked), asked)
+                    return await complete(self.service, await job_of(fields), fields)
 
-        if not asked.stream:
+        if not fields.stream:
             return Json(await while_connected(request.receive, whole()))
-        chunks = self._stream(asked, count, job_of, chunks_of)
+        chunks = self._stream(fields, count, job_of, chunks_of)
 
         async def first() -> dict[str, Any]:
             async with asyncio.timeout_at(deadline):
@@ -130,52 +130,52 @@ class Endpoints:
 
     async def _stream(
         self,
-        asked: Any,
+        fields: Any,
         count: int,
-        job_of: Callable[[Any], Awaitable[Job]],
-        chunks_of: Callable[[Service, Job, Any], AsyncGenerator[dict[str, Any], None]],
+        job_of: Callable[[Any], Awaitable[AnswerJob]],
+        chunks_of: Callable[[Service, AnswerJob, Any], AsyncGenerator[dict[str, Any], None]],
     ) -> AsyncGenerator[dict[str, Any], None]:
         with self.admission.answers(count):
-            async with aclosing(chunks_of(self.service, await job_of(asked), asked)) as chunks:
+            async with aclosing(chunks_of(self.service, await job_of(fields), fields)) as chunks:
                 async for chunk in chunks:
                     yield chunk
 
-    async def _text_job(self, asked: CompletionRequest) -> Job:
+    async def _text_job(self, fields: CompletionRequest) -> AnswerJob:
         """Return the answers that a completion request asks for: `n` for each prompt."""
-        adapter = self.service.adapter_of(asked.model)
-        if asked.echo and asked.logprobs is not None:
-            asked = asked.model_copy(update={"prompt_logprobs": max(asked.logprobs, asked.prompt_logprobs or 0)})
-        most = 16 if asked.max_tokens is None else asked.max_tokens
-        special = asked.add_special_tokens is not False
+        adapter = self.service.adapter_of(fields.model)
+        if fields.echo and fields.logprobs is not None:
+            fields = fields.model_copy(update={"prompt_logprobs": max(fields.logprobs, fields.prompt_logprobs or 0)})
+        most = 16 if fields.max_tokens is None else fields.max_tokens
+        special = fields.add_special_tokens is not False
         prompts: list[Prompt] = []
         requests = []
-        for text in _prompts(asked):
+        for text in _prompts(fields):
             prompt = await self.service.text_prompt(text, special=special)
-            more = self.service.engine_requests(asked, prompt, most, asked.logprobs, adapter)
+            more = self.service.engine_requests(fields, prompt, most, fields.logprobs, adapter)
             prompts += [prompt] * len(more)
             requests += more
-        return Job(requests, prompts, asked.model or self.settings.name)
+        return AnswerJob(requests, prompts, fields.model or self.settings.name)
 
     # ------------------------------------------------------------------------------------------ tokens
 
     async def tokenize(self, request: Request) -> Response:
         """Answer /tokenize."""
 
-        async def answer(asked: TokenizeRequest) -> Response:
-            self.service.adapter_of(asked.model)
-            if asked.messages is None:
-                prompt = await self.service.text_prompt(asked.prompt or "", special=asked.add_special_tokens)
+        async def answer(fields: TokenizeRequest) -> Response:
+            self.service.adapter_of(fields.model)
+            if fields.messages is None:
+                prompt = await self.service.text_prompt(fields.prompt or "", special=fields.add_special_tokens)
             else:
-                continues = asked.continue_final_message
+                continues = fields.continue_final_message
                 prompt = await self.service.chat_prompt(
-                    asked.messages, asked.tools, answer=asked.add_generation_prompt, continues=continues
+                    fields.messages, fields.tools, answer=fields.add_generation_prompt, continues=continues
                 )
             body = {
                 "count": len(prompt.tokens),
                 "max_model_len": self.settings.max_length,
                 "tokens": list(prompt.tokens),
                 "token_strs": [self.service.tokens.spell(token) for token in prompt.tokens]
-                if asked.return_token_strs
+                if fields.return_token_strs
                 else None,
             }
             return Json(body)
@@ -185,10 +185,10 @@ class Endpoints:
     async def detokenize(self, request: Request) -> Response:
         """Answer /detokenize."""
 
-        async def answer(asked: DetokenizeRequest) -> Response:
-            self.service.adapter_of(asked.model)
-            self.service.check_tokens(asked.tokens, "tokens")
-            return Json({"prompt": self.service.tokens.decode(asked.tokens, skip_special=False)})
+        async def answer(fields: DetokenizeRequest) -> Response:
+            self.service.adapter_of(fields.model)
+            self.service.check_tokens(fields.tokens, "tokens")
+            return Json({"prompt": self.service.tokens.decode(fields.tokens, skip_special=False)})
 
         return await self._with_body(request, DetokenizeRequest, answer)
 
@@ -206,9 +206,9 @@ class Endpoints:
     async def load_adapter(self, request: Request) -> Response:
         """Answer /v1/load_lora_adapter."""
 
-        async def answer(asked: LoadAdapterRequest) -> Response:
-            folder = self._adapter_folder(asked.lora_path)
-            name = asked.lora_name
+        async def answer(fields: LoadAdapterRequest) -> Response:
+            folder = self._adapter_folder(fields.lora_path)
+            name = fields.lora_name
             if name == self.settings.name or name in self.service.adapters:
                 raise ApiError(400, f"the name {name!r} is in use", param="lora_name", code="name_in_use")
             await asyncio.wrap_future(self.service.engine.call(lambda engine: engine.load_adapter(name, folder)))
@@ -220,9 +220,9 @@ class Endpoints:
     async def unload_adapter(self, request: Request) -> Response:
         """Answer /v1/unload_lora_adapter."""
 
-        async def answer(asked: UnloadAdapterRequest) -> Response:
+        async def answer(fields: UnloadAdapterRequest) -> Response:
             self._allowed_adapters()
-            name = asked.lora_name
+            name = fields.lora_name
             if name not in self.service.adapters:
                 raise ApiError(404, f"there is no adapter {name!r}", param="lora_name", code="adapter_not_found")
             await asyncio.wrap_future(self.service.engine.call(lambda engine: engine.unload_adapter(name)))
@@ -300,7 +300,7 @@ def make_app(service: Service, more: Sequence[Route] = ()) -> Starlette:
     """Return the application. `more`: further routes, such as those of the page at /."""
     listed = [*routes(Endpoints(service)), *more]
     paths = frozenset(route.path for route in listed)
-    guard = Middleware(Guard, settings=service.settings, metrics=service.metrics, paths=paths)
+    guard = Middleware(RequestGuard, settings=service.settings, metrics=service.metrics, paths=paths)
 
     async def refused(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -312,9 +312,9 @@ def make_app(service: Service, more: Sequence[Route] = ()) -> Starlette:
     return Starlette(routes=listed, middleware=[guard], exception_handlers={HTTPException: refused})
 
 
-def _prompts(asked: CompletionRequest) -> list[str | list[int]]:
+def _prompts(fields: CompletionRequest) -> list[str | list[int]]:
     """Return the prompts of a completion: a text, tokens, or a list of either."""
-    prompt = asked.prompt
+    prompt = fields.prompt
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:

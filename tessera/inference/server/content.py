@@ -12,9 +12,9 @@ from tessera.data.tool_calls import format_calls, with_tools
 from tessera.inference.server.errors import ApiError
 from tessera.inference.server.fields import (
     AudioPart,
+    ChatMessage,
     ImagePart,
     InputAudioPart,
-    Message,
     RefusalPart,
     TextPart,
     Tool,
@@ -26,7 +26,7 @@ Parts = list[dict[str, Any]]
 
 
 def chat_messages(
-    messages: Sequence[Message], tools: Sequence[Tool], settings: Settings, *, continues: bool
+    messages: Sequence[ChatMessage], tools: Sequence[Tool], settings: Settings, *, continues: bool
 ) -> list[dict[str, Any]]:
     """Return messages as {role, content parts}. Tools are listed in the system message.
 
@@ -58,7 +58,7 @@ def text_length(messages: Sequence[dict[str, Any]]) -> int:
     return sum(len(part["text"]) for message in messages for part in message["content"] if part["type"] == "text")
 
 
-def _role(message: Message) -> str:
+def _role(message: ChatMessage) -> str:
     return "system" if message.role == "developer" else message.role
 
 
@@ -75,7 +75,7 @@ def _with_tools(messages: list[dict[str, Any]], tools: Sequence[Tool]) -> list[d
     return [{"role": "system", "content": content}, *messages[has_system:]]
 
 
-def _content(message: Message, where: str, settings: Settings) -> Parts:
+def _content(message: ChatMessage, where: str, settings: Settings) -> Parts:
     content = message.content
     parts: Parts = []
     if isinstance(content, str):

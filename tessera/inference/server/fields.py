@@ -105,7 +105,7 @@ class InputAudioPart(Body):
 
 
 def _type_of(value: Any) -> str:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    kind = value.get("type") if isinstance(value, dict) else None
     return f"<{kind}>" if isinstance(kind, str) else ""
 
 
@@ -142,7 +142,7 @@ class ToolCall(Body):
     index: int | None = None
 
 
-class Message(Body):
+class ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     tool_calls: list[ToolCall] | None = None
@@ -238,7 +238,7 @@ ToolChoice = Annotated[
 ]
 
 
-class Sampled(Body):
+class SamplingFields(Body):
     """Declare the fields that chat and text completions share."""
 
     model: str | None = None
@@ -302,10 +302,10 @@ class Sampled(Body):
         return self
 
 
-class ChatRequest(Sampled):
+class ChatRequest(SamplingFields):
     """Declare the body of /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
@@ -344,7 +344,7 @@ PlainPrompt = Annotated[
 ]
 
 
-class CompletionRequest(Sampled):
+class CompletionRequest(SamplingFields):
     """Declare the body of /v1/completions."""
 
     prompt: PlainPrompt
@@ -357,7 +357,7 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: Text | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
+    messages: list[ChatMessage] | None = Field(None, min_length=1)
     tools: list[Tool] = Field(default_factory=list, max_length=1024)
     add_special_tokens: bool = True
     add_generation_prompt: bool = True

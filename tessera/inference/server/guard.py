@@ -33,7 +33,7 @@ def error_response(error: ApiError) -> Response:
     return JSONResponse(error.body(), error.status, headers)
 
 
-class Guard:
+class RequestGuard:
     """Check the headers of every request, count answers by status, and answer errors in OpenAI's form."""
 
     def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics, paths: frozenset[str]) -> None:

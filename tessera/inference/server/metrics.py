@@ -13,19 +13,6 @@ from tessera.inference.server.answers import Stats
 
 _FIRST = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)  # seconds
 _TOKEN = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
-_GAUGES = {
-    "running": "requests in the batch of the engine",
-    "waiting": "requests that wait for the engine",
-    "blocks_used": "blocks of the cache that hold keys and values",
-    "blocks": "blocks of the cache",
-}
-_TOTALS = {
-    "prefix_hits": "tokens of prompts whose keys and values were reused",
-    "encoder_hits": "images, frames and recordings whose embeddings were reused",
-    "preemptions": "answers that were interrupted because blocks ran out",
-    "generated": "tokens that the engine generated",
-    "prefilled": "tokens of prompts that the engine computed",
-}
 
 
 class Metrics:
@@ -71,12 +58,24 @@ class _EngineMetrics:
         self.stats: Stats | None = None
 
     def collect(self) -> Iterator[Metric]:
-        if self.stats is None:
+        stats = self.stats
+        if stats is None:
             return
-        for name, text in _GAUGES.items():
-            yield GaugeMetricFamily(f"tessera_engine_{name}", text, value=getattr(self.stats, name))
-        for name, text in _TOTALS.items():
-            yield CounterMetricFamily(f"tessera_engine_{name}", text, value=getattr(self.stats, name))
+        for name, text, value in (
+            ("running", "requests in the batch of the engine", stats.running),
+            ("waiting", "requests that wait for the engine", stats.waiting),
+            ("blocks_used", "blocks of the cache that hold keys and values", stats.blocks_used),
+            ("blocks", "blocks of the cache", stats.blocks),
+        ):
+            yield GaugeMetricFamily(f"tessera_engine_{name}", text, value=value)
+        for name, text, value in (
+            ("prefix_hits", "tokens of prompts whose keys and values were reused", stats.prefix_hits),
+            ("encoder_hits", "images, frames and recordings whose embeddings were reused", stats.encoder_hits),
+            ("preemptions", "answers that were interrupted because blocks ran out", stats.preemptions),
+            ("generated", "tokens that the engine generated", stats.generated),
+            ("prefilled", "tokens of prompts that the engine computed", stats.prefilled),
+        ):
+            yield CounterMetricFamily(f"tessera_engine_{name}", text, value=value)
 
 
 class Timer:

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tessera.inference.engine.request import Delta, Finish, TokenLogprob
-from tessera.inference.server.fields import ChatRequest, CompletionRequest, Sampled
+from tessera.inference.server.fields import ChatRequest, CompletionRequest, SamplingFields
 from tessera.inference.server.pieces import Fields, Splitter, joined
-from tessera.inference.server.service import Job, Service
+from tessera.inference.server.service import AnswerJob, Service
 from tessera.inference.server.tokens import Tokens
 
 
 @dataclass
-class Answer:
+class ChoiceState:
     """Hold one answer while it is generated."""
 
     splitter: Splitter
@@ -50,22 +50,22 @@ class Answer:
             return None
         return "tool_calls" if self.has_calls and self.finish.reason == "stop" else self.finish.reason
 
-    def stop_reason(self, asked: Sampled) -> str | int | None:
+    def stop_reason(self, fields: SamplingFields) -> str | int | None:
         """Return the stop string or token of the request that ended the answer; None for the model's own."""
         stop = None if self.finish is None else self.finish.stop
-        return stop if isinstance(stop, str) or stop in asked.stop_token_ids else None
+        return stop if isinstance(stop, str) or stop in fields.stop_token_ids else None
 
 
-async def complete(service: Service, job: Job) -> list[Answer]:
+async def complete(service: Service, job: AnswerJob) -> list[ChoiceState]:
     """Run all answers to their ends."""
-    answers = [Answer(job.splitter()) for _ in job.requests]
+    answers = [ChoiceState(job.splitter()) for _ in job.requests]
     async with aclosing(service.run(job)) as deltas:
         async for index, delta in deltas:
             answers[index].keep(delta)
     return answers
 
 
-def usage(job: Job, answers: Sequence[Answer]) -> dict[str, Any]:
+def usage(job: AnswerJob, answers: Sequence[ChoiceState]) -> dict[str, Any]:
     """Count the tokens of a request. A prompt with several answers counts once."""
     prompts = {id(prompt): len(prompt.tokens) for prompt in job.prompts}
     cached: dict[int, int] = {}
@@ -85,11 +85,11 @@ def usage(job: Job, answers: Sequence[Answer]) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------- chat
 
 
-def _chat_head(job: Job, kind: str) -> dict[str, Any]:
+def _chat_head(job: AnswerJob, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{job.id}", "object": kind, "created": job.created, "model": job.model}
 
 
-async def chat_completion(service: Service, job: Job, asked: ChatRequest) -> dict[str, Any]:
+async def chat_completion(service: Service, job: AnswerJob, fields: ChatRequest) -> dict[str, Any]:
     """Return the body of a complete chat answer."""
     answers = await complete(service, job)
     choices = []
@@ -104,58 +104,58 @@ async def chat_completion(service: Service, job: Job, asked: ChatRequest) -> dic
         choice: dict[str, Any] = {
             "index": index,
             "message": message,
-            "logprobs": _chat_logprobs(service.tokens, answer.logprobs) if asked.logprobs else None,
+            "logprobs": _chat_logprobs(service.tokens, answer.logprobs) if fields.logprobs else None,
             "finish_reason": answer.finish_reason(),
-            "stop_reason": answer.stop_reason(asked),
+            "stop_reason": answer.stop_reason(fields),
         }
-        if asked.return_token_ids:
+        if fields.return_token_ids:
             choice["token_ids"] = answer.tokens
         choices.append(choice)
     body = {**_chat_head(job, "chat.completion"), "choices": choices, "usage": usage(job, answers)}
-    if asked.return_token_ids:
+    if fields.return_token_ids:
         body["prompt_token_ids"] = list(job.prompts[0].tokens)
-    if asked.prompt_logprobs is not None:
+    if fields.prompt_logprobs is not None:
         body["prompt_logprobs"] = _prompt_logprobs(service.tokens, answers[0].prompt_logprobs)
     return body
 
 
-async def chat_chunks(service: Service, job: Job, asked: ChatRequest) -> AsyncGenerator[dict[str, Any], None]:
+async def chat_chunks(service: Service, job: AnswerJob, fields: ChatRequest) -> AsyncGenerator[dict[str, Any], None]:
     """Yield the chunks of a streamed chat answer."""
     head = _chat_head(job, "chat.completion.chunk")
-    if asked.stream_options is not None and asked.stream_options.include_usage:
+    if fields.stream_options is not None and fields.stream_options.include_usage:
         head["usage"] = None
-    answers = [Answer(job.splitter()) for _ in job.requests]
+    answers = [ChoiceState(job.splitter()) for _ in job.requests]
     begun = False
     async with aclosing(service.run(job)) as deltas:
         async for index, delta in deltas:
             if not begun:  # only now, so that a request that the engine refuses is answered by its status
                 begun = True
-                for chunk in _chat_beginnings(head, job, asked):
+                for chunk in _chat_beginnings(head, job, fields):
                     yield chunk
             answer = answers[index]
             parts = answer.add(delta)
-            if not (parts or delta.finish or delta.logprobs or (asked.return_token_ids and delta.tokens)):
+            if not (parts or delta.finish or delta.logprobs or (fields.return_token_ids and delta.tokens)):
                 continue  # half a character, or what may become a stop string
             choice = {
                 "index": index,
                 "delta": _one_delta(parts),
-                "logprobs": _chat_logprobs(service.tokens, delta.logprobs) if asked.logprobs else None,
+                "logprobs": _chat_logprobs(service.tokens, delta.logprobs) if fields.logprobs else None,
                 "finish_reason": answer.finish_reason(),
             }
             if delta.finish is not None:
-                choice["stop_reason"] = answer.stop_reason(asked)
-            if asked.return_token_ids:
+                choice["stop_reason"] = answer.stop_reason(fields)
+            if fields.return_token_ids:
                 choice["token_ids"] = list(delta.tokens)
             yield {**head, "choices": [choice]}
     if "usage" in head:
         yield {**head, "choices": [], "usage": usage(job, answers)}
 
 
-def _chat_beginnings(head: dict[str, Any], job: Job, asked: ChatRequest) -> Iterator[dict[str, Any]]:
+def _chat_beginnings(head: dict[str, Any], job: AnswerJob, fields: ChatRequest) -> Iterator[dict[str, Any]]:
     for index, prompt in enumerate(job.prompts):
         delta = {"role": "assistant", "content": ""}
         first = {**head, "choices": [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]}
-        if asked.return_token_ids:
+        if fields.return_token_ids:
             first["prompt_token_ids"] = list(prompt.tokens)
         yield first
 
@@ -170,11 +170,12 @@ def _one_delta(parts: Sequence[Fields]) -> Fields:
 
 
 def _chat_logprobs(tokens: Tokens, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-    def shown(token: int, logprob: float) -> dict[str, Any]:
+    def entry_of(token: int, logprob: float) -> dict[str, Any]:
         return {"token": tokens.spell(token), "logprob": _finite(logprob), "bytes": tokens.bytes_of(token)}
 
     content = [
-        {**shown(entry.token, entry.logprob), "top_logprobs": [shown(*top) for top in entry.top]} for entry in logprobs
+        {**entry_of(entry.token, entry.logprob), "top_logprobs": [entry_of(*top) for top in entry.top]}
+        for entry in logprobs
     ]
     return {"content": content, "refusal": None}
 
@@ -201,18 +202,18 @@ def _finite(logprob: float) -> float:
 # ---------------------------------------------------------------------------------------------- text completions
 
 
-def _text_head(job: Job) -> dict[str, Any]:
+def _text_head(job: AnswerJob) -> dict[str, Any]:
     return {"id": f"cmpl-{job.id}", "object": "text_completion", "created": job.created, "model": job.model}
 
 
-async def text_completion(service: Service, job: Job, asked: CompletionRequest) -> dict[str, Any]:
+async def text_completion(service: Service, job: AnswerJob, fields: CompletionRequest) -> dict[str, Any]:
     """Return the body of complete answers to texts."""
     answers = await complete(service, job)
     choices = []
     for index, answer in enumerate(answers):
         prompt = job.prompts[index]
         entries, text = list[TokenLogprob | None](answer.logprobs), answer.text
-        if asked.echo:
+        if fields.echo:
             entries = [*(answer.prompt_logprobs or ()), *entries]
             text = service.tokens.decode(prompt.tokens, skip_special=False) + text
         choice: dict[str, Any] = {
@@ -220,40 +221,42 @@ async def text_completion(service: Service, job: Job, asked: CompletionRequest) 
             "text": text,
             "logprobs": None,
             "finish_reason": answer.finish_reason(),
-            "stop_reason": answer.stop_reason(asked),
+            "stop_reason": answer.stop_reason(fields),
         }
-        if asked.logprobs is not None:
-            first = prompt.tokens[0] if asked.echo else None
+        if fields.logprobs is not None:
+            first = prompt.tokens[0] if fields.echo else None
             choice["logprobs"] = _text_logprobs(service.tokens, entries, first)
-        if asked.prompt_logprobs is not None:
+        if fields.prompt_logprobs is not None:
             choice["prompt_logprobs"] = _prompt_logprobs(service.tokens, answer.prompt_logprobs)
-        if asked.return_token_ids:
+        if fields.return_token_ids:
             choice |= {"token_ids": answer.tokens, "prompt_token_ids": list(prompt.tokens)}
         choices.append(choice)
     return {**_text_head(job), "choices": choices, "usage": usage(job, answers)}
 
 
-async def text_chunks(service: Service, job: Job, asked: CompletionRequest) -> AsyncGenerator[dict[str, Any], None]:
+async def text_chunks(
+    service: Service, job: AnswerJob, fields: CompletionRequest
+) -> AsyncGenerator[dict[str, Any], None]:
     """Yield the chunks of streamed answers to texts."""
     head = _text_head(job)
-    if asked.stream_options is not None and asked.stream_options.include_usage:
+    if fields.stream_options is not None and fields.stream_options.include_usage:
         head["usage"] = None
-    answers = [Answer(job.splitter()) for _ in job.requests]
+    answers = [ChoiceState(job.splitter()) for _ in job.requests]
     async with aclosing(service.run(job)) as deltas:
         async for index, delta in deltas:
             answer = answers[index]
             answer.add(delta)
-            if not (delta.text or delta.finish or delta.logprobs or (asked.return_token_ids and delta.tokens)):
+            if not (delta.text or delta.finish or delta.logprobs or (fields.return_token_ids and delta.tokens)):
                 continue
             choice = {
                 "index": index,
                 "text": delta.text,
-                "logprobs": None if asked.logprobs is None else _text_logprobs(service.tokens, delta.logprobs, None),
+                "logprobs": None if fields.logprobs is None else _text_logprobs(service.tokens, delta.logprobs, None),
                 "finish_reason": answer.finish_reason(),
             }
             if delta.finish is not None:
-                choice["stop_reason"] = answer.stop_reason(asked)
-            if asked.return_token_ids:
+                choice["stop_reason"] = answer.stop_reason(fields)
+            if fields.return_token_ids:
                 choice["token_ids"] = list(delta.tokens)
             yield {**head, "choices": [choice]}
     if "usage" in head:

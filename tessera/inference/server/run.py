@@ -16,7 +16,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from tessera.errors import TesseraError
+from tessera.errors import TesseraError, first_line
 from tessera.runtime.log import logger
 
 _HEADER_BYTES = 32 << 10
@@ -92,7 +92,7 @@ def bind(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         sock.close()
         raise TesseraError(
-            f"cannot listen on {host}:{port}: {getattr(error, 'strerror', None) or error}",
+            f"cannot listen on {host}:{port}: {first_line(error)}",
             where="--host, --port",
             fix="name another --port (0: any free one), and an address of this machine as --host",
             code="environment.cannot-listen",

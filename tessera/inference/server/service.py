@@ -15,10 +15,10 @@ from typing import Any
 from tessera.core.batch import Batch
 from tessera.data.media.urls import UrlPolicy
 from tessera.inference.engine.request import Constraint, Delta, Request, Sampling
-from tessera.inference.server.answers import Answers, EngineAccess, Mailbox
+from tessera.inference.server.answers import AnswerGroup, EngineAccess, Mailbox
 from tessera.inference.server.content import chat_messages, text_length
 from tessera.inference.server.errors import ApiError, unsupported
-from tessera.inference.server.fields import ChatRequest, Message, Sampled, Tool
+from tessera.inference.server.fields import ChatMessage, ChatRequest, SamplingFields, Tool
 from tessera.inference.server.metrics import Metrics
 from tessera.inference.server.pieces import PlainSplitter, Splitter
 from tessera.inference.server.prompts import NO_FILES, Prompts, download_media, has_urls
@@ -35,7 +35,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Job:
+class AnswerJob:
     """Hold the answers that one API request asks for: each with its prompt and its request of the engine."""
 
     requests: Sequence[Request]
@@ -83,7 +83,7 @@ class Service:
     # ------------------------------------------------------------------------------------------ prompts
 
     async def chat_prompt(
-        self, messages: Sequence[Message], tools: Sequence[Tool], *, answer: bool, continues: bool
+        self, messages: Sequence[ChatMessage], tools: Sequence[Tool], *, answer: bool, continues: bool
     ) -> Prompt:
         """Return the prompt of a conversation. `answer`: end with the header of the answer."""
         if continues and answer:
@@ -157,7 +157,7 @@ class Service:
 
     # ------------------------------------------------------------------------------------------ requests
 
-    async def chat_job(self, request: ChatRequest) -> Job:
+    async def chat_job(self, request: ChatRequest) -> AnswerJob:
         """Return the answers that a chat request asks for."""
         adapter = self.adapter_of(request.model)
         split = self.split(request)
@@ -171,7 +171,7 @@ class Service:
         most = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         logprobs = request.top_logprobs if request.logprobs else None
         requests = self.engine_requests(request, prompt, most, logprobs, adapter)
-        return Job(requests, [prompt] * len(requests), request.model or self.settings.name, split)
+        return AnswerJob(requests, [prompt] * len(requests), request.model or self.settings.name, split)
 
     def adapter_of(self, model: str | None) -> str | None:
         """Return the adapter that a model name means; None: the base model. Raise for unknown names."""
@@ -188,23 +188,23 @@ class Service:
         )
 
     def engine_requests(
-        self, request: Sampled, prompt: Prompt, most: int | None, logprobs: int | None, adapter: str | None
+        self, request: SamplingFields, prompt: Prompt, most: int | None, logprobs: int | None, adapter: str | None
     ) -> list[Request]:
         """Return the requests of the engine for one prompt: `n` that differ in their seeds."""
         if request.n > self.settings.max_answers:
             raise ApiError(
                 400, f"n is {request.n}; the limit is {self.settings.max_answers}", param="n", code="invalid_value"
             )
-        left = self.settings.max_length - len(prompt.tokens)
-        if most is not None and most > left:
+        room = self.settings.max_length - len(prompt.tokens)
+        if most is not None and most > room:
             raise ApiError(
                 400,
                 f"{len(prompt.tokens)} tokens of the prompt and {most} new tokens do not fit into the context of "
-                f"{self.settings.max_length} tokens; at most {left} new tokens fit",
+                f"{self.settings.max_length} tokens; at most {room} new tokens fit",
                 param="max_tokens",
                 code="context_length_exceeded",
             )
-        if request.min_tokens > (left if most is None else most):
+        if request.min_tokens > (room if most is None else most):
             raise ApiError(400, "min_tokens is larger than max_tokens", param="min_tokens", code="invalid_value")
         for name, tokens in (
             ("stop_token_ids", request.stop_token_ids),
@@ -217,7 +217,7 @@ class Service:
         single = Request(
             prompt=prompt.batch,
             sampling=_sampling(request),
-            max_new_tokens=left if most is None else most,
+            max_new_tokens=room if most is None else most,
             min_new_tokens=request.min_tokens,
             stop_tokens=stops,
             stop=tuple(request.stop),
@@ -231,13 +231,13 @@ class Service:
         )
         return [replace(single, sampling=single.sampling.nth(index)) for index in range(request.n)]
 
-    async def run(self, job: Job) -> AsyncGenerator[tuple[int, Delta], None]:
+    async def run(self, job: AnswerJob) -> AsyncGenerator[tuple[int, Delta], None]:
         """Yield (index of the answer, delta) until all answers are complete. Raise for an answer that failed.
 
         Close the iterator to abort the answers: `contextlib.aclosing`.
         """
         timer = self.metrics.timer(job.started, [len(prompt.tokens) for prompt in job.prompts])
-        async with Answers(self.engine, self.mailbox, self.submitters) as answers:
+        async with AnswerGroup(self.engine, self.mailbox, self.submitters) as answers:
             await answers.submit(job.requests)
             async for index, delta in answers.deltas():
                 timer.add(index, delta)
@@ -250,12 +250,14 @@ class Service:
                 yield index, delta
 
     def close(self) -> None:
+        """End the engine and all helpers. Answers in progress are aborted."""
+        self.engine.close(0)
         self.prompts.close()
         self._helpers.shutdown(wait=False, cancel_futures=True)
         self.submitters.shutdown(wait=False, cancel_futures=True)
 
 
-def _sampling(request: Sampled) -> Sampling:
+def _sampling(request: SamplingFields) -> Sampling:
     seed = secrets.randbits(62) if request.seed is None else request.seed & ((1 << 63) - 1)
     allowed = request.allowed_token_ids
     return Sampling(
@@ -272,7 +274,7 @@ def _sampling(request: Sampled) -> Sampling:
     )
 
 
-def _constraint(request: Sampled) -> Constraint | None:
+def _constraint(request: SamplingFields) -> Constraint | None:
     shape, outputs = request.response_format, request.structured_outputs
     if shape is not None:
         if shape.type == "json_object":
