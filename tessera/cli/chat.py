@@ -47,11 +47,11 @@ def chat(
     """
     check_path(model)
     from tessera.inference.chat import Chat
-    from tessera.inference.generate import Sampling
     from tessera.inference.load import load
+    from tessera.inference.sampling_options import sampling_of
 
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
-    Sampling(**sampling)  # type: ignore[arg-type]  # refuse wrong values before the model is loaded
+    sampling_of(**sampling)  # type: ignore[arg-type]  # refuse wrong values before the model is loaded
     if max_new_tokens < 1:
         raise TesseraError(
             f"--max-new-tokens must be 1 or more, got {max_new_tokens}",

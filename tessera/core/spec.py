@@ -129,6 +129,11 @@ class EncodesMedia(Protocol):
         """Return the embeddings for the slots of a batch, by tensor name, for use in later batches."""
         ...
 
+
+@runtime_checkable
+class EncodesInStages(EncodesMedia, Protocol):
+    """Declare a model that encodes media also if its encoders are split over pipeline stages."""
+
     def encode_stage(self, batch: Batch, carry: Tensor | None) -> Tensor:
         """Return what `encode` has computed after this pipeline stage. `carry`: the same of the previous stage."""
         ...

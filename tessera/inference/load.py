@@ -28,8 +28,8 @@ from tessera.errors import TesseraError, few_names, nearest
 from tessera.hub.config import local_model
 from tessera.inference.chat import Chat
 from tessera.inference.found_model import FoundModel, find_model
-from tessera.inference.generate import Sampling
 from tessera.inference.loaded import LoadedModel, LoadedProcessor
+from tessera.inference.sampling_options import sampling_of
 from tessera.inference.weight_source import CONFIG, allocated, fill_from, newest_names, origin_of, saved_config
 from tessera.lora.exchange import is_adapters
 from tessera.lora.load import fill_adapters, merge_into, part_of, settled, targets_origin
@@ -328,7 +328,7 @@ def generate(
     `on_text` is called with each new part of the answer. `adapters`, `family` and `trust`: see `load`. `sampling`:
     temperature, top_k, top_p, seed.
     """
-    Sampling(**sampling)  # raise for wrong values before the model is loaded
+    sampling_of(**sampling)  # raise for wrong values before the model is loaded
     loaded, processor = load(model, device=device, adapters=adapters, family=family, trust=trust)
     conversation = Chat(loaded, processor, system, max_new_tokens, sampling)
     return conversation.ask(question, images=images, videos=videos, on_text=on_text)

@@ -23,10 +23,14 @@ from tessera.diffusion.sampling.over_ranks import ModelOverRanks, PassRanks
 from tessera.errors import TesseraError, with_fix
 from tessera.inference.chat import Chat
 from tessera.inference.engine.model import GenerativeModel
+from tessera.inference.engine.offline import answer_prompts
+from tessera.inference.engine.request import Request, Sampling, check_new_tokens
+from tessera.inference.engine.text import AnswerText
 from tessera.inference.export import export_folder
-from tessera.inference.generate import OwnGeneration, Sampling, TextStream, generate_tokens
 from tessera.inference.messages import conversations, sample_of
+from tessera.inference.own_generation import OwnGeneration
 from tessera.inference.proof import check_choice
+from tessera.inference.sampling_options import sampling_of
 from tessera.lora.export import save_adapters
 from tessera.lora.select import Adapters
 from tessera.models.processing.conversation import ConversationProcessor, PromptEnding
@@ -117,32 +121,48 @@ class LoadedModel(nn.Module):
     ) -> str | list[str]:
         """Generate the answer to one prompt, or a list of answers to several prompts.
 
-        `on_text` is called with each new part of the answer, for one prompt only.
+        `on_text` is called with each new part of the answer, for one prompt only. The engine answers all prompts
+        together; a class of another library answers with its own method (see `OwnGeneration`).
         """
         if self.spec.gives(REWARDS):
             raise _reward_model()
         processor = _needed(self._processor, self.spec)
         rows = batch.segments["text"].bounds.numel() - 1
-        stream = None if on_text is None else TextStream(processor.decode, on_text)
-        if stream is not None and rows != 1:
+        if on_text is not None and rows != 1:
             raise TesseraError(
                 f"on_text works with one prompt, and the batch has {rows}",
                 fix="pass one prompt",
                 code="generation.stream-of-several",
             )
-        generate = self.spec.generate
-        answers = generate_tokens(
-            self._run if generate is None else OwnGeneration(self.module, generate),
+        check_new_tokens(max_new_tokens)
+        sampling = sampling_of(temperature, top_k, top_p, seed)
+        if self.spec.generate is None:
+            texts = answer_prompts(self, batch, processor.stop_tokens, max_new_tokens, sampling, on_text)
+        else:
+            texts = self._generate_itself(batch, processor, max_new_tokens, sampling, on_text)
+        return texts[0] if rows == 1 else texts
+
+    def _generate_itself(
+        self,
+        batch: Batch,
+        processor: LanguageProcessor,
+        max_new_tokens: int,
+        sampling: Sampling,
+        on_text: Callable[[str], None] | None,
+    ) -> list[str]:
+        """Generate with the method of a class of another library."""
+        assert self.spec.generate is not None
+        stream = AnswerText(Request(batch), processor.decode)
+        answers = OwnGeneration(self.module, self.spec.generate).answer(
             batch.to(self.device),
             max_new_tokens=max_new_tokens,
             stop_tokens=processor.stop_tokens,
-            sampling=Sampling(temperature, top_k, top_p, seed),
-            on_token=None if stream is None else stream.add,
+            sampling=sampling,
+            on_token=None if on_text is None else lambda row, token: on_text(stream.add(token)[0]),
         )
-        if stream is not None:
-            stream.close()
-        texts = [processor.decode(tokens) for tokens in answers]
-        return texts[0] if rows == 1 else texts
+        if on_text is not None:
+            on_text(stream.close())
+        return [processor.decode(tokens) for tokens in answers]
 
     @torch.no_grad()
     def reward(self, batch: Batch) -> list[float]:

@@ -133,7 +133,7 @@ class MultimodalModel(CausalLMBase):
     def unpacked(self, batch: Batch, packed: Tensor) -> dict[str, Tensor]:
         """Return the embeddings by tensor name, from the output of `encode_stage` of the last stage."""
         counts = [_slots(batch, encoder.stream).shape[0] for encoder in self.encoders]
-        parts = zip(self.encoders, counts, packed.split(counts), strict=True)
+        parts = zip(self.encoders, counts, torch.split(packed, counts), strict=True)
         return {encoder.embeddings: part[:, : encoder.width] for encoder, count, part in parts if count}
 
     @torch.no_grad()

@@ -9,10 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor, Shard
 
 from tessera.config.pattern import home
+from tessera.core.spec import EncodesMedia
 from tessera.parallel.collectives import GradientSync
 from tessera.parallel.memory_estimate import shard_dimension
 from tessera.parallel.mesh import FSDP, FSDP_EXPERTS, REPLICATE, Mesh
@@ -138,6 +146,8 @@ def apply_fsdp(module: nn.Module, plan: Plan, mesh: Mesh, device: torch.device, 
     arguments = fsdp_arguments(module, plan, mesh, device)
     shard_modules(module, blocks, arguments, plan, root=root, meshes=_other_meshes(module, plan.layout, mesh))
     prefetch_modules(module, blocks, plan.layout.sharding.prefetch_forward, plan.layout.sharding.prefetch_backward)
+    if root is module and isinstance(module, EncodesMedia):
+        register_fsdp_forward_method(module, "encode")  # it gathers the weights of the root, as the forward pass does
 
 
 def _other_meshes(module: nn.Module, layout: Layout, mesh: Mesh) -> dict[str, DeviceMesh]:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from tessera.core.batch import Batch
 from tessera.core.cache import CacheStep
 from tessera.core.outputs import Outputs
-from tessera.core.spec import EncodesMedia, InitializesByName
+from tessera.core.spec import EncodesInStages, InitializesByName
 from tessera.parallel.mesh import PP, Mesh
 from tessera.parallel.pipeline_plan import PipelinePlan
 from tessera.parallel.plan import Plan
@@ -169,7 +169,7 @@ class PipelinedModel:
         self.device = device
         model: Any = next(iter(stages))._stage_model
         self._output = next(iter(model.heads))  # name of the main head
-        self._media = model if isinstance(model, EncodesMedia) else None
+        self._media = model if isinstance(model, EncodesInStages) else None
         self.encoders: Sequence[Any] = () if self._media is None else self._media.encoders
 
     def new_cache(self, blocks: int, block_size: int) -> dict[int, Any]:
@@ -200,7 +200,7 @@ class PipelinedModel:
         assert self._media is not None
 
         def work(stage: StageModule, carry: Tensor | None, mb: int) -> Any:
-            return cast(EncodesMedia, stage._stage_model).encode_stage(batch, carry)
+            return cast(EncodesInStages, stage._stage_model).encode_stage(batch, carry)
 
         return self._media.unpacked(batch, self.stages.share(self.stages.run(work)))
 

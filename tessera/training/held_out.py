@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tessera.config.run_config import RunConfig
@@ -21,7 +23,10 @@ from tessera.data.media.read import ChatProcessor, read_media
 from tessera.data.sources.source import open_source
 from tessera.errors import TesseraError
 from tessera.inference.answer_images import with_copies
-from tessera.inference.generate import GenerativeModel, OwnGeneration, Sampling, generate_tokens
+from tessera.inference.engine.model import GenerativeModel
+from tessera.inference.engine.offline import answer_prompts
+from tessera.inference.engine.request import Sampling
+from tessera.inference.own_generation import OwnGeneration
 from tessera.inference.questions import Question, questions
 from tessera.parallel.mesh import DATA, Mesh
 from tessera.parallel.pipeline_stages import LocalStages, PipelinedModel
@@ -109,7 +114,7 @@ class GenerationEval(Callback):
             try:
                 for start in range(0, len(self.questions), BATCH):
                     batch = self.questions[start : start + BATCH]
-                    texts = self._generate(batch, trainer.world.device)
+                    texts = self._generate(batch, trainer.module, trainer.world.device)
                     rows += [question.marked(text) for question, text in zip(batch, texts, strict=True)]
             finally:
                 trainer.module.train()
@@ -120,22 +125,34 @@ class GenerationEval(Callback):
         trainer.report_eval({"exact_match": exact})
         return exact
 
-    def _generate(self, batch: Sequence[Question], device: torch.device) -> list[str]:
+    def _generate(self, batch: Sequence[Question], module: nn.Module, device: torch.device) -> list[str]:
+        """Answer questions with the weights that are being trained. The cache is dropped afterwards."""
         read = [read_media(q.sample, q.root, self.limits, self.processor) for q in batch]
         samples = [question.sample for question in batch]
         prompt: Batch = self.processor.prompt(samples, [media for media, _ in read], [sizes for _, sizes in read])
-        answers = generate_tokens(
-            self.model,
-            prompt.to(device),
-            max_new_tokens=self.max_new_tokens,
-            stop_tokens=self.processor.stop_tokens,
-            sampling=Sampling(),
-        )
-        return [self.processor.decode(tokens) for tokens in answers]
+        stops = self.processor.stop_tokens
+        if isinstance(self.model, OwnGeneration):
+            answers = self.model.answer(
+                prompt.to(device), max_new_tokens=self.max_new_tokens, stop_tokens=stops, sampling=Sampling()
+            )
+            return [self.processor.decode(tokens) for tokens in answers]
+        model = TrainedModel(module, self.model, self.processor, device, dist.is_initialized())
+        return answer_prompts(model, prompt, stops, self.max_new_tokens, Sampling())
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """Hold a model that is being trained, in the form that an engine runs."""
+
+    module: nn.Module
+    generator: GenerativeModel
+    processor: Processor | None
+    device: torch.device
+    over_ranks: bool  # all ranks answer the same questions, and weights may be sharded
 
 
 def generating_model(spec: ModelSpec, module: nn.Module, plan: Plan, mesh: Mesh, device: torch.device) -> object:
-    """Return the model of a run in the form that `inference.generate` calls."""
+    """Return the model of a run in the form that generates answers."""
     if spec.generate is not None:
         return OwnGeneration(module, spec.generate)
     if isinstance(module, LocalStages):

@@ -15,7 +15,7 @@ import tessera
 from tessera.checkpoint.state import model_tensors
 from tessera.core.batch import Batch
 from tessera.core.spec import ModelSpec
-from tessera.inference.generate import Sampling, generate_tokens
+from tests.toys.engine_models import new_tokens
 from tests.toys.save_folder import save_folder
 
 
@@ -41,7 +41,7 @@ def same_answer(
     (model, loaded), reference = _both(folder)
     batch, processor = loaded(question), loaded.processor
     stops = processor.stop_tokens
-    ours = generate_tokens(model.module, batch, max_new_tokens=new, stop_tokens=stops, sampling=Sampling())[0]
+    ours = new_tokens(model.module, batch, new, stops)[0]
     prompt = {"input_ids": batch["tokens"][None], "attention_mask": torch.ones_like(batch["tokens"])[None]}
     out = reference.generate(
         **{**prompt, **inputs(reference, batch)}, max_new_tokens=new, do_sample=False, eos_token_id=list(stops)

@@ -16,10 +16,10 @@ from PIL import Image
 import tessera
 from tessera.core.batch import Batch
 from tessera.core.sample import Message, Part, Sample
-from tessera.inference.generate import Sampling, generate_tokens
 from tessera.models.processing.chat import ChatTemplate
 from tessera.models.qwen2_5_vl import SPEC
 from tessera.models.transformers.library import load_image_processor
+from tests.toys.engine_models import new_tokens
 
 VOCAB = 300
 WORDS = (*ChatTemplate().special_words(), "<|endoftext|>")
@@ -114,7 +114,7 @@ def test_an_answer_is_generated_where_it_is_trained(exported: Path) -> None:
     words = start - int(seen.nonzero()[-1]) - 1
     assert prompt["positions"][0, seen].max() > sides.max() + words  # beyond what the words behind it reach
     stops = loaded.processor.stop_tokens
-    said = generate_tokens(model.module, prompt, max_new_tokens=12, stop_tokens=stops, sampling=Sampling())[0]
+    said = new_tokens(model.module, prompt, 12, stops)[0]
     assert len(set(said)) > 2  # it says something
 
     question = Message("user", (Part("video", None), Part("text", "what is in this picture")))

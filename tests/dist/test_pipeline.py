@@ -17,7 +17,6 @@ from tessera.core.callback import Callback, StepResult
 from tessera.core.sample import Message, Part, Sample
 from tessera.core.task import Task
 from tessera.errors import TesseraError
-from tessera.inference.generate import Sampling, generate_tokens
 from tessera.observe.watchdog.watchdog import Watchdog
 from tessera.parallel.apply import initialize, parallelize
 from tessera.parallel.mesh import Mesh
@@ -29,6 +28,7 @@ from tests.dist.layout_cases import DEEP, FOUR_LAYERS, IN_ENCODER, PIPELINE
 from tests.dist.layouts import LIMIT, Case, good, measure_selected, params, recipe_of
 from tests.dist.spawn import run_ranks
 from tests.toys.chat_set import chat_recipe, write_chat_set
+from tests.toys.engine_models import new_tokens
 
 ONE_RANK = {"vision": [2, 0, 0, 0], "text": [0, 1, 1, 2]}  # by zbv, the table that embeds and its copy lie on rank 0
 
@@ -207,10 +207,7 @@ def answers(rank: int, world: int, recipe: dict[str, Any], overrides: dict[str, 
         Sample("b", (Message("user", (Part("text", "Say tall old."),)),)),
     ]
     batches: list[Batch] = [processor.prompt(asks, [[look], []]), processor.prompt(asks[1:], [[]])]
-    return [
-        generate_tokens(model, batch, max_new_tokens=6, stop_tokens=processor.stop_tokens, sampling=Sampling())
-        for batch in batches
-    ]
+    return [new_tokens(model, batch, 6, processor.stop_tokens, over_ranks=True) for batch in batches]
 
 
 ANSWERING: dict[str, dict[str, Any]] = {

@@ -11,7 +11,6 @@ from torch import nn
 
 from tessera.config.run_config import load_config
 from tessera.core.batch import Batch, Segments
-from tessera.inference.generate import Sampling, generate_tokens
 from tessera.parallel.apply import build_engine, initialize, parallelize
 from tessera.parallel.communication import CommCounter
 from tessera.parallel.mesh import Mesh
@@ -21,6 +20,7 @@ from tests.dist.layout_cases import SEQUENCE, TENSOR, UNTIED
 from tests.dist.layouts import Case, Record, good, measure_selected, params, quietly, recipe_of
 from tests.dist.spawn import run_ranks
 from tests.toys.chat_set import MODEL, write_chat_set
+from tests.toys.engine_models import new_tokens
 
 MODELS: list[dict[str, Any]] = [{}, UNTIED]
 
@@ -98,7 +98,7 @@ def write_tokens(rank: int, world: int, pairs: list[tuple[dict[str, Any], dict[s
         values = setup.config.vision.patch_values
         for lengths in ([9, 5, 3], [7]):
             batch = prompt(lengths, values)
-            results.append(generate_tokens(module, batch, max_new_tokens=4, stop_tokens=[], sampling=Sampling()))
+            results.append(new_tokens(module, batch, 4, over_ranks=True))
     return results
 
 

@@ -13,11 +13,11 @@ import torch
 from tessera.core.batch import Batch, Segments
 from tessera.core.cache import CacheRow, CacheStep
 from tessera.core.spec import ModelSpec
-from tessera.inference.generate import Sampling, generate_tokens
 from tessera.models import FAMILIES
 from tessera.nn.multimodal import MultimodalModel
 from tests.errors import raises
 from tests.toys import joining_rows, moe_decoder, two_encoders
+from tests.toys.engine_models import new_tokens
 from tests.toys.joining_rows import Request
 
 MODELS = {
@@ -67,9 +67,7 @@ def alone(name: str, seed: int) -> list[tuple[Request, list[int]]]:
     chance, pairs = Random(seed), []
     for number in range(6):
         each = request(spec, config, 4 * chance.randint(3, 9), 10 * seed + number, chance.randint(1, 7))
-        (tokens,) = generate_tokens(
-            model, each.prompt, max_new_tokens=each.new_tokens, stop_tokens=(), sampling=Sampling()
-        )
+        (tokens,) = new_tokens(model, each.prompt, each.new_tokens)
         if isinstance(model, MultimodalModel):
             each.encoded = model.encode(each.prompt)
         pairs.append((each, tokens))

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from tessera.inference.generate import Sampling, TextStream, generate_tokens, pick
 from torch import Tensor
 
 from tessera.core.batch import Batch, Segments
 from tessera.core.cache import CacheStep
 from tessera.errors import TesseraError
-from tessera.inference.generate import Sampling, TextStream, generate_tokens, pick
 from tests.errors import raises
 
 cases = pytest.importorskip("qwen2_vl_cases", reason="needs transformers, the reference")

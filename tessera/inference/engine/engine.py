@@ -23,7 +23,15 @@ from tessera.inference.engine.constraint import Grammars
 from tessera.inference.engine.flight import Flight
 from tessera.inference.engine.media import split_media
 from tessera.inference.engine.model import EngineModel
-from tessera.inference.engine.request import Answer, Delta, Finish, Request, TokenLogprob
+from tessera.inference.engine.request import (
+    Answer,
+    Delta,
+    Finish,
+    Request,
+    TokenLogprob,
+    check_new_tokens,
+    not_finite_error,
+)
 from tessera.inference.engine.runner import AdapterBank, Runner
 from tessera.inference.engine.sampler import Sampler
 from tessera.inference.engine.scheduler import EngineLimits, Part, Scheduler
@@ -62,10 +70,9 @@ class _Counters:
 class Engine:
     """Answer requests. All methods are for one thread, except `prepare`; see `EngineThread`."""
 
-    def __init__(
-        self, model: EngineModel, limits: EngineLimits = EngineLimits(), bank: AdapterBank | None = None
-    ) -> None:
+    def __init__(self, model: EngineModel, limits: EngineLimits | None = None, bank: AdapterBank | None = None) -> None:
         """`bank`: holds adapters of the model that requests may name."""
+        limits = limits or EngineLimits()
         self.model = model
         self.limits = limits
         self._bank = bank
@@ -74,7 +81,7 @@ class Engine:
         self._vocabulary, block_bytes = self._runner.probe()
         self._most_blocks = self._memory_limit(block_bytes)
         # On a CPU, which has memory for other programs too, the cache grows with the requests.
-        grows = model.device.type == "cpu" and limits.blocks is None
+        grows = model.device.type == "cpu"
         self._pool = BlockPool(0 if grows else self._most_blocks, limits.block_size)
         self._runner.allocate(self._pool.blocks)
         self._sampler = Sampler(limits.rows, self._vocabulary, model.device)
@@ -92,12 +99,7 @@ class Engine:
     def prepare(self, request: Request) -> RequestState:
         """Check a request, and return its state. Any thread may call this while another one runs steps."""
         tokens = request.prompt["tokens"]
-        if request.max_new_tokens < 0:
-            raise TesseraError(
-                f"max_new_tokens must be 0 or more, got {request.max_new_tokens}",
-                allowed=["0 and above"],
-                code="generation.max-tokens-too-small",
-            )
+        check_new_tokens(request.max_new_tokens)
         if not tokens.numel():
             raise TesseraError(
                 "the prompt has no tokens", fix="pass a prompt with text", code="generation.empty-prompt"
@@ -106,8 +108,8 @@ class Engine:
         if needed > self._most_blocks:
             room = self._most_blocks * self.limits.block_size
             raise TesseraError(
-                f"the request needs {tokens.numel()} tokens for its prompt and up to {request.max_new_tokens} new ones, "
-                f"and the cache has room for {room}",
+                f"the prompt has {tokens.numel()} tokens, up to {request.max_new_tokens} new ones follow, and the "
+                f"cache has room for {room}",
                 fix="shorten the prompt, or ask for fewer new tokens",
                 code="generation.cache-full",
             )
@@ -265,20 +267,17 @@ class Engine:
             state = result.state
             if state.finished:
                 continue
-            state.pending = 0
+            state.pending -= 1
             try:
                 if result.damaged:
-                    raise TesseraError(
-                        "the logits of the model are NaN",
-                        fix="the weights are damaged or training diverged: check the loss, or use an older checkpoint",
-                        code="generation.output-not-finite",
-                    )
+                    raise not_finite_error()
                 self._deltas.append(self._extend(state, result.token, result.logprob))
             except Exception as error:
                 self._deltas.append(self._fail(state, error, damaged=result.damaged))
         for part in flight.parts:  # requests for log-probabilities of the prompt alone
-            if not part.state.finished and not part.sampled and part.state.remaining == 0 and not part.state.pending:
-                self._deltas.append(self._end(part.state, "length"))
+            state = part.state
+            if not state.finished and not state.request.max_new_tokens and part.start + part.new == state.prompt_length:
+                self._deltas.append(self._end(state, "length"))
 
     def _extend(self, state: RequestState, token: int, logprob: TokenLogprob | None) -> Delta:
         """Add a token to an answer, and return the delta, which ends it if the token does."""
@@ -414,11 +413,11 @@ class Engine:
 
     def _memory_limit(self, block_bytes: int) -> int:
         """Return how many blocks the cache may have. All ranks of a split model have the same number."""
-        if self.limits.blocks is not None:
-            return self.limits.blocks
         device = self.model.device
         share = _SHARE_OF_HOST if device.type == "cpu" else _SHARE_OF_DEVICE
-        blocks = int(share * devices.free_memory(device)) // block_bytes
+        blocks = int(share * devices.free_memory(device)) // max(block_bytes, 1)  # a stage may have no cache
+        if self.limits.blocks is not None:
+            blocks = min(blocks, self.limits.blocks)
         if self.model.over_ranks:
             least = torch.tensor(blocks, device=device)
             dist.all_reduce(least, dist.ReduceOp.MIN)

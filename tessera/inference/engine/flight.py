@@ -64,7 +64,7 @@ class Flight:
                 self.sampled.append(part)
             start = end
         every = len(rows) == logits.shape[0]
-        self.logits = logits if every else logits.index_select(0, torch.tensor(rows, device=logits.device))
+        self.logits = logits if every else logits.index_select(0, torch.tensor(rows, dtype=torch.int64, device=logits.device))
         self.sources = {part.state: number for number, part in enumerate(self.sampled)}
         self.tokens: Tensor | None = None
         self._host: HostCopy | None = None

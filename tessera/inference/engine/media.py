@@ -54,6 +54,12 @@ def split_media(batch: Batch, encoders: Sequence[Encoder]) -> list[Piece]:
     """Return the media of a batch as pieces, in the order of the encoders and of the tokens."""
     names = {name for encoder in encoders for name in _names(encoder.stream)}
     constants = {name: tensor for name, tensor in batch.tensors.items() if name not in names and name not in _TEXT}
+    if constants and not encoders:
+        raise TesseraError(
+            f"the prompt has {', '.join(constants)}, which this model does not encode separately",
+            fix="give the model the methods of EncodesMedia, or pass a prompt of text",
+            code="generation.media-not-encoded",
+        )
     return [piece for encoder in encoders for piece in _pieces(batch, encoder, constants)]
 
 

@@ -118,6 +118,25 @@ class Delta:
     finish: Finish | None = None  # the last delta has it
 
 
+def check_new_tokens(count: int) -> None:
+    """Raise if a request asks for a negative number of new tokens."""
+    if count < 0:
+        raise TesseraError(
+            f"max_new_tokens must be 0 or more, got {count}",
+            allowed=["0 and above"],
+            code="generation.max-tokens-too-small",
+        )
+
+
+def not_finite_error() -> TesseraError:
+    """Return the error of a request whose logits are not finite."""
+    return TesseraError(
+        "the logits of the model are not finite",
+        fix="the weights are damaged or training diverged: check the loss, or use an older checkpoint",
+        code="generation.output-not-finite",
+    )
+
+
 @dataclass(frozen=True)
 class Answer:
     """Hold a complete answer."""

@@ -122,8 +122,8 @@ class Runner:
     def _encode(self, pieces: Sequence[Piece], adapter: str | None) -> Mapping[bytes, Tensor | Exception]:
         """Return the embeddings of pieces by digest. If they fail together, each is encoded alone."""
         assert isinstance(self.model, EncodesMedia)
-        batch = join_media(pieces)
         try:
+            batch = join_media(pieces)
             if self.bank is not None:
                 self.bank.select([adapter], [sum(sum(piece.lengths) for piece in pieces)])
             encoded = self.model.encode(batch.to(self.device, non_blocking=True))
@@ -134,7 +134,7 @@ class Runner:
         results: dict[bytes, Tensor | Exception] = {}
         for name, embeddings in encoded.items():
             own_pieces = [piece for piece in pieces if piece.encoder.embeddings == name]
-            parts = embeddings.split([len(piece.slots) for piece in own_pieces])
+            parts = torch.split(embeddings, [len(piece.slots) for piece in own_pieces])
             # Copies, so that a cached part does not keep the memory of all.
             results |= {piece.digest: part.clone() for piece, part in zip(own_pieces, parts, strict=True)}
         return results
@@ -189,11 +189,13 @@ class Runner:
                 where.append(len(tokens))
                 origin.append(sources[part.state])
             tokens += [0] if part.pending else part.state.tokens[part.start : part.start + part.new]
-        positions = torch.cat([part.state.positions(part.start, part.new) for part in parts], dim=-1)
-        axes = positions.reshape(-1, len(tokens))
-        numbers = self._send([*tokens, *axes.flatten().tolist(), *where, *origin])
-        sizes = (len(tokens), axes.numel(), len(where), len(origin))
-        on_device, flat, targets, indices = numbers.split(sizes)
+        each = [part.state.positions(part.start, part.new) for part in parts]
+        axes = max(position.dim() for position in each)  # a position of text may be the same on all three axes
+        each = [position.expand(3, -1) if position.dim() < axes else position for position in each]
+        positions = torch.cat(each, dim=-1)
+        numbers = self._send([*tokens, *positions.flatten().tolist(), *where, *origin])
+        sizes = [len(tokens), positions.numel(), len(where), len(origin)]
+        on_device, flat, targets, indices = torch.split(numbers, sizes)
         if where:
             assert previous is not None
             on_device = on_device.index_copy(0, targets, previous.index_select(0, indices))

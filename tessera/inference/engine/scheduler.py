@@ -18,7 +18,7 @@ CHUNK_WITH_LOGITS = 512
 class EngineLimits:
     """Limit the memory of an engine, and the work of one call."""
 
-    blocks: int | None = None  # of the KV cache; None: as many as the free memory of the device holds
+    blocks: int | None = None  # of the KV cache; None, or more than that: as many as the free memory holds
     block_size: int = 16  # tokens of a block
     rows: int = 256  # requests that run at once
     tokens: int = 8192  # new tokens of a call: longer prompts are read in chunks
@@ -99,7 +99,8 @@ class Scheduler:
                 budget -= parts[-1].new
         while self.waiting and budget and self._rows and self.preemptions == preemptions:
             state = self.waiting[0]
-            if not self._join(state):
+            # A preempted request may wait for a token of the call in flight.
+            if state.pending or not self._join(state):
                 break
             parts.append(self._part(state, budget))
             budget -= parts[-1].new
@@ -118,12 +119,12 @@ class Scheduler:
                 state.blocks += blocks
                 continue
             last = self.running[-1]
-            self._preempt(last)
+            self.preempt(last)
             if last is state:
                 return False
         return True
 
-    def _preempt(self, state: RequestState) -> None:
+    def preempt(self, state: RequestState) -> None:
         """Release the blocks of a running request, which continues later with the same tokens."""
         self.preemptions += 1
         self.remove(state)

@@ -37,7 +37,7 @@ class RequestState:
     in_sampler: bool = False
     blocks: list[int] = field(default_factory=list)
     computed: int = 0  # tokens in the cache, counting those of the call in flight
-    pending: int = 0  # 1 if a call in flight samples a token
+    pending: int = 0  # tokens that calls in flight sample
     published: int = 0  # blocks that other requests can reuse
     cached_tokens: int | None = None  # tokens of the prompt whose blocks were reused when it first ran
     prompt_read: bool = False  # whether log-probabilities of the whole prompt are computed, if it asks for them

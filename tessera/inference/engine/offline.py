@@ -1,0 +1,63 @@
+"""Answer prompts that are all known, with an engine of their own whose cache is dropped afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from tessera.core.batch import Batch
+from tessera.core.spec import EncodesMedia
+from tessera.inference.engine.engine import Engine
+from tessera.inference.engine.media import split_prompts
+from tessera.inference.engine.model import EngineModel
+from tessera.inference.engine.request import Answer, Request, Sampling
+from tessera.inference.engine.scheduler import EngineLimits
+
+
+def answer_prompts(
+    model: EngineModel,
+    batch: Batch,
+    stop_tokens: Collection[int],
+    max_new_tokens: int,
+    sampling: Sampling,
+    on_text: Callable[[str], None] | None = None,
+) -> list[str]:
+    """Return the texts that answer the prompts of a batch. `on_text` gets each new part of all texts."""
+    answers = answers_to(model, batch, stop_tokens, max_new_tokens, sampling, on_text)
+    return [answer.text for answer in answers]
+
+
+def answers_to(
+    model: EngineModel,
+    batch: Batch,
+    stop_tokens: Collection[int],
+    max_new_tokens: int,
+    sampling: Sampling,
+    on_text: Callable[[str], None] | None = None,
+) -> list[Answer]:
+    """Return the answers to the prompts of a batch. Raise the error of a request that failed."""
+    host, generator = batch.to("cpu"), model.generator
+    prompts = split_prompts(host, generator.encoders if isinstance(generator, EncodesMedia) else ())
+    stops = frozenset(stop_tokens)
+    requests = [
+        Request(prompt, sampling.nth(number), max_new_tokens, stop_tokens=stops)
+        for number, prompt in enumerate(prompts)
+    ]
+    if not requests:
+        return []
+    engine = Engine(model, EngineLimits(blocks=blocks_for(requests, EngineLimits.block_size)))
+    answers = engine.run(requests, None if on_text is None else lambda delta: on_text(delta.text))
+    return [checked(answer) for answer in answers]
+
+
+def blocks_for(requests: Sequence[Request], block_size: int) -> int:
+    """Return how many blocks let all requests run at once."""
+    lengths = (request.prompt["tokens"].numel() + request.max_new_tokens for request in requests)
+    return sum(-(-length // block_size) for length in lengths) + len(requests)
+
+
+def checked(answer: Answer) -> Answer:
+    """Return an answer. Raise its error if it has one: no other caller of an own engine would see it."""
+    error = answer.finish.error
+    if error is not None:
+        raise error.__cause__ if isinstance(error.__cause__, Exception) else error
+    return answer
