@@ -119,6 +119,25 @@ class AdjustsAfterInit(Protocol):
         ...
 
 
+@runtime_checkable
+class EncodesMedia(Protocol):
+    """Declare a language model that can encode the media of prompts before it reads the prompts."""
+
+    encoders: Sequence[Any]  # its encoders, each with its `stream`
+
+    def encode(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the embeddings for the slots of a batch, by tensor name, for use in later batches."""
+        ...
+
+    def encode_stage(self, batch: Batch, carry: Tensor | None) -> Tensor:
+        """Return what `encode` has computed after this pipeline stage. `carry`: the same of the previous stage."""
+        ...
+
+    def unpacked(self, batch: Batch, packed: Tensor) -> dict[str, Tensor]:
+        """Return the embeddings by tensor name, from the output of `encode_stage` of the last stage."""
+        ...
+
+
 # Where a frozen component is stored between uses: unsharded on every rank's device, sharded over the ranks that share
 # the trained model, or in host memory, from which each use copies it to the device.
 Residence = Literal["device", "sharded", "offloaded"]

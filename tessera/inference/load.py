@@ -126,7 +126,19 @@ def load(
     prepare = None if spec.processor is None or files is None else spec.processor(meta.config, files, **options)
     if source.origin not in ("run", "checkpoint"):  # runs are trained with the built-in chat template
         warn_of_another_template(prepare, files)
-    loaded = LoadedModel(module, spec, meta.config, prepare, run, trained, section.path, files, source.limits, saved)
+    loaded = LoadedModel(
+        module,
+        spec,
+        meta.config,
+        prepare,
+        run,
+        trained,
+        section.path,
+        files,
+        source.limits,
+        saved,
+        over_ranks=parallel is not None,
+    )
     return loaded, LoadedProcessor(prepare, spec, source.limits)
 
 

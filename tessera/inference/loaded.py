@@ -22,6 +22,7 @@ from tessera.diffusion.family import GenerationSpec
 from tessera.diffusion.sampling.over_ranks import ModelOverRanks, PassRanks
 from tessera.errors import TesseraError, with_fix
 from tessera.inference.chat import Chat
+from tessera.inference.engine.model import GenerativeModel
 from tessera.inference.export import export_folder
 from tessera.inference.generate import OwnGeneration, Sampling, TextStream, generate_tokens
 from tessera.inference.messages import conversations, sample_of
@@ -45,11 +46,14 @@ class LoadedModel(nn.Module):
         files: Path | None = None,
         limits: Limits | None = None,
         trained_whole: Sequence[str] = (),
+        over_ranks: bool = False,
     ) -> None:
         """Create the wrapper. `run`: callable to use instead of `module`, for a model that is split over ranks. `base`:
         folder of the base model of adapters, if it is known. `files`: folder with tokenizer and chat template.
-        `trained_whole`: names of parameters that were trained in full beside adapters."""
+        `trained_whole`: names of parameters that were trained in full beside adapters. `over_ranks`: whether
+        the model is split over the ranks of the process group."""
         super().__init__()
+        self.over_ranks = over_ranks
         self.trained_whole = trained_whole
         self.adapters = adapters or {}
         self.base = base
@@ -64,6 +68,29 @@ class LoadedModel(nn.Module):
     @property
     def device(self) -> torch.device:
         return next(self.module.parameters()).device
+
+    @property
+    def processor(self) -> Processor | None:
+        return self._processor
+
+    @property
+    def generator(self) -> GenerativeModel:
+        """Return the callable that runs the model with a KV cache. Raise for models that an engine cannot run."""
+        if self.spec.generate is not None:
+            raise TesseraError(
+                f"{self.spec.name} models generate with a method of their class, one batch after another",
+                fix="call model.generate, or use a family that Tessera implements",
+                code="generation.model-generates-itself",
+            )
+        if self.spec.gives(REWARDS):
+            raise _reward_model()
+        if not isinstance(self._run, GenerativeModel):
+            raise TesseraError(
+                f"{self.spec.name} is not a language model with a KV cache",
+                fix="name a language model",
+                code="generation.model-without-cache",
+            )
+        return self._run
 
     @property
     def passes(self) -> PassRanks:
@@ -92,11 +119,7 @@ class LoadedModel(nn.Module):
         `on_text` is called with each new part of the answer, for one prompt only.
         """
         if self.spec.gives(REWARDS):
-            raise TesseraError(
-                "a reward model cannot generate text",
-                fix="compute rewards of answers with model.reward(batch)",
-                code="generation.reward-model",
-            )
+            raise _reward_model()
         processor = _needed(self._processor, self.spec)
         rows = batch.segments["text"].bounds.numel() - 1
         stream = None if on_text is None else TextStream(processor.decode, on_text)
@@ -252,6 +275,14 @@ class LoadedProcessor:
     def _media(self, sample: Sample, root: Path, processor: ChatProcessor) -> tuple[list[Any], list[MediaSize]]:
         with with_fix("media of the conversation", "use a file that exists and can be decoded"):
             return read_media(sample, root, self.limits, processor)
+
+
+def _reward_model() -> TesseraError:
+    return TesseraError(
+        "a reward model cannot generate text",
+        fix="compute rewards of answers with model.reward(batch)",
+        code="generation.reward-model",
+    )
 
 
 def _needed(processor: Processor | None, spec: ModelSpec) -> LanguageProcessor:

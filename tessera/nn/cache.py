@@ -3,8 +3,10 @@ blocks a call reads and writes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from tessera.core.cache import CacheStep
@@ -32,6 +34,25 @@ class KVCache:
             shape = (self.blocks, self.block_size, *like.shape[1:])
             self.layers[layer] = (like.new_zeros(shape), like.new_zeros(shape))
         return self.layers[layer]
+
+    @property
+    def bytes(self) -> int:
+        """Return the size of the allocated layers."""
+        return sum(memory.nbytes for pair in self.layers.values() for memory in pair)
+
+    def grow(self, blocks: int) -> None:
+        """Enlarge the pool to this number of blocks. The contents of existing blocks stay."""
+        more = blocks - self.blocks
+        self.blocks = blocks
+        for layer, (keys, values) in self.layers.items() if more else ():
+            zeros = keys.new_zeros(more, *keys.shape[1:])
+            self.layers[layer] = (torch.cat([keys, zeros]), torch.cat([values, zeros]))
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Fill blocks with zeros. Unused entries are multiplied by zero, so a block must not keep NaN."""
+        for pair in self.layers.values():
+            for memory in pair:
+                memory[torch.tensor(blocks, device=memory.device)] = 0
 
 
 @dataclass(frozen=True)

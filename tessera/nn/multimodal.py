@@ -119,9 +119,22 @@ class MultimodalModel(CausalLMBase):
 
         Images are then encoded once, even if a prompt is processed in chunks.
         """
+        return self.unpacked(batch, self.encode_stage(batch, None))
+
+    def encode_stage(self, batch: Batch, carry: Tensor | None) -> Tensor:
+        """Return what `encode` has computed after this pipeline stage. `carry`: the same of the previous stage."""
+        if all(self._module(path) is None for e in self.encoders for path in (e.stream.module, e.stream.projector)):
+            assert carry is not None
+            return carry
         idle = [encoder for encoder in self.encoders if not _has_input(batch, encoder)]
-        embeddings, _ = self._encode(batch, None, idle)
-        return {e.embeddings: tensor for e, tensor in zip(self.encoders, embeddings, strict=True) if e not in idle}
+        embeddings, features = self._encode(batch, carry, idle)
+        return self._packed([*embeddings, *features])
+
+    def unpacked(self, batch: Batch, packed: Tensor) -> dict[str, Tensor]:
+        """Return the embeddings by tensor name, from the output of `encode_stage` of the last stage."""
+        counts = [_slots(batch, encoder.stream).shape[0] for encoder in self.encoders]
+        parts = zip(self.encoders, counts, packed.split(counts), strict=True)
+        return {encoder.embeddings: part[:, : encoder.width] for encoder, count, part in parts if count}
 
     @torch.no_grad()
     def initialize(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
@@ -140,22 +153,19 @@ class MultimodalModel(CausalLMBase):
             module, projector = self._module(stream.module), self._module(stream.projector)
             if module is None and carry is None:
                 return embeddings, []  # the encoder starts in the next stage
-            if encoder in idle:
+            ready = batch.get(encoder.embeddings)  # results of `encode`
+            if encoder in idle or ready is not None:
                 if module is not None:
                     carry = None
                     if projector is None:
                         return embeddings, [self._nothing(encoder.width)]
-                embeddings.append(self._nothing(encoder.width))
+                embeddings.append(self._nothing(encoder.width) if ready is None else ready)
                 continue
             if module is None:  # the encoder finished in an earlier stage
                 assert carry is not None
                 slots = _slots(batch, stream).shape[0]
                 embeddings.append(carry[:slots, : encoder.width])
                 carry = carry[slots:]
-                continue
-            if projector is not None and encoder.embeddings in batch:
-                carry = None
-                embeddings.append(batch[encoder.embeddings])
                 continue
             features: Tensor = module(_with_input(batch, stream), carry)
             if projector is None:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from tessera.core.batch import Batch
 from tessera.core.cache import CacheStep
 from tessera.core.outputs import Outputs
-from tessera.core.spec import InitializesByName
+from tessera.core.spec import EncodesMedia, InitializesByName
 from tessera.parallel.mesh import PP, Mesh
 from tessera.parallel.pipeline_plan import PipelinePlan
 from tessera.parallel.plan import Plan
@@ -161,14 +161,16 @@ class SequentialStages:
 
 
 class PipelinedModel:
-    """Call the stages of all pipeline ranks like one language model, for `inference.generate`. All ranks must call it,
-    and get the same logits."""
+    """Call the stages of all pipeline ranks like one language model, for generation. All ranks must call it, and get
+    the same results."""
 
     def __init__(self, stages: LocalStages, plan: Plan, mesh: Mesh, device: torch.device) -> None:
         self.stages = SequentialStages(stages, plan, mesh, device)
         self.device = device
         model: Any = next(iter(stages))._stage_model
         self._output = next(iter(model.heads))  # name of the main head
+        self._media = model if isinstance(model, EncodesMedia) else None
+        self.encoders: Sequence[Any] = () if self._media is None else self._media.encoders
 
     def new_cache(self, blocks: int, block_size: int) -> dict[int, Any]:
         """Return one cache for each stage on this rank."""
@@ -191,6 +193,16 @@ class PipelinedModel:
             return out[self._output] if stage.is_last else out
 
         return {self._output: self.stages.share(self.stages.run(work))}
+
+    @torch.no_grad()
+    def encode(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the embeddings for the slots of a batch, as the unsplit model does."""
+        assert self._media is not None
+
+        def work(stage: StageModule, carry: Tensor | None, mb: int) -> Any:
+            return cast(EncodesMedia, stage._stage_model).encode_stage(batch, carry)
+
+        return self._media.unpacked(batch, self.stages.share(self.stages.run(work)))
 
 
 class TiedCopies:

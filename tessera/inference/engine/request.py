@@ -6,7 +6,7 @@ that run beside it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -116,3 +116,27 @@ class Delta:
     logprobs: tuple[TokenLogprob, ...] = ()  # one per token in `tokens`, if asked for
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # in one delta; None for the first token
     finish: Finish | None = None  # the last delta has it
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Hold a complete answer."""
+
+    tokens: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprob, ...]
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None
+    finish: Finish
+
+    @staticmethod
+    def of(deltas: Sequence[Delta]) -> Answer:
+        """Return the answer that these deltas of one request make up."""
+        finish = deltas[-1].finish
+        assert finish is not None, "the last delta has the finish"
+        return Answer(
+            tuple(token for delta in deltas for token in delta.tokens),
+            "".join(delta.text for delta in deltas),
+            tuple(logprob for delta in deltas for logprob in delta.logprobs),
+            next((delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None), None),
+            finish,
+        )

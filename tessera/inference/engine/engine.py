@@ -1,0 +1,435 @@
+"""Answer requests that join and leave at any step, with one model and one paged KV cache.
+
+A step plans and starts one call of the model, then reads the tokens of the call before: the device computes while the
+host handles text. So a row that has ended runs once more, and its last token is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tessera.checkpoint.state import model_tensors
+from tessera.core.spec import EncodesMedia, LanguageProcessor
+from tessera.errors import TesseraError, nearest
+from tessera.inference.engine.blocks import BlockPool
+from tessera.inference.engine.constraint import Grammars
+from tessera.inference.engine.flight import Flight
+from tessera.inference.engine.media import split_media
+from tessera.inference.engine.model import EngineModel
+from tessera.inference.engine.request import Answer, Delta, Finish, Request, TokenLogprob
+from tessera.inference.engine.runner import AdapterBank, Runner
+from tessera.inference.engine.sampler import Sampler
+from tessera.inference.engine.scheduler import EngineLimits, Part, Scheduler
+from tessera.inference.engine.state import RequestState
+from tessera.inference.engine.text import AnswerText
+from tessera.models.processing.conversation import ConversationProcessor
+from tessera.runtime import device as devices
+
+_SHARE_OF_DEVICE = 0.85  # of the free memory of an accelerator becomes the cache: activations need the rest
+_SHARE_OF_HOST = 0.5
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Count what an engine has done, and what it does now."""
+
+    running: int
+    waiting: int
+    blocks_used: int
+    blocks: int
+    prefix_hits: int  # tokens of prompts whose blocks were reused
+    encoder_hits: int  # images, frames or recordings whose embeddings were reused
+    preemptions: int
+    generated: int  # tokens
+    prefilled: int  # tokens of prompts that were computed
+    steps: int
+
+
+@dataclass
+class _Counters:
+    generated: int = 0
+    prefilled: int = 0
+    steps: int = 0
+
+
+class Engine:
+    """Answer requests. All methods are for one thread, except `prepare`; see `EngineThread`."""
+
+    def __init__(
+        self, model: EngineModel, limits: EngineLimits = EngineLimits(), bank: AdapterBank | None = None
+    ) -> None:
+        """`bank`: holds adapters of the model that requests may name."""
+        self.model = model
+        self.limits = limits
+        self._bank = bank
+        self._runner = Runner(model.generator, model.device, limits.block_size, limits.encoder_cache_bytes, bank)
+        self._encoders = model.generator.encoders if isinstance(model.generator, EncodesMedia) else ()
+        self._vocabulary, block_bytes = self._runner.probe()
+        self._most_blocks = self._memory_limit(block_bytes)
+        # On a CPU, which has memory for other programs too, the cache grows with the requests.
+        grows = model.device.type == "cpu" and limits.blocks is None
+        self._pool = BlockPool(0 if grows else self._most_blocks, limits.block_size)
+        self._runner.allocate(self._pool.blocks)
+        self._sampler = Sampler(limits.rows, self._vocabulary, model.device)
+        self._scheduler = Scheduler(self._pool, limits, self._grow, self._sampler.leave)
+        self._grammars: dict[frozenset[int], Grammars] = {}
+        self._numbers = count()
+        self._states: dict[int, RequestState] = {}
+        self._flight: Flight | None = None
+        self._deltas: list[Delta] = []  # of requests that ended between steps
+        self._versions: dict[str | None, int] = {}  # how often adapters were loaded, and weights replaced (None)
+        self._counters = _Counters()
+
+    # ------------------------------------------------------------------------------------------ requests
+
+    def prepare(self, request: Request) -> RequestState:
+        """Check a request, and return its state. Any thread may call this while another one runs steps."""
+        tokens = request.prompt["tokens"]
+        if request.max_new_tokens < 0:
+            raise TesseraError(
+                f"max_new_tokens must be 0 or more, got {request.max_new_tokens}",
+                allowed=["0 and above"],
+                code="generation.max-tokens-too-small",
+            )
+        if not tokens.numel():
+            raise TesseraError(
+                "the prompt has no tokens", fix="pass a prompt with text", code="generation.empty-prompt"
+            )
+        needed = -(-(tokens.numel() + max(request.max_new_tokens, 1) - 1) // self.limits.block_size)
+        if needed > self._most_blocks:
+            room = self._most_blocks * self.limits.block_size
+            raise TesseraError(
+                f"the request needs {tokens.numel()} tokens for its prompt and up to {request.max_new_tokens} new ones, "
+                f"and the cache has room for {room}",
+                fix="shorten the prompt, or ask for fewer new tokens",
+                code="generation.cache-full",
+            )
+        self._sampler.check(request)
+        if request.adapter is not None and request.adapter not in self.adapters:
+            raise self._not_loaded(request.adapter)
+        return RequestState(
+            next(self._numbers),
+            request,
+            AnswerText(request, self._decoder(request)),
+            None if request.constraint is None else self._grammar(request.stop_tokens).start(request.constraint),
+            tokens.tolist(),
+            split_media(request.prompt, self._encoders),
+            f"{request.adapter} {self._versions.get(request.adapter, 0)} {self._versions.get(None, 0)}",
+            self.limits.block_size,
+        )
+
+    def enqueue(self, state: RequestState) -> int:
+        """Let a prepared request wait for its turn, and return its number."""
+        self.check_room()
+        self._states[state.number] = state
+        if state.request.max_new_tokens == 0 and state.request.prompt_logprobs is None:
+            self._deltas.append(self._end(state, "length"))
+        else:
+            self._scheduler.add(state)
+        return state.number
+
+    def check_room(self) -> None:
+        """Raise if too many requests wait. Any thread may call this."""
+        if len(self._scheduler.waiting) >= self.limits.waiting:
+            raise TesseraError(
+                f"{self.limits.waiting} requests wait already", fix="try again later", code="generation.queue-full"
+            )
+
+    def add(self, request: Request) -> int:
+        """Add a request, and return its number. Raise if it can never run."""
+        return self.enqueue(self.prepare(request))
+
+    def abort(self, number: int) -> None:
+        """End a request. The next step returns its last delta."""
+        state = self._states.get(number)
+        if state is not None:
+            self._deltas.append(self._end(state, "aborted"))
+
+    @property
+    def busy(self) -> bool:
+        """Return whether `step` has something to do."""
+        return bool(self._states or self._deltas or self._flight)
+
+    def run(self, requests: Iterable[Request], on_delta: Callable[[Delta], None] | None = None) -> list[Answer]:
+        """Answer requests to the end, and return the answers in order."""
+        numbers = [self.add(request) for request in requests]
+        deltas: dict[int, list[Delta]] = {number: [] for number in numbers}
+        while not all(parts and parts[-1].finish for parts in deltas.values()):
+            for delta in self.step():
+                if delta.request in deltas:
+                    deltas[delta.request].append(delta)
+                    if on_delta is not None:
+                        on_delta(delta)
+        return [Answer.of(deltas[number]) for number in numbers]
+
+    def stats(self) -> EngineStats:
+        """Return counters since the start, and what runs now."""
+        scheduler, pool = self._scheduler, self._pool
+        return EngineStats(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            blocks_used=pool.blocks - pool.available,
+            blocks=self._most_blocks,
+            prefix_hits=scheduler.hits,
+            encoder_hits=self._runner.encoder_hits,
+            preemptions=scheduler.preemptions,
+            generated=self._counters.generated,
+            prefilled=self._counters.prefilled,
+            steps=self._counters.steps,
+        )
+
+    # ------------------------------------------------------------------------------------------ steps
+
+    @torch.no_grad()
+    def step(self) -> list[Delta]:
+        """Run one call of the model, and return the deltas of all requests that the call before has extended."""
+        try:
+            self._step()
+        except Exception as error:
+            # Nothing is known about the requests in the cache any more, so all of them end.
+            self._flight = None
+            for state in [*self._scheduler.running]:
+                self._deltas.append(self._fail(state, error))
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def _step(self) -> None:
+        previous, self._flight = self._flight, None
+        parts = self._scheduler.plan()
+        for state, error in self._runner.encode(parts).items():
+            self._deltas.append(self._fail(state, error))
+        parts = [part for part in parts if not part.state.finished]
+        if not parts:
+            self._read(previous)
+            return
+        self._counters.steps += 1
+        logits = self._runner.call(parts, *((None, {}) if previous is None else (previous.tokens, previous.sources)))
+        sampled = [part for part in parts if part.sampled]
+        constrained = any(part.state.matcher is not None for part in sampled)
+        for part in parts:
+            self._counters.prefilled += max(0, min(part.start + part.new, part.state.prompt_length) - part.start)
+        if constrained:  # masks depend on the tokens before; the call runs meanwhile
+            self._read(previous)
+        self._flight = self._sample(parts, logits)
+        if not constrained:
+            self._read(previous)
+
+    def _sample(self, parts: Sequence[Part], logits: Tensor) -> Flight:
+        """Sample the next tokens, and count what the call has computed."""
+        flight = Flight(parts, logits)
+        # A request that ended when the call before was read has left the sampler, so its row is not sampled.
+        rows = [part.state for part in flight.sampled]
+        for state in rows:
+            if not state.in_sampler:
+                assert state.row is not None
+                self._sampler.join(state.row, state.request, state.tokens[state.prompt_length :])
+                state.in_sampler = True
+        if rows:
+            numbers = [state.row for state in rows if state.row is not None]
+            flight.take(self._sampler.sample(flight.logits, numbers, self._masks(rows)))
+        for part in parts:
+            if not part.state.finished:
+                part.state.advance(part.new)
+                part.state.pending += part.sampled
+                part.state.prompt_read |= part.with_logits and part.state.computed >= part.state.prompt_length
+                part.state.publish(self._pool)
+        return flight
+
+    def _masks(self, states: Sequence[RequestState]) -> Tensor | None:
+        """Return the tokens that constraints allow for each row, or None without constraints."""
+        if all(state.matcher is None for state in states):
+            return None
+        masks = torch.full((len(states), -(-self._vocabulary // 32)), -1, dtype=torch.int32)
+        for state, mask in zip(states, masks, strict=True):
+            if state.matcher is not None:
+                state.matcher.fill(mask)
+        return masks.to(self.model.device, non_blocking=True)
+
+    def _read(self, flight: Flight | None) -> None:
+        """Wait for the tokens of a call, and extend the answers."""
+        if flight is None:
+            return
+        for part, entries in flight.prompt_logprobs():
+            if not part.state.finished:
+                if not part.start:
+                    part.state.prompt_logprobs = [None]
+                part.state.prompt_logprobs[part.start + 1 :] = entries
+        for result in flight.results():
+            state = result.state
+            if state.finished:
+                continue
+            state.pending = 0
+            try:
+                if result.damaged:
+                    raise TesseraError(
+                        "the logits of the model are NaN",
+                        fix="the weights are damaged or training diverged: check the loss, or use an older checkpoint",
+                        code="generation.output-not-finite",
+                    )
+                self._deltas.append(self._extend(state, result.token, result.logprob))
+            except Exception as error:
+                self._deltas.append(self._fail(state, error, damaged=result.damaged))
+        for part in flight.parts:  # requests for log-probabilities of the prompt alone
+            if not part.state.finished and not part.sampled and part.state.remaining == 0 and not part.state.pending:
+                self._deltas.append(self._end(part.state, "length"))
+
+    def _extend(self, state: RequestState, token: int, logprob: TokenLogprob | None) -> Delta:
+        """Add a token to an answer, and return the delta, which ends it if the token does."""
+        request = state.request
+        self._counters.generated += 1
+        state.tokens.append(token)
+        if token in request.stop_tokens and state.new_tokens >= request.min_new_tokens:
+            return self._end(state, "stop", stop=token)
+        text, stop = state.text.add(token)
+        tokens, logprobs = (token,), () if logprob is None else (logprob,)
+        if state.matcher is not None:
+            state.matcher.accept(token)
+        if stop is not None or (state.matcher is not None and state.matcher.finished):
+            return self._end(state, "stop", tokens, text, logprobs, stop=stop)
+        if state.new_tokens == request.max_new_tokens:
+            return self._end(state, "length", tokens, text, logprobs)
+        return Delta(state.number, tokens, text, logprobs, self._prompt_logprobs(state))
+
+    def _end(
+        self,
+        state: RequestState,
+        reason: str,
+        tokens: tuple[int, ...] = (),
+        text: str = "",
+        logprobs: tuple[TokenLogprob, ...] = (),
+        *,
+        stop: str | int | None = None,
+        error: TesseraError | None = None,
+    ) -> Delta:
+        """Remove a request, and return its last delta."""
+        prompt_logprobs = self._prompt_logprobs(state)
+        text += "" if reason == "error" else state.text.close()
+        finish = Finish(
+            reason,  # type: ignore[arg-type]
+            stop,
+            error,
+            prompt_tokens=state.prompt_length,
+            cached_tokens=state.cached_tokens or 0,
+            new_tokens=state.new_tokens,
+        )
+        self._remove(state)
+        return Delta(state.number, tokens, text, logprobs, prompt_logprobs, finish)
+
+    def _fail(self, state: RequestState, error: Exception, damaged: bool = False) -> Delta:
+        """Remove a request that caused an error. `damaged`: its blocks may contain NaN."""
+        blocks = state.blocks
+        if not isinstance(error, TesseraError):
+            cause, error = error, TesseraError(f"the engine failed: {error}", code="generation.engine-failed")
+            error.__cause__ = cause
+        delta = self._end(state, "error", error=error)
+        if damaged:
+            self._runner.clear(self._pool.discard(blocks))
+        return delta
+
+    def _remove(self, state: RequestState) -> None:
+        state.finished = True
+        self._scheduler.remove(state)
+        self._states.pop(state.number, None)
+
+    def _prompt_logprobs(self, state: RequestState) -> tuple[TokenLogprob | None, ...] | None:
+        """Return the log-probabilities of the prompt, once, when all are computed."""
+        if state.request.prompt_logprobs is None or len(state.prompt_logprobs) < state.prompt_length:
+            return None
+        entries, state.prompt_logprobs = tuple(state.prompt_logprobs), []
+        return entries
+
+    # ------------------------------------------------------------------------------------------ adapters and weights
+
+    @property
+    def adapters(self) -> Sequence[str]:
+        """Return the names of the loaded adapters."""
+        return () if self._bank is None else self._bank.names
+
+    def load_adapter(self, name: str, folder: str | Path) -> None:
+        """Load adapters that requests may name. A loaded name gets the new weights."""
+        if self._bank is None:
+            raise TesseraError(
+                "this engine serves one model without adapters",
+                fix="start it with room for adapters",
+                code="adapter.engine-without-adapters",
+            )
+        self._bank.load(name, folder)
+        self._versions[name] = self._versions.get(name, 0) + 1
+
+    def unload_adapter(self, name: str) -> None:
+        """Drop adapters. Requests that use them end with an error."""
+        if self._bank is None or name not in self._bank.names:
+            raise self._not_loaded(name)
+        for state in [state for state in self._states.values() if state.request.adapter == name]:
+            self._deltas.append(self._fail(state, self._not_loaded(name)))
+        self._bank.unload(name)
+
+    def replace_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy new values into weights of the model by name. Running requests continue with them."""
+        targets = model_tensors(self.model.module)
+        with torch.no_grad():
+            for name, tensor in tensors:
+                if name not in targets:
+                    raise TesseraError(
+                        f"the model has no weight {name}",
+                        nearest=nearest(name, targets),
+                        code="weights.name-not-in-model",
+                    )
+                targets[name].copy_(tensor)
+        self._versions[None] = self._versions.get(None, 0) + 1
+        self._pool.forget_all()
+        self._runner.forget_media()
+
+    def _not_loaded(self, name: str) -> TesseraError:
+        return TesseraError(
+            f"no adapter {name!r} is loaded",
+            allowed=self.adapters,
+            nearest=nearest(name, self.adapters),
+            code="adapter.not-loaded",
+        )
+
+    # ------------------------------------------------------------------------------------------ parts of a request
+
+    def _decoder(self, request: Request) -> Callable[[Sequence[int]], str]:
+        processor = self.model.processor
+        if isinstance(processor, ConversationProcessor) and not request.skip_special:
+            return processor.spell
+        return processor.decode if isinstance(processor, LanguageProcessor) else lambda _: ""
+
+    def _grammar(self, stop_tokens: frozenset[int]) -> Grammars:
+        processor = self.model.processor
+        assert isinstance(processor, ConversationProcessor)
+        if stop_tokens not in self._grammars:
+            self._grammars[stop_tokens] = Grammars(processor.encoder, self._vocabulary, stop_tokens)
+        return self._grammars[stop_tokens]
+
+    # ------------------------------------------------------------------------------------------ memory
+
+    def _memory_limit(self, block_bytes: int) -> int:
+        """Return how many blocks the cache may have. All ranks of a split model have the same number."""
+        if self.limits.blocks is not None:
+            return self.limits.blocks
+        device = self.model.device
+        share = _SHARE_OF_HOST if device.type == "cpu" else _SHARE_OF_DEVICE
+        blocks = int(share * devices.free_memory(device)) // block_bytes
+        if self.model.over_ranks:
+            least = torch.tensor(blocks, device=device)
+            dist.all_reduce(least, dist.ReduceOp.MIN)
+            blocks = int(least)
+        return blocks
+
+    def _grow(self, missing: int) -> bool:
+        """Enlarge the cache by so many blocks or more. Return False if it has all its memory."""
+        blocks = min(max(self._pool.blocks + missing, 2 * self._pool.blocks), self._most_blocks)
+        if blocks < self._pool.blocks + missing:
+            return False
+        self._pool.grow(blocks)
+        self._runner.allocate(blocks)
+        return True

@@ -1,0 +1,104 @@
+"""Hold a call of the model whose results the host has not read yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tessera.inference.engine.request import TokenLogprob
+from tessera.inference.engine.sampler import Sampled, prompt_logprobs
+from tessera.inference.engine.scheduler import Part
+from tessera.inference.engine.state import RequestState
+from tessera.runtime.device import HostCopy
+
+
+@dataclass(frozen=True)
+class SampledToken:
+    """Hold the token that a call has sampled for a request."""
+
+    state: RequestState
+    token: int
+    damaged: bool  # whether the logits contain NaN
+    logprob: TokenLogprob | None
+
+
+class _Logprobs:
+    """Copy log-probabilities to the host."""
+
+    def __init__(self, sampled: Sampled) -> None:
+        assert sampled.logprobs is not None
+        values, self._tops = sampled.logprobs[:, None], None
+        if sampled.top_values is not None and sampled.top_tokens is not None:
+            values = torch.cat([values, sampled.top_values], dim=1)
+            self._tops = HostCopy(sampled.top_tokens)
+        self._values = HostCopy(values)
+
+    def entries(self, tokens: Sequence[int], counts: Sequence[int | None]) -> list[TokenLogprob | None]:
+        """Return the log-probability of each token, with so many of the likeliest tokens; None: not asked for."""
+        rows: list[list[float]] = self._values()  # type: ignore[assignment]
+        tops: list[list[int]] = [[]] * len(rows) if self._tops is None else self._tops()  # type: ignore[assignment]
+        return [
+            None if count is None else TokenLogprob(token, row[0], tuple(zip(top[:count], row[1:], strict=False)))
+            for token, count, row, top in zip(tokens, counts, rows, tops, strict=True)
+        ]
+
+
+class Flight:
+    """Hold the parts of a call, and its results on the device."""
+
+    def __init__(self, parts: Sequence[Part], logits: Tensor) -> None:
+        """`logits`: of the tokens that the parts need. Requests that have ended since are left out."""
+        self.parts = parts
+        self.sampled: list[Part] = []
+        self._prompts: list[tuple[Part, list[int], _Logprobs | None]] = []
+        rows, start = [], 0
+        for part in parts:
+            end = start + (part.new if part.with_logits else int(part.sampled))
+            if part.with_logits:
+                self._add_prompt(part, logits[start:end])
+            if part.sampled and not part.state.finished:
+                rows.append(end - 1)
+                self.sampled.append(part)
+            start = end
+        every = len(rows) == logits.shape[0]
+        self.logits = logits if every else logits.index_select(0, torch.tensor(rows, device=logits.device))
+        self.sources = {part.state: number for number, part in enumerate(self.sampled)}
+        self.tokens: Tensor | None = None
+        self._host: HostCopy | None = None
+        self._logprobs: _Logprobs | None = None
+
+    def take(self, sampled: Sampled) -> None:
+        """Start copying sampled tokens to the host. They stay on the device for the next call."""
+        self.tokens = sampled.tokens
+        self._host = HostCopy(torch.stack([sampled.tokens, sampled.not_finite.to(sampled.tokens.dtype)]))
+        if sampled.logprobs is not None:
+            self._logprobs = _Logprobs(sampled)
+        self.logits = self.logits[:0]
+
+    def results(self) -> Iterator[SampledToken]:
+        """Wait for the sampled tokens, and yield them."""
+        if self._host is None:
+            return
+        tokens, damaged = (list(map(int, row)) for row in self._host())  # type: ignore[call-overload]
+        counts = [part.state.request.logprobs for part in self.sampled]
+        logprobs = [None] * len(tokens) if self._logprobs is None else self._logprobs.entries(tokens, counts)
+        for part, token, nan, logprob in zip(self.sampled, tokens, damaged, logprobs, strict=True):
+            yield SampledToken(part.state, token, bool(nan), logprob)
+
+    def prompt_logprobs(self) -> Iterator[tuple[Part, list[TokenLogprob | None]]]:
+        """Yield the log-probabilities of prompts: those of the tokens after the first of each part."""
+        for part, tokens, logprobs in self._prompts:
+            counts = [part.state.request.prompt_logprobs] * len(tokens)
+            yield part, [] if logprobs is None else logprobs.entries(tokens, counts)
+
+    def _add_prompt(self, part: Part, logits: Tensor) -> None:
+        state = part.state
+        tokens = state.tokens[part.start + 1 : min(part.start + part.new + 1, state.prompt_length)]
+        logprobs = None
+        if tokens:
+            on_device = torch.tensor(tokens, device=logits.device)
+            logprobs = _Logprobs(prompt_logprobs(logits[: len(tokens)], on_device, state.request.prompt_logprobs or 0))
+        self._prompts.append((part, tokens, logprobs))

@@ -1,0 +1,128 @@
+"""The state of a request while it waits and runs: its tokens, its blocks, and what is computed so far."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tessera.inference.engine.blocks import BlockKeys, BlockPool
+from tessera.inference.engine.constraint import Matcher
+from tessera.inference.engine.media import Piece
+from tessera.inference.engine.request import Request, TokenLogprob
+from tessera.inference.engine.text import AnswerText
+
+
+@dataclass(eq=False)
+class RequestState:
+    """Hold a request and its progress. Tokens that the device has sampled and the host has not read are `pending`."""
+
+    number: int
+    request: Request
+    text: AnswerText
+    matcher: Matcher | None
+    tokens: list[int]  # of the prompt and of the answer, as far as the host has read them
+    pieces: Sequence[Piece]  # media of the prompt
+    root: str  # what keys of blocks depend on besides tokens, positions and media
+    block_size: int
+    keys: BlockKeys = field(init=False)
+    prompt_length: int = field(init=False)
+    following: int = field(init=False)  # position of the first new token
+    media_end: int = field(init=False)  # the token after the last one that media replace
+    waits: bool = False
+    row: int | None = None  # its row of the sampler while it runs
+    in_sampler: bool = False
+    blocks: list[int] = field(default_factory=list)
+    computed: int = 0  # tokens in the cache, counting those of the call in flight
+    pending: int = 0  # 1 if a call in flight samples a token
+    published: int = 0  # blocks that other requests can reuse
+    cached_tokens: int | None = None  # tokens of the prompt whose blocks were reused when it first ran
+    prompt_read: bool = False  # whether log-probabilities of the whole prompt are computed, if it asks for them
+    embeddings: dict[Piece, Tensor] = field(default_factory=dict)  # of media that the next chunks need
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    finished: bool = False
+
+    def __post_init__(self) -> None:
+        positions = self.request.prompt["positions"]
+        self.prompt_length = len(self.tokens)
+        self.following = int(positions.max()) + 1
+        self.media_end = max((piece.end for piece in self.pieces), default=0)
+        media = np.zeros((self.prompt_length, 3), np.int64)
+        for piece in self.pieces:
+            slots = piece.slots.numpy()
+            media[slots, :2] = np.frombuffer(piece.digest, np.int64)
+            media[slots, 2] = np.arange(len(slots))
+        columns = [np.array(self.tokens)[:, None], positions.reshape(-1, self.prompt_length).T.numpy(), media]
+        self.keys = BlockKeys(self.root, np.concatenate(columns, axis=1), self.block_size)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Return the key by which requests are sorted: lower ones are served first, and preempted last."""
+        return self.request.priority, self.number
+
+    @property
+    def new_tokens(self) -> int:
+        """Return the number of tokens of the answer so far."""
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Return whether logits of all tokens of the prompt are needed."""
+        return self.request.prompt_logprobs is not None and not self.prompt_read
+
+    @property
+    def length(self) -> int:
+        """Return the number of its tokens, including a pending one."""
+        return len(self.tokens) + self.pending
+
+    @property
+    def remaining(self) -> int:
+        """Return how many tokens the cache lacks. The last token of a complete answer is not needed there."""
+        return min(self.length, self.prompt_length + max(self.request.max_new_tokens, 1) - 1) - self.computed
+
+    def positions(self, start: int, count: int) -> Tensor:
+        """Return the positions of some tokens, [axes, count] or [count]."""
+        positions = self.request.prompt["positions"]
+        inside = positions[..., start : start + count]
+        missing = count - inside.shape[-1]
+        if not missing:
+            return inside
+        begin = self.following + max(start - self.prompt_length, 0)
+        after = torch.arange(begin, begin + missing).expand(*positions.shape[:-1], missing)
+        return torch.cat([inside, after], dim=-1) if inside.shape[-1] else after
+
+    def block_keys(self, count: int) -> list[bytes]:
+        """Return the keys of the first `count` blocks, which have tokens that the host has read."""
+        start = self.keys.tokens
+        new = self.tokens[start : count * self.block_size]
+        if new:
+            contents = np.zeros((len(new), self.keys.width), np.int64)
+            contents[:, 0] = new
+            contents[:, 1:-3] = (self.following + start - self.prompt_length + np.arange(len(new)))[:, None]
+            self.keys.extend(contents)
+        return self.keys.upto(count)
+
+    def advance(self, new: int) -> None:
+        """Count tokens that a call has computed, and drop embeddings that no later chunk needs."""
+        self.computed += new
+        if self.embeddings:
+            self.embeddings = {piece: e for piece, e in self.embeddings.items() if piece.end > self.computed}
+
+    def publish(self, pool: BlockPool) -> None:
+        """Let other requests reuse the blocks that are full."""
+        count = min(self.computed, len(self.tokens)) // self.block_size
+        if count > self.published:
+            keys = self.block_keys(count)
+            for number in range(self.published, count):
+                pool.publish(self.blocks[number], keys[number])
+            self.published = count
+
+    def leave(self, pool: BlockPool) -> None:
+        """Release the blocks. A request that continues later computes its tokens again, or reuses the blocks."""
+        pool.release(self.blocks)
+        self.blocks, self.computed, self.published = [], 0, 0
+        self.row, self.in_sampler = None, False
+        self.embeddings.clear()
