@@ -6,7 +6,8 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from tessera.checkpoint.files import box_slices
 from tessera.checkpoint.manager import load_checkpoint
@@ -14,6 +15,7 @@ from tessera.checkpoint.state import MODEL
 from tessera.checkpoint.weights import TensorSource, fill
 from tessera.config import saved_recipe
 from tessera.config.run_config import LoraSection, load_config
+from tessera.core.model_plan import ModelPlan
 from tessera.errors import TesseraError, few_names
 from tessera.lora.exchange import FIRST, SECOND, is_adapters, match_names, open_adapters, read_saved
 from tessera.lora.experts import take_experts
@@ -25,9 +27,20 @@ from tessera.lora.factors import (
     layer_paths,
     merge_factors,
     modules_of,
+    plain_form,
 )
+from tessera.lora.modules import find_adapters
 from tessera.lora.peft import CONFIG, is_adapter_folder
-from tessera.lora.select import Adapters, expert_paths, factor_names, magnitude_name, spelled_out, tensor_names
+from tessera.lora.select import (
+    Adapters,
+    expert_paths,
+    factor_names,
+    magnitude_name,
+    spelled_out,
+    tensor_names,
+    tensor_shapes,
+    weight_names,
+)
 from tessera.runtime.collective import Ranks
 from tessera.weights.map import WeightMap
 from tessera.weights.operations import Identity
@@ -208,3 +221,44 @@ def read_adapters(
     if not adapters and not stacked:
         raise TesseraError("no adapters in this file", where=stored.where, code="adapter.none-in-file")
     return {**adapters, **stacked}
+
+
+def read_all(
+    path: Path,
+    module: nn.Module,
+    shapes: Mapping[str, Sequence[int]],
+    plan: ModelPlan,
+    weight_map: WeightMap | None,
+) -> dict[str, Factors]:
+    """Read the adapters of a PEFT folder, a LoRA file, a run or a checkpoint for a loaded model without adapters.
+
+    Raise if parameters were trained in full beside them: those are not adapters. `shapes`: of all tensors of the model,
+    unsharded. All ranks call this together.
+    """
+    if is_adapters(path):
+        _refuse_saved(list(read_saved(path, list(shapes), weight_map)), path)
+        return read_adapters(path, layer_paths(shapes), weight_map, experts=expert_paths(shapes))
+    section = settled(LoraSection(path=path), shapes, weight_map)
+    _refuse_saved(section.modules_to_save, path)
+    adapters = find_adapters(section, module, plan, f"{path / 'config.yaml'}, model.lora.targets")
+    stored: dict[str, Tensor] = {}
+    for layer, adapter in adapters.items():
+        sizes = tensor_shapes(layer, adapter, shapes[weight_names(layer, adapter)[0]])
+        stored |= {name: torch.empty(size) for name, size in sizes.items()}
+    load_checkpoint(path, {f"{MODEL}{name}": tensor for name, tensor in stored.items()})
+    matrices, plain = plain_form(stored, adapters)
+    read: dict[str, Factors] = {}
+    for layer, adapter in plain.items():
+        a, b = factor_names(layer)
+        read[layer] = Factors(adapter, matrices[a], matrices[b], matrices.get(magnitude_name(layer)))
+    return read
+
+
+def _refuse_saved(names: Sequence[str], path: Path) -> None:
+    if names:
+        raise TesseraError(
+            f"{few_names(names, 3)} were trained in full beside these adapters, which is not possible per request",
+            where=str(path),
+            fix="merge them into a model: tessera convert ADAPTERS MERGED --like MODEL",
+            code="adapter.saved-per-request",
+        )

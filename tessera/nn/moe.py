@@ -191,7 +191,8 @@ class Dispatch(nn.Module):
     ) -> Tensor:
         at = ExpertOrder.of(ids, gate.shape[0])
         rows = spread_rows(x, at, ids.shape[1])
-        y = expert_mlp(rows, at.ends, gate, up, down, beside, implementation=self.implementation)
+        inner, outer = (None if adapter is None else adapter.spread(at, ids.shape[1]) for adapter in beside)
+        y = expert_mlp(rows, at.ends, gate, up, down, (inner, outer), implementation=self.implementation)
         return weigh_choices(collect_rows(y, at), weights)
 
 

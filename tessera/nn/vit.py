@@ -15,6 +15,7 @@ from tessera.nn.layers import LayerNorm, PackedAttention, RMSNorm
 from tessera.ops.linear import linear_pad_in, linear_pad_out, tensor_core_padding
 from tessera.ops.pointwise import Angles, axial_angles, rotate
 from tessera.ops.registry import AUTO
+from tessera.runtime.modules import FusedLayers
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ class VisionAttention(nn.Module):
         return projected
 
 
-class VisionMLP(nn.Module):
+class VisionMLP(FusedLayers):
     def __init__(self, shape: VisionShape) -> None:
         super().__init__()
         self.gate = nn.Linear(shape.hidden, shape.intermediate, bias=shape.mlp_bias) if shape.gated else None
@@ -146,6 +147,8 @@ class VisionMLP(nn.Module):
 
     def _plain(self) -> bool:
         """Return whether all layers are plain `nn.Linear` layers, without adapters and sharding."""
+        if self.calls_layers:
+            return False
         layers = (self.up, self.down) if self.gate is None else (self.up, self.down, self.gate)
         return all(type(layer) is nn.Linear and type(layer.weight) is nn.Parameter for layer in layers)
 

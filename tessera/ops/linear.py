@@ -76,6 +76,14 @@ def adapted_linear(x: Tensor, product: Tensor, a: Tensor, b: Tensor, scale: floa
     return joined
 
 
+def without_slots(low: Tensor, others: Tensor) -> Tensor:
+    """Set inner values of adapters, [tokens, slots x rank], to zero where `others` [tokens, slots] is True.
+
+    Values that are not finite become zero, too: an adapter cannot change the rows of others.
+    """
+    return low.unflatten(-1, (others.shape[1], -1)).masked_fill(others.unsqueeze(-1), 0.0).flatten(1)
+
+
 def dora_linear(
     x: Tensor,
     product: Tensor,

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tessera.ops.linear import without_slots
 from tessera.ops.pointwise import swiglu
 from tessera.ops.registry import AUTO, DispatchedOp, Implementation
 from tessera.ops.rows import permute_rows
@@ -66,10 +67,16 @@ class LowRank(NamedTuple):
     b: Tensor  # [E, W, out, rank], for W weights that share `a`
     scale: float
     dropout: float = 0.0  # dropout of the input, with torch's default generator
+    # If the ranks belong to several slots, [T, slots] bool: the slots that a token does not use; None: all are used.
+    others: Tensor | None = None
 
     def local(self) -> LowRank:
         """Return the adapter with this rank's shards of its matrices."""
         return self._replace(a=local_shard(self.a), b=local_shard(self.b))
+
+    def spread(self, at: ExpertOrder, choices: int) -> LowRank:
+        """Return the adapter for rows that are sorted by expert, see `spread_rows`."""
+        return self if self.others is None else self._replace(others=self.others[at.order // choices])
 
 
 ExpertAdapters = tuple[LowRank | None, LowRank | None]  # adapters of (gate and up), and of down
@@ -114,6 +121,8 @@ def _low_rank(x: Tensor, adapter: LowRank, ends: Tensor, implementation: str) ->
     if adapter.dropout:
         x = F.dropout(x, adapter.dropout)
     low = adapter.scale * grouped_linear(x, a, ends, implementation=implementation)
+    if adapter.others is not None:
+        low = without_slots(low, adapter.others)
     return grouped_linear(low, b, ends, implementation=implementation).chunk(adapter.b.shape[1], dim=-1)
 
 

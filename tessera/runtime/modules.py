@@ -56,6 +56,15 @@ class FeatureStatistics(nn.Module):
     feature_total: nn.Module | None
 
 
+class FusedLayers(nn.Module):
+    """Base class of modules that may read the weights of their linear layers instead of calling them.
+
+    `calls_layers` True: they call them, so that forward hooks of the layers run.
+    """
+
+    calls_layers = False
+
+
 class ExpertBalance(RowStatistics):
     """Base class of modules that compute a load-balancing loss of experts, with the weight `coefficient`."""
 
