@@ -95,8 +95,8 @@ class PromptPool:
         """Prepare one prompt. The future raises the error of a conversation that cannot be prepared.
 
         `root`: folder that all media files must be inside of. None: relative paths begin at the working folder, and
-        paths in messages may lead anywhere. `options`: as of `LoadedProcessor.prompt`. A future that is cancelled before
-        its work begins costs nothing.
+        paths in messages may lead anywhere. `options`: as of `LoadedProcessor.prompt`. A future that is cancelled
+        before its work begins costs nothing.
         """
         item = _Item(conversation, None if root is None else Path(root), limits, options)
         with self._lock:

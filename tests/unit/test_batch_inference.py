@@ -18,7 +18,7 @@ from tessera.core.batch import Batch, Segments
 from tessera.core.sample import Sample
 from tessera.errors import TesseraError
 from tessera.inference.batch import output as output_module
-from tessera.inference.batch.answer import Answering, BatchResult, _missing, answer_file
+from tessera.inference.batch.answer import BatchResult, SampleAnswers, _missing, answer_file
 from tessera.inference.batch.output import BatchOutput
 from tessera.inference.batch.rows import AnswerOptions, SampleRows
 from tessera.inference.engine.request import Delta, Finish, Request, Sampling
@@ -109,11 +109,11 @@ def answer(
     rows = SampleRows.open(data, None, options or AnswerOptions())
 
     @contextlib.contextmanager
-    def start() -> Iterator[Answering]:
+    def start() -> Iterator[SampleAnswers]:
         with PromptPool(TextPrompts(), 0) as prompts:  # type: ignore[arg-type]
-            yield Answering(engine or Parrot(), prompts, frozenset())
+            yield SampleAnswers(rows, engine or Parrot(), prompts, frozenset())
 
-    return answer_file(rows, out, rows.facts(), start, overwrite=overwrite, world=world)
+    return answer_file(len(rows), out, rows.facts(), start, overwrite=overwrite, world=world)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -299,6 +299,8 @@ def test_other_options_and_other_rows_are_refused_by_name(tmp_path: Path) -> Non
         answer(data, out, options=AnswerOptions(max_new_tokens=3))
     with raises("output.other-settings", "temperature"):
         answer(data, out, options=AnswerOptions(sampling=Sampling(0.5)))
+    with raises("generation.option-without-effect", "min_p"):
+        AnswerOptions(sampling=Sampling(min_p=0.1))
     data.write_text(data.read_text() + data.read_text())
     with raises("output.other-settings", "data"):
         answer(data, out)

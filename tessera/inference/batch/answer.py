@@ -1,9 +1,8 @@
-"""Answer the rows of a file with the engine, and write the answers to a file."""
+"""Answer the rows that have no answer yet: prompts are prepared ahead while the engine steps."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -12,26 +11,27 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 
-from tessera.checkpoint.files import MANIFEST
-from tessera.config.trust import Trust
 from tessera.core.batch import Batch
 from tessera.errors import TesseraError
-from tessera.hub.config import local_model
 from tessera.inference.batch.output import BatchOutput, PartFile
-from tessera.inference.batch.rows import AnswerOptions, InputRows, Prompt, SampleRows, UnusableRow
-from tessera.inference.engine.request import Delta, Request
-from tessera.inference.load import AdapterPaths, adapter_strengths, load
+from tessera.inference.batch.rows import Prompt, SampleRows, UnusableRow
+from tessera.inference.engine.request import Answer, Delta, Request
 from tessera.inference.prepare import PromptPool
-from tessera.inference.weight_source import newest_checkpoint
 from tessera.runtime import distributed as dist
-from tessera.runtime.files import read_bytes
 from tessera.runtime.progress import WorkProgress
 
 _AHEAD = 64  # prompts that are prepared or being prepared, ahead of the engine
-_IN_ENGINE = 512  # rows whose requests the engine has at once
+_IN_ENGINE = 512  # rows that the engine has at once: those it answers, and the next ones
 _BLOCK = 64  # consecutive rows of a rank
+
+
+class AnswersRows(Protocol):
+    """Declare what answers the rows of an input on one rank."""
+
+    def run(self, numbers: list[range], answered: np.ndarray, part: PartFile) -> None:
+        """Answer the rows in `numbers` that are not answered, and write them."""
+        ...
 
 
 class AnswersRequests(Protocol):
@@ -46,15 +46,6 @@ class AnswersRequests(Protocol):
 
 
 @dataclass(frozen=True)
-class Answering:
-    """Hold what turns prompts into answers on one rank."""
-
-    engine: AnswersRequests
-    prompts: PromptPool
-    stop_tokens: frozenset[int]
-
-
-@dataclass(frozen=True)
 class BatchResult:
     """Describe a finished output file."""
 
@@ -64,70 +55,11 @@ class BatchResult:
     answered: int  # rows that this rank answered now; the others were answered before, or by other ranks
 
 
-def generate_answers(
-    model: str | Path,
-    data: str | Path,
-    out: str | Path,
-    *,
-    root: str | Path | None = None,
-    options: AnswerOptions | None = None,
-    adapters: AdapterPaths | None = None,
-    family: str | None = None,
-    device: str = "auto",
-    trust: Trust = False,
-    overwrite: bool = False,
-) -> BatchResult:
-    """Answer every row of a data set, and write the answers to `out` as JSON lines, in the order of the rows.
-
-    A last message of the assistant in a row is not asked; it is written as the expected answer. A row that cannot be
-    used becomes a row with an error. If the process ends early, the same call continues. With a launcher such as
-    torchrun the rows are split over ranks. `root`: folder of media; None: the folder of the data. `overwrite`: answer
-    all rows again. Other arguments: see `load`.
-    """
-    rows = SampleRows.open(data, root, options or AnswerOptions())
-    folder = local_model(model)
-    strengths = adapter_strengths(adapters)
-
-    @contextlib.contextmanager
-    def start() -> Iterator[Answering]:
-        from tessera.inference.engine.engine import Engine, EngineLimits
-
-        loaded, processor = load(folder, device=device, adapters=strengths, family=family, trust=trust)
-        with PromptPool(processor) as prompts:
-            yield Answering(Engine(loaded, EngineLimits()), prompts, processor.stop_tokens)
-
-    added = [[scale, model_facts(path)] for path, scale in strengths.items()]
-    facts = {**model_facts(folder), "adapters": added}
-    with _ranks(device) as world:
-        return answer_file(rows, Path(out), {**facts, **rows.facts()}, start, overwrite=overwrite, world=world)
-
-
-def model_facts(folder: Path) -> Mapping[str, Any]:
-    """Return JSON that changes whenever the weights of a model may have changed."""
-    weights = folder if folder.is_file() else newest_checkpoint(folder) or folder
-    if (weights / MANIFEST).is_file():
-        content: Any = hashlib.sha256(read_bytes(weights / MANIFEST)).hexdigest()
-    else:
-        files = [weights] if weights.is_file() else sorted([*weights.glob("*.safetensors"), *weights.glob("*.json")])
-        content = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
-    return {"model": str(weights.resolve()), "weights": content}
-
-
-@contextlib.contextmanager
-def _ranks(device: str) -> Iterator[dist.World]:
-    """Join the process group of a launcher. A single process needs none."""
-    if dist.expected_world_size() == 1:
-        yield dist.World(0, 1, 0, torch.device("cpu"))
-    else:
-        with dist.world(device) as world:
-            yield world
-
-
 def answer_file(
-    rows: InputRows,
+    rows: int,
     out: Path,
     facts: Mapping[str, Any],
-    start: Callable[[], contextlib.AbstractContextManager[Answering]],
+    start: Callable[[], contextlib.AbstractContextManager[AnswersRows]],
     *,
     overwrite: bool = False,
     world: dist.World,
@@ -140,7 +72,7 @@ def answer_file(
     with contextlib.ExitStack() as stack:
         with dist.main_rank_first(world):
             if world.is_main:
-                output = stack.enter_context(BatchOutput.claimed(out, len(rows), facts, overwrite))
+                output = stack.enter_context(BatchOutput.claimed(out, rows, facts, overwrite))
             else:
                 output = BatchOutput.joined(out)
         answered = output.answered() | output.finished
@@ -148,13 +80,17 @@ def answer_file(
         numbers = [*_missing(answered, world)]
         if numbers:
             with output.part(world.rank) as part, start() as answering:
-                _RowAnswers(answering, rows, part).run(numbers, answered)
+                answering.run(numbers, answered, part)
         dist.wait_for_all_ranks(world)
         with dist.main_rank_first(world):
             if world.is_main and not output.finished:
                 output.publish()
-        answered_now = sum(int((~answered[block.start : block.stop]).sum()) for block in numbers)
-        return BatchResult(out, len(rows), output.errors, answered_now)
+        return BatchResult(out, rows, output.errors, count_missing(numbers, answered))
+
+
+def count_missing(numbers: list[range], answered: np.ndarray) -> int:
+    """Return how many of the rows in `numbers` are not answered."""
+    return sum(int((~answered[block.start : block.stop]).sum()) for block in numbers)
 
 
 def _missing(answered: np.ndarray, world: dist.World) -> Iterator[range]:
@@ -167,33 +103,24 @@ def _missing(answered: np.ndarray, world: dist.World) -> Iterator[range]:
 
 
 @dataclass
-class _OpenRow:
-    """Hold a row whose requests are in the engine."""
+class SampleAnswers:
+    """Answer the samples of a data set with one engine."""
 
-    prompt: Prompt
-    answers: list[list[Delta]] = field(default_factory=list)
-    unfinished: int = 0
-    error: TesseraError | None = None
-
-
-@dataclass
-class _RowAnswers:
-    """Answer rows with one engine. While it steps, the prompts of the next rows are prepared."""
-
-    answering: Answering
-    rows: InputRows
-    part: PartFile
+    rows: SampleRows
+    engine: AnswersRequests
+    prompts: PromptPool
+    stop_tokens: frozenset[int]
     _preparing: dict[Future[Batch], Prompt] = field(default_factory=dict)
-    _open: dict[int, tuple[_OpenRow, int]] = field(default_factory=dict)  # by the number of a request; index of answer
+    _open: dict[int, Prompt] = field(default_factory=dict)  # by the number of the request
+    _deltas: dict[int, list[Delta]] = field(default_factory=dict)
     _tokens: int = 0
 
-    def run(self, numbers: list[range], answered: np.ndarray) -> None:
+    def run(self, numbers: list[range], answered: np.ndarray, part: PartFile) -> None:
         """Answer the rows in `numbers` that are not answered."""
-        engine, began = self.answering.engine, time.monotonic()
+        engine, began, self._part = self.engine, time.monotonic(), part
         source = (row for block in numbers for row in self.rows.read(block) if not answered[row.index])
-        total = sum(int((~answered[block.start : block.stop]).sum()) for block in numbers)
         more = True
-        with WorkProgress("answering", total, "rows") as self._progress:
+        with WorkProgress("answering", count_missing(numbers, answered), "rows") as self._progress:
             while more or self._preparing or engine.busy:
                 while more and len(self._preparing) < _AHEAD:
                     row = next(source, None)
@@ -201,7 +128,7 @@ class _RowAnswers:
                     if isinstance(row, UnusableRow):
                         self._refuse(row, row.error)
                     elif row is not None:
-                        self._preparing[self.answering.prompts.submit(row.conversation, row.root)] = row
+                        self._preparing[self.prompts.submit(row.conversation, row.root)] = row
                 self._ask()
                 if engine.busy:
                     for delta in engine.step():
@@ -227,35 +154,25 @@ class _RowAnswers:
                 self._add(prompt, future.result())
 
     def _add(self, prompt: Prompt, batch: Batch) -> None:
-        row = _OpenRow(prompt)
         try:
-            for number, request in enumerate(self.rows.requests(prompt, batch, self.answering.stop_tokens)):
-                self._open[self.answering.engine.add(request)] = row, number
-                row.answers.append([])
+            number = self.engine.add(self.rows.request(prompt, batch, self.stop_tokens))
         except TesseraError as error:
-            row.error = error
-        row.unfinished = len(row.answers)
-        if row.error is not None and not row.unfinished:
-            self._refuse(prompt, row.error)
+            self._refuse(prompt, error)
+        else:
+            self._open[number], self._deltas[number] = prompt, []
 
     def _hear(self, delta: Delta) -> None:
-        row, number = self._open[delta.request]
-        row.answers[number].append(delta)
+        self._deltas[delta.request].append(delta)
         self._tokens += len(delta.tokens)
         if delta.finish is None:
             return
-        del self._open[delta.request]
-        row.unfinished -= 1
-        if delta.finish.reason == "error":
-            row.error = delta.finish.error or TesseraError("the answer failed", code="generation.answer-failed")
-        if row.unfinished:
-            return
-        if row.error is not None:
-            self._refuse(row.prompt, row.error)
+        prompt, deltas = self._open.pop(delta.request), self._deltas.pop(delta.request)
+        if delta.finish.error is not None:
+            self._refuse(prompt, delta.finish.error)
         else:
-            self.part.write(row.prompt.index, self.rows.answer(row.prompt, row.answers))
+            self._part.write(prompt.index, self.rows.answer(prompt, Answer.of(deltas)))
             self._progress.count()
 
     def _refuse(self, row: Prompt | UnusableRow, error: BaseException) -> None:
-        self.part.write(row.index, self.rows.refusal(row, error), error=True)
+        self._part.write(row.index, self.rows.refusal(row, error), error=True)
         self._progress.count()

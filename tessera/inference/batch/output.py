@@ -2,8 +2,8 @@
 
 While rows are answered, each rank appends them to a part file in `OUT.parts`. A line of a part file has a checksum, the
 index of the row, whether it is an error, and the row. So lines which a kill or a full disk has damaged are recognised,
-and their rows are asked again. When all rows are answered, rank 0 writes them in order to OUT. `OUT.parts/settings.json` remains: it binds the
-answers to their input and options.
+and their rows are asked again. When all rows are answered, rank 0 writes them in order to OUT. `OUT.parts/settings.json` remains: it binds
+the answers to their input and options.
 """
 
 from __future__ import annotations

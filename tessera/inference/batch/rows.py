@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from tessera.core.sample import Message, Part, Sample
 from tessera.data.sources.container import RecordError
 from tessera.data.sources.source import Source, open_source
 from tessera.errors import TesseraError
-from tessera.inference.engine.request import Delta, Request, Sampling
+from tessera.inference.engine.request import Answer, Request, Sampling
 from tessera.inference.prepare import Conversation
 from tessera.runtime.rng import derive
 
@@ -29,7 +28,6 @@ class Prompt:
     conversation: Conversation
     root: Path | None
     identity: Row  # the first fields of the output row
-    settings: Any = None  # what the row itself says about its answer, in a form of its own
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ class UnusableRow:
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """State how all rows of a data set are answered. The seed of a row is derived from `sampling.seed` and its index."""
+    """State how all rows of a data set are answered. `sampling.seed` and its index give the seed of a row."""
 
     max_new_tokens: int = 256
     sampling: Sampling = field(default_factory=Sampling)
@@ -56,10 +54,14 @@ class AnswerOptions:
                 allowed=["1 and above"],
                 code="generation.max-tokens-too-small",
             )
-
-    def request(self, prompt: Batch, index: int, stop_tokens: frozenset[int]) -> Request:
-        sampling = replace(self.sampling, seed=derive(self.sampling.seed, "row", index))
-        return Request(prompt, sampling, self.max_new_tokens, stop_tokens=stop_tokens)
+        unused = [name for name, off in _OF_SAMPLING.items() if getattr(self.sampling, name) != off]
+        if self.sampling.temperature == 0 and unused:
+            raise TesseraError(
+                f"{' and '.join(unused)} has no effect at temperature 0, which takes the likeliest token",
+                where="sampling",
+                fix=f"set a temperature above 0, or leave {' and '.join(unused)} out",
+                code="generation.option-without-effect",
+            )
 
     def facts(self) -> Row:
         """Return the options as JSON."""
@@ -67,38 +69,12 @@ class AnswerOptions:
         return {"max_new_tokens": self.max_new_tokens, **fields, "system": self.system}
 
 
+_OF_SAMPLING: dict[str, float] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}  # options without effect at temperature 0
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 
 
-class InputRows(ABC):
-    """Read the rows of one input file, and form the rows of its output file."""
-
-    @abstractmethod
-    def __len__(self) -> int: ...
-
-    @abstractmethod
-    def facts(self) -> Any:
-        """Return JSON that changes whenever the rows may have changed."""
-
-    @abstractmethod
-    def read(self, numbers: range) -> Iterator[Prompt | UnusableRow]:
-        """Yield consecutive rows."""
-
-    @abstractmethod
-    def requests(self, prompt: Prompt, batch: Batch, stop_tokens: frozenset[int]) -> list[Request]:
-        """Return what the engine is asked for a row. Its answers become one row of the output."""
-
-    @abstractmethod
-    def answer(self, prompt: Prompt, answers: Sequence[Sequence[Delta]]) -> Row:
-        """Return the output row for the answers to the requests of a row. None of them has the finish `error`."""
-
-    @abstractmethod
-    def refusal(self, row: Prompt | UnusableRow, error: BaseException) -> Row:
-        """Return the output row for a row that cannot be answered."""
-
-
 @dataclass(frozen=True)
-class SampleRows(InputRows):
+class SampleRows:
     """Read the samples of a data set. A last message of the assistant is not asked: it is the expected answer."""
 
     source: Source
@@ -112,10 +88,12 @@ class SampleRows(InputRows):
     def __len__(self) -> int:
         return len(self.source)
 
-    def facts(self) -> Any:
+    def facts(self) -> Row:
+        """Return JSON that changes whenever the rows or the options may have changed."""
         return {"data": self.source.facts(), **self.options.facts()}
 
     def read(self, numbers: range) -> Iterator[Prompt | UnusableRow]:
+        """Yield consecutive rows."""
         for index, sample in self.source.scan(numbers):
             if isinstance(sample, RecordError):
                 yield UnusableRow(index, {"index": index, "id": str(sample.where or "")}, sample)
@@ -133,22 +111,24 @@ class SampleRows(InputRows):
                 messages = (Message("system", (Part("text", self.options.system),)), *messages)
             yield Prompt(index, Sample(sample.id, messages), self.source.root, identity)
 
-    def requests(self, prompt: Prompt, batch: Batch, stop_tokens: frozenset[int]) -> list[Request]:
-        return [self.options.request(batch, prompt.index, stop_tokens)]
+    def request(self, prompt: Prompt, batch: Batch, stop_tokens: frozenset[int]) -> Request:
+        """Return what the engine is asked for a row."""
+        options = self.options
+        sampling = replace(options.sampling, seed=derive(options.sampling.seed, "row", prompt.index))
+        return Request(batch, sampling, options.max_new_tokens, stop_tokens=stop_tokens)
 
-    def answer(self, prompt: Prompt, answers: Sequence[Sequence[Delta]]) -> Row:
-        deltas = answers[0]
-        finish = deltas[-1].finish
-        assert finish is not None
+    def answer(self, prompt: Prompt, answer: Answer) -> Row:
+        """Return the output row of an answered row."""
         return {
             **prompt.identity,
-            "answer": "".join(delta.text for delta in deltas),
-            "finish": finish.reason,
-            "prompt_tokens": finish.prompt_tokens,
-            "new_tokens": finish.new_tokens,
+            "answer": answer.text,
+            "finish": answer.finish.reason,
+            "prompt_tokens": answer.finish.prompt_tokens,
+            "new_tokens": answer.finish.new_tokens,
         }
 
     def refusal(self, row: Prompt | UnusableRow, error: BaseException) -> Row:
+        """Return the output row of a row that cannot be answered."""
         return {**row.identity, "answer": None, "error": error_row(error)}
 
 
