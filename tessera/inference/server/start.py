@@ -15,8 +15,8 @@ from tessera.inference.engine.scheduler import EngineLimits
 from tessera.inference.engine.thread import EngineThread
 from tessera.inference.load import load
 from tessera.inference.loaded import LoadedModel
+from tessera.inference.prepare import PromptPool
 from tessera.inference.server.metrics import Metrics
-from tessera.inference.server.prompts import ThreadPrompts
 from tessera.inference.server.service import Service
 from tessera.inference.server.settings import Settings
 from tessera.inference.server.tokens import Tokens
@@ -63,7 +63,7 @@ def start_service(options: ModelOptions, settings: Settings) -> Service:
     settings = replace(settings, max_length=_length(engine, model.config, options.max_length))
     adapters = {name: str(folder) for name, folder in options.adapters.items()}
     tokens = Tokens(inner)
-    return Service(settings, EngineThread(engine), ThreadPrompts(processor), tokens, Metrics(), adapters)
+    return Service(settings, EngineThread(engine), PromptPool(processor), tokens, Metrics(), adapters)
 
 
 def _bank(model: LoadedModel, options: ModelOptions, settings: Settings) -> AdapterBank | None:
