@@ -26,6 +26,10 @@ Images = Annotated[
 # Argument names of this command: SHARED for all models, the others for one kind of model each.
 SHARED = ("model", "question", "image", "seed", "device", "trust", "family", "adapter", "strength")
 ANSWERS = ("video", "system", "max_new_tokens", "temperature", "top_k", "top_p")
+BATCH = (  # for the rows of --data
+    *("model", "data", "out", "root", "overwrite", "nproc", "seed", "device", "trust", "family", "adapter", "strength"),
+    *("system", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"),
+)
 SAMPLING = (  # fields of a `MediaRequest`
     *("negative", "height", "width", "frames", "fps", "steps", "guidance", "guidance_2", "true_guidance"),
     *("solver", "shift", "count", "batch", "last_image", "vae_tiling", "vae_slicing"),
@@ -57,7 +61,14 @@ def generate(
     ] = None,
     top_k: Annotated[int | None, typer.Option("--top-k", help="text: 0 is no limit")] = None,
     top_p: Annotated[float | None, typer.Option("--top-p", help="text: share of probability to sample from")] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="media: .png, .gif or .mp4 file")] = None,
+    data: Annotated[Path | None, typer.Option("--data", help="text: file whose rows are answered to --out")] = None,
+    root: Annotated[Path | None, typer.Option("--root", help="text: folder of the media of --data")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="text: answer all rows of --data again")] = False,
+    min_p: Annotated[float | None, typer.Option("--min-p", help="text: of --data, share of the likeliest")] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option("--repetition-penalty", help="text: of --data, 1 is none")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="media: .png, .gif or .mp4 file; text: .jsonl")] = None,
     prompt: Annotated[list[str] | None, typer.Option("--prompt", help="media: prompt; may be given again")] = None,
     prompts: Annotated[Path | None, typer.Option("--prompts", help="media: text file with one prompt per line")] = None,
     negative: Annotated[str | None, typer.Option("--negative", help="media: negative prompt")] = None,
@@ -89,7 +100,7 @@ def generate(
     dtype: Annotated[str | None, typer.Option("--dtype", help="media: float32, bfloat16 or float16")] = None,
     vae_tiling: Annotated[bool, typer.Option("--vae-tiling", help="media: VAE decodes in overlapping tiles")] = False,
     vae_slicing: Annotated[bool, typer.Option("--vae-slicing", help="media: VAE decodes samples one by one")] = False,
-    nproc: Annotated[int | None, typer.Option("--nproc", min=1, help="media: ranks on this machine")] = None,
+    nproc: Annotated[int | None, typer.Option("--nproc", min=1, help="ranks on this machine")] = None,
     cp: Annotated[
         int | None, typer.Option("--cp", help="media: ranks that share the tokens of a sample; default: all")
     ] = None,
@@ -122,10 +133,14 @@ def _run(options: Mapping[str, Any]) -> None:
 
     adapters = _strengths(options.get("adapter"), options.get("strength"), "--strength")
     if not generates_media(options["model"], trust, options.get("family")):
-        _refuse(options, "this model generates text", (*SHARED, *ANSWERS))
+        data = "data" in options
+        _refuse(options, "with --data" if data else "this model generates text", BATCH if data else (*SHARED, *ANSWERS))
         if options["seed"] and not options.get("temperature"):
             _refuse({"seed": options["seed"]}, "at temperature 0 the likeliest token is taken", ["temperature"])
-        _answer(options, adapters)
+        if data:
+            _answer_file(options, adapters)
+        else:
+            _answer(options, adapters)
         return
     _refuse(options, "this model generates images or videos", (*SHARED, *SAMPLING, *MEDIA, *LAYOUT))
     if "out" not in options:
@@ -276,6 +291,36 @@ def _answer(options: Mapping[str, Any], adapters: Mapping[Path, float]) -> None:
         **{name: options[name] for name in ANSWERS if name in options and name != "video"},
     )
     typer.echo()
+
+
+def _answer_file(options: Mapping[str, Any], adapters: Mapping[Path, float]) -> None:
+    """Answer the rows of --data."""
+    from tessera.inference.batch.run import generate_answers
+    from tessera.runtime import log
+
+    if "out" not in options:
+        raise TesseraError(
+            "the command needs an output file for the answers",
+            where="--out",
+            fix="--out answers.jsonl",
+            code="generation.no-output-file",
+        )
+    check_output(options["out"], "--out")
+    if _started(options.get("nproc")):
+        return
+    names = ("root", "overwrite", "seed", "device", "trust", "family")
+    names += ("system", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    with log.on_screen():
+        result = generate_answers(
+            options["model"],
+            options["data"],
+            options["out"],
+            adapters=adapters,
+            **{name: options[name] for name in names if name in options},
+        )
+    if _is_main():
+        errors = f", {result.errors} with an error" if result.errors else ""
+        typer.echo(f"wrote {result.path}: {result.rows} rows{errors}")
 
 
 def _make(model: Path, out: Path, request: MediaRequest, loaded: Mapping[str, Any]) -> None:

@@ -84,7 +84,7 @@ def train(
             code="run.overwrite-with-resume",
         )
     if or_resume and os.environ.get("RANK", "0") == "0":  # on other ranks this would wait for a lock that rank 0 holds
-        from tessera.training.lock import wait_for_owner
+        from tessera.runtime.folder_lock import wait_for_owner
 
         wait_for_owner(config.folder)
     if cluster.launches:

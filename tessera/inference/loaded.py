@@ -33,6 +33,7 @@ from tessera.inference.proof import check_choice
 from tessera.inference.sampling_options import sampling_of
 from tessera.lora.export import save_adapters
 from tessera.lora.select import Adapters
+from tessera.models.processing.conversation import ConversationProcessor, PromptEnding
 
 
 class LoadedModel(nn.Module):
@@ -280,15 +281,25 @@ class LoadedProcessor:
         encoded = [processor.encode(sample, *media) for sample, media in zip(samples, read, strict=True)]
         return processor.collate([encoded], sum(len(sample.tokens) for sample in encoded))
 
-    def prompt(self, samples: Sequence[tuple[Sample, Path]]) -> Batch:
-        """Return a batch of prompts for (sample of a data set, root folder of its media)."""
+    def prompt(self, samples: Sequence[tuple[Sample, Path]], ending: PromptEnding = "answer") -> Batch:
+        """Return a batch of prompts for (sample of a data set, root folder of its media).
+
+        `ending`: see `ConversationProcessor.prompt`.
+        """
         processor = _needed(self.processor, self.spec)
         if not isinstance(processor, ChatProcessor):  # its method raises an error with the reason
             return processor.prompt([sample for sample, _ in samples], [[] for _ in samples])
         read = [self._media(sample, root, processor) for sample, root in samples]
-        return processor.prompt(
-            [sample for sample, _ in samples], [media for media, _ in read], [sizes for _, sizes in read]
-        )
+        items, media, sizes = [sample for sample, _ in samples], [m for m, _ in read], [s for _, s in read]
+        if ending == "answer":
+            return processor.prompt(items, media, sizes)
+        if not isinstance(processor, ConversationProcessor):
+            raise TesseraError(
+                f"the processor of {self.spec.name} cannot continue an answer",
+                fix="end the conversation with a message of the user",
+                code="generation.cannot-continue-answer",
+            )
+        return processor.prompt(items, media, sizes, ending)
 
     def _media(self, sample: Sample, root: Path, processor: ChatProcessor) -> tuple[list[Any], list[MediaSize]]:
         with with_fix("media of the conversation", "use a file that exists and can be decoded"):

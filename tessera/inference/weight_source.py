@@ -134,13 +134,19 @@ def fill_from(
     load_checkpoint(with_checkpoints(path), named, FrozenSource(base, read_frozen))
 
 
+def newest_checkpoint(path: Path) -> Path | None:
+    """Return a checkpoint itself, or the newest checkpoint of a run; None if there is none."""
+    if (path / MANIFEST).is_file():
+        return path
+    return CheckpointManager(with_checkpoints(path) / "checkpoints", keep=1).folders.newest_with(TABLE)
+
+
 def newest_names(path: Path) -> list[str]:
     """Return the names of the model's tensors in a checkpoint, or in the newest checkpoint of a run.
 
     The tensors are not read. The list is empty if no checkpoint has an undamaged `tensors.json`.
     """
-    is_checkpoint, run = (path / MANIFEST).is_file(), with_checkpoints(path)
-    newest = path if is_checkpoint else CheckpointManager(run / "checkpoints", keep=1).folders.newest_with(TABLE)
+    newest = newest_checkpoint(path)
     stored = {} if newest is None else read_table(newest).state_dict_metadata
     return [name.removeprefix(MODEL) for name in stored if name.startswith(MODEL)]
 

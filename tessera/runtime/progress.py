@@ -25,10 +25,14 @@ def human_bytes(count: float) -> str:
 
 
 class WorkProgress:
-    """Count finished work and show the progress on rank 0. `unit`: "bytes", or a noun such as "samples"."""
+    """Count finished work and show the progress on rank 0. `unit`: "bytes", or a noun such as "samples".
+
+    `note`: text for the end of the line, which the caller may change.
+    """
 
     def __init__(self, what: str, total: int, unit: str = "bytes") -> None:
         self._what, self._total, self._unit, self._done = what, total, unit, 0
+        self.note = ""
         self._began = self._printed_at = time.monotonic()
         self._width = 0  # characters of the live line; 0: no line is shown
         self._silent = os.environ.get("RANK", "0") != "0"
@@ -72,4 +76,4 @@ class WorkProgress:
             done = f"{human_bytes(self._done)} of {human_bytes(self._total)}, {human_bytes(rate)}/s"
         else:
             done = f"{self._done:,} of {self._total:,} {self._unit}, {rate:.3g}/s"
-        return f"{self._what}: {done}, {seconds_left:.0f} s left"
+        return f"{self._what}: {done}, {seconds_left:.0f} s left{self.note and f', {self.note}'}"

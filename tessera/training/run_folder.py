@@ -38,7 +38,7 @@ from tessera.inference.weight_source import CONFIG, RUN_FILE
 from tessera.inference.weight_source import run_exists as run_exists  # re-exported for the command line
 from tessera.runtime.distributed import expected_rank
 from tessera.runtime.files import leads_out, read_json_mapping, replace_file
-from tessera.training.lock import FolderLock
+from tessera.runtime.folder_lock import FolderLock
 
 FORMAT = "tessera-run"
 _TRASH = ".trash-"

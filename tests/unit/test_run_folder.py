@@ -21,7 +21,7 @@ from tessera.config.run_paths import find_file
 from tessera.core.callback import Callback
 from tessera.errors import TesseraError
 from tessera.inference.weight_source import run_exists
-from tessera.training.lock import LOCK
+from tessera.runtime.folder_lock import LOCK
 from tessera.training.run import resume_config
 from tessera.training.run_folder import RunFolder, check_fresh, describe_saving, read_from_old_run
 from tests.dist.spawn import fork_context

@@ -18,13 +18,13 @@ from pathlib import Path
 import pytest
 
 from tessera.runtime.process import Process
-from tessera.training.lock import LOCK, FolderLock, wait_for_owner
+from tessera.runtime.folder_lock import LOCK, FolderLock, wait_for_owner
 from tests.errors import raises
 
 HOLDER = """
 import sys, time, os
 from pathlib import Path
-from tessera.training.lock import FolderLock
+from tessera.runtime.folder_lock import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
 lock.acquire()
 if sys.argv[2] != "fork" or os.fork() == 0:  # a child has closed its copy of the lock file when it reports
@@ -81,7 +81,7 @@ def test_the_second_is_refused_with_host_and_pid_and_a_killed_owner_is_replaced_
 
 
 def test_many_that_start_at_once_are_one_owner_and_refused_ones(tmp_path: Path) -> None:
-    begin = "import sys; from pathlib import Path; from tessera.training.lock import FolderInUse, FolderLock\n"
+    begin = "import sys; from pathlib import Path; from tessera.runtime.folder_lock import FolderInUse, FolderLock\n"
     begin += "print('ready', flush=True); sys.stdin.readline()\n"
     begin += "try: FolderLock(Path(sys.argv[1])).acquire(); print('locked', flush=True)\n"
     begin += "except FolderInUse: print('refused', flush=True)\n"

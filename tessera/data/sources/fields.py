@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any, NoReturn, get_args
 
@@ -88,6 +88,7 @@ class ColumnMap:
     rejected: str = "rejected"
     completion: str = "completion"  # an answer that is labelled good or bad
     label: tuple[str, ...] = ("label", "kto_tag")  # true: a good answer
+    answered: bool = True  # whether a record without an answer is unusable
 
 
 def column_map(record_format: RecordFormat, columns: Mapping[str, str]) -> ColumnMap:
@@ -141,11 +142,11 @@ def check_columns(columns: Mapping[str, str], where: str) -> None:
 
 
 class RecordSchema:
-    """Detect the format of records by their keys, which `columns` may rename."""
+    """Detect the format of records by their keys, which `columns` may rename. `answered` False: answers may be missing."""
 
-    def __init__(self, columns: Mapping[str, str]) -> None:
+    def __init__(self, columns: Mapping[str, str], answered: bool = True) -> None:
         self.columns = dict(columns)
-        self.names = {name: column_map(name, columns) for name in FORMATS}
+        self.names = {name: replace(column_map(name, columns), answered=answered) for name in FORMATS}
         self._media_named = any(f"{kind}s" in columns for kind in MEDIA)
 
     def decide(self, record: Mapping[str, Any]) -> RecordFormat | None:
@@ -178,7 +179,7 @@ class RecordSchema:
         if record_format == "text":
             return any(has(record, key) for key in names.text)
         if record_format in QUESTION_FORMATS:
-            return has(record, names.prompt) and has(record, names.response)
+            return has(record, names.prompt) and (has(record, names.response) or not names.answered)
         return "messages" in self.columns and has(record, names.messages)
 
     def _speaks(self, turns: Any) -> bool:

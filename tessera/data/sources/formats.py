@@ -97,9 +97,9 @@ def _parse_alpaca(record: Mapping[str, Any], names: ColumnMap) -> tuple[Message,
         turns += [("user", text_of(pair[0])), ("assistant", text_of(pair[1]))]
     questions = [text_of(record.get(key)) for key in (names.prompt, names.query) if record.get(key) not in (None, "")]
     answer = text_of(record.get(names.response) or "")
-    if not answer or not questions:
-        fail("data.empty-turn", f"{names.prompt if answer else names.response} is empty")
-    turns += [("user", "\n".join(questions)), ("assistant", answer)]
+    if not questions or not (answer or not names.answered):
+        fail("data.empty-turn", f"{names.response if questions else names.prompt} is empty")
+    turns += [("user", "\n".join(questions)), *([("assistant", answer)] if answer else [])]
     parts = [(role, media.fill(text)) for role, text in turns]
     parts[0] = (parts[0][0], [*media.rest_if_none_used(), *parts[0][1]])
     media.check_used()

@@ -129,8 +129,11 @@ def _with_members(messages: tuple[Message, ...], members: Mapping[str, ArchiveMe
     return tuple(Message(message.role, tuple(map(replaced, message.parts))) for message in messages)
 
 
-def open_source(section: SourceSection, cache_folder: Path | None = None) -> Source:
-    """Open a data set. With `format: auto`, the first record whose keys fit exactly one format decides."""
+def open_source(section: SourceSection, cache_folder: Path | None = None, *, answered: bool = True) -> Source:
+    """Open a data set. With `format: auto`, the first record whose keys fit exactly one format decides.
+
+    `answered` False: questions without an answer are usable samples.
+    """
     section = local_source(section, "train")
     where = f"data source {section.path}"
     check_columns(section.columns, where)
@@ -143,7 +146,7 @@ def open_source(section: SourceSection, cache_folder: Path | None = None) -> Sou
         raise TesseraError(
             f"the media folder does not exist: {root}", where=where, fix="correct `root`", code="data.no-media-root"
         )
-    schema = RecordSchema(section.columns)
+    schema = RecordSchema(section.columns, answered)
     record_format = _detect(section.path, records, schema) if section.format == "auto" else section.format
     return Source(section.path, root, records, record_format, schema, format_given=section.format != "auto")
 

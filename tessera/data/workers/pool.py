@@ -43,6 +43,7 @@ class Lost:
 
 
 Again = Callable[[Any, Lost], Any | None]
+Report = Callable[[Any, bool], None]  # (result or exception, whether the work raised that exception)
 
 
 @dataclass(eq=False)
@@ -95,7 +96,7 @@ class Pool:
     A worker that dies is replaced, and its item is tried once more. If its worker dies again, the result is a `Lost`. A
     worker that neither returns nor notes another sample within `timeout_s` + `grace_s` is killed. This is for code that
     hangs in C and for stopped processes; the work itself should use `time_limit`. Work without notes has no time limit.
-    Only one thread may use a pool at a time; any thread may call `stop`.
+    Only one thread may use a pool at a time; any thread may call `stop` and `wake`.
     """
 
     def __init__(
@@ -176,10 +177,41 @@ class Pool:
                 self._pending.pop(pending.number, None)
             self._waiting = deque(pending for pending in self._waiting if pending.number in self._pending)
 
+    def serve(self, take: Callable[[], tuple[Any, Report] | None]) -> None:
+        """Work on items that arrive at any time, until `stop`. Results are reported when they are ready, in any order.
+
+        `take()` returns the next item and the function that gets its result, or None if there is no item now. After
+        new items have arrived, call `wake`.
+        """
+        assert self._workers, "serve needs worker processes"
+        reports: dict[int, Report] = {}
+        while not self._stopped:
+            while len(self._pending) < len(self._workers) * self.ahead and (taken := take()) is not None:
+                self._last += 1
+                pending = _PendingItem(self._last, None, taken[0], taken[0])
+                self._pending[pending.number] = pending
+                self._waiting.append(pending)
+                reports[pending.number] = taken[1]
+            with self._surviving_server():
+                self._dispatch()
+            ready = [pending for pending in self._pending.values() if pending.done]
+            for pending in ready:
+                del self._pending[pending.number]
+                reports.pop(pending.number)(pending.value, pending.failed)
+            if not ready:
+                self._wait()
+
     def stop(self) -> None:
-        """End a `map` that runs in another thread, without a further result. After that the pool can only be closed."""
+        """End a `map` or `serve` that runs in another thread, without a further result.
+
+        After that the pool can only be closed.
+        """
         self._stopped = True
-        with contextlib.suppress(OSError):
+        self.wake()
+
+    def wake(self) -> None:
+        """Let a `serve` that runs in another thread ask for items."""
+        with contextlib.suppress(OSError):  # the buffer is full: the thread will wake up anyway
             self._wake.send(b"!")
 
     def close(self) -> None:
@@ -233,7 +265,12 @@ class Pool:
             if len(worker.items) > 1:
                 return
             pending = self._waiting[0]
-            packed = Packed((pending.number, pending.item))
+            try:
+                packed = Packed((pending.number, pending.item))
+            except Exception as error:  # the item cannot be pickled
+                self._waiting.popleft()
+                pending.settle(error, failed=True)
+                continue
             # A busy worker does not read its socket. If it sends a large result meanwhile, both sides would block.
             if worker.items and packed.inline_bytes > _SMALL:
                 return
@@ -255,7 +292,8 @@ class Pool:
         self._end_silent(self._server)
         for key, _ in self._selector.select(self._until_next_limit()):
             if key.fileobj is self._awake:
-                return False
+                self._awake.recv(4096)
+                continue
             if key.data is None:
                 with contextlib.suppress(TimeoutError):  # `_replace` may have read the message already
                     self._server.read_exits(0.01)

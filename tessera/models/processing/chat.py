@@ -173,6 +173,11 @@ class ChatTemplate:
         both = Part("text", with_listing(self.system, said[0].value))
         return [Message("system", (both, *said[1:])), *messages[1:]]
 
+    def beginning(self, answer: Message) -> list[ChatSpan]:
+        """Return the spans of an answer that the model continues, which follow the header of its turn."""
+        text = "".join(part.value for part in answer.parts if part.kind == "text")
+        return [*self._words(self._turn(answer.role).text_before, answer.role), ChatSpan(text, answer.role)]
+
     def show(self, part: Part, role: str) -> list[ChatSpan]:
         words = self.words_of(part)
         return [

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 import torch
@@ -45,6 +45,7 @@ from tessera.models.processing.tokenizer import (
 )
 from tessera.runtime.log import logger
 
+PromptEnding = Literal["answer", "continue", "none"]
 # A row with a single sample is one attention segment, padding included, if the sample fills at least 80 % of the row.
 # Kernels for equal segments are up to twice as fast, but attention over padding takes extra FLOPs.
 _MIN_FILLED = 0.8
@@ -230,19 +231,35 @@ class ConversationProcessor:
         samples: Sequence[Sample],
         media: Sequence[Sequence[Any]],
         sizes: Sequence[Sequence[MediaSize]] | None = None,
+        ending: PromptEnding = "answer",
     ) -> Batch:
-        """Return a batch of prompts. A final answer of the assistant is left out, because the model generates it."""
+        """Return a batch of prompts.
+
+        `ending`: "answer": end with the header of the assistant's answer. A final answer is left out, because the model
+        generates it. "continue": end with the final answer, which the model continues. "none": end after the last
+        message.
+        """
         items = []
         for number, (sample, objects) in enumerate(zip(samples, media, strict=True)):
-            count = max((n for n, message in enumerate(sample.messages, 1) if message.role != "assistant"), default=0)
+            questions = [n for n, message in enumerate(sample.messages, 1) if message.role != "assistant"]
+            count = len(sample.messages) if ending == "none" else max(questions, default=0)
             question = Sample(sample.id, sample.messages[:count])
             objects = objects[: len(question.media())]
             read = [media_size(item) for item in objects] if sizes is None else sizes[number][: len(objects)]
             layouts = self._layouts(question, read)
-            spans = self._chat_spans(question, layouts, prompt=True)
+            spans = self._chat_spans(question, layouts, prompt=ending != "none")
+            if ending == "continue":
+                spans += [span for message in sample.messages[count:] for span in self.template.beginning(message)]
             items.append(self._encode(question, objects, read, layouts, spans))
         batch = self._pack([[item] for item in items], [len(item.tokens) for item in items])
         return replace(batch, sample_ids=tuple(item.id for item in items))
+
+    def prompt_of_tokens(self, tokens: Sequence[int]) -> Batch:
+        """Return a batch with one prompt of text tokens, without a chat template."""
+        ids = torch.tensor(list(tokens), dtype=torch.int64)
+        positions = torch.from_numpy(self.positions(len(ids), [], []))
+        item = Encoded("tokens", ids, torch.full_like(ids, IGNORE), positions, {}, {"samples": 1, "tokens": len(ids)})
+        return replace(self._pack([[item]], [len(ids)]), sample_ids=(item.id,))
 
     def _pack(self, rows: Sequence[Sequence[Encoded]], lengths: Sequence[int], whole: bool = False) -> Batch:
         """Return rows of samples as one packed batch. `whole`: each row has a single sample and is one segment."""

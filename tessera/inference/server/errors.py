@@ -1,0 +1,76 @@
+"""Answer mistakes of a client with a status and a JSON body in OpenAI's form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ValidationError
+
+from tessera.errors import TesseraError
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+    504: "server_error",
+}
+
+
+# Errors of the engine that are not mistakes of a client.
+_STATUS = {
+    "generation.engine-closed": 503,
+    "generation.engine-failed": 500,
+    "generation.output-not-finite": 500,
+    "generation.queue-full": 429,
+}
+
+
+class ApiError(Exception):
+    """Report a request that the server refuses. `param`: the wrong field; `code`: a stable word for programs."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+
+    def body(self) -> dict[str, Any]:
+        kind = _TYPES.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def of_tessera(error: TesseraError) -> ApiError:
+    """Return the answer to a request that Tessera refuses. Paths of this machine (`where`) are left out."""
+    status = _STATUS.get(error.code or "", 400)
+    message = error.what
+    if error.allowed:
+        message += f"; allowed: {', '.join(error.allowed)}"
+    if error.nearest:
+        message += f"; did you mean {error.nearest}?"
+    if error.fix:
+        message += f"; {error.fix}"
+    return ApiError(status, message, code=error.code)
+
+
+def of_validation(error: ValidationError, fields: dict[str, str]) -> ApiError:
+    """Return the answer to a body that a pydantic model refuses. `fields`: known fields that are refused, with why."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    # Pydantic adds the names of the alternatives of a union to the path; clients know only keys and numbers.
+    path = [key for key in first["loc"] if isinstance(key, int) or not key.startswith(("<", "function-"))]
+    param = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).removeprefix(".")[:200]
+    if first["type"] == "extra_forbidden":
+        name = str(first["loc"][-1])
+        reason = fields.get(name)
+        if reason is None:
+            return ApiError(400, f"unknown field {param or name[:200]!r}", param=param, code="unknown_parameter")
+        return unsupported(param, reason)
+    message = first["msg"].removeprefix("Value error, ")
+    return ApiError(400, f"{param}: {message}" if param else message, param=param or None, code="invalid_value")
+
+
+def unsupported(param: str, reason: str) -> ApiError:
+    return ApiError(400, f"the field {param!r} is not supported: {reason}", param=param, code="unsupported_parameter")

@@ -1,0 +1,297 @@
+"""Turn validated requests into requests of the engine, and run them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from tessera.core.batch import Batch
+from tessera.data.media.urls import UrlPolicy
+from tessera.inference.engine.request import Constraint, Delta, Request, Sampling
+from tessera.inference.server.answers import AnswerGroup, EngineAccess, Mailbox
+from tessera.inference.server.content import chat_messages, text_length
+from tessera.inference.server.errors import ApiError, unsupported
+from tessera.inference.server.fields import ChatMessage, ChatRequest, SamplingFields, Tool
+from tessera.inference.server.metrics import Metrics
+from tessera.inference.server.pieces import PlainSplitter, Splitter
+from tessera.inference.server.prompts import NO_FILES, Prompts, download_media, has_urls
+from tessera.inference.server.settings import Settings
+from tessera.inference.server.tokens import Tokens, prompt_tokens
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Hold one prompt and its tokens."""
+
+    batch: Batch
+    tokens: Sequence[int]
+
+
+@dataclass(frozen=True)
+class AnswerJob:
+    """Hold the answers that one API request asks for: each with its prompt and its request of the engine."""
+
+    requests: Sequence[Request]
+    prompts: Sequence[Prompt]  # one for each answer
+    model: str
+    splitter: Callable[[], Splitter] = PlainSplitter
+    created: int = field(default_factory=lambda: int(time.time()))
+    started: float = field(default_factory=time.perf_counter)
+    id: str = field(default_factory=lambda: secrets.token_hex(12))
+
+
+def no_tools(request: ChatRequest) -> Callable[[], Splitter]:
+    """Return how the text of an answer is split into parts, without parsers of tool calls."""
+    if request.tools and request.tool_choice != "none":
+        raise unsupported("tools", "this server has no parser for the tool calls of this model")
+    return PlainSplitter
+
+
+@dataclass
+class Service:
+    """Hold what the endpoints share. `split`: returns how the text of an answer is split into content and calls."""
+
+    settings: Settings
+    engine: EngineAccess
+    prompts: Prompts
+    tokens: Tokens
+    metrics: Metrics
+    adapters: dict[str, str] = field(default_factory=dict)  # served names of adapters, with their folders
+    split: Callable[[ChatRequest], Callable[[], Splitter]] = no_tools
+    started: int = field(default_factory=lambda: int(time.time()))
+
+    @cached_property
+    def mailbox(self) -> Mailbox:
+        return Mailbox(asyncio.get_running_loop())
+
+    @cached_property
+    def submitters(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(4, "submit")
+
+    @cached_property
+    def _helpers(self) -> ThreadPoolExecutor:
+        """Return threads that tokenize plain texts and download media."""
+        return ThreadPoolExecutor(8, "helper")
+
+    # ------------------------------------------------------------------------------------------ prompts
+
+    async def chat_prompt(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Tool], *, answer: bool, continues: bool
+    ) -> Prompt:
+        """Return the prompt of a conversation. `answer`: end with the header of the answer."""
+        if continues and answer:
+            raise ApiError(
+                400,
+                "add_generation_prompt and continue_final_message exclude each other: set add_generation_prompt: false",
+                param="add_generation_prompt",
+                code="invalid_value",
+            )
+        listed = chat_messages(messages, tools, self.settings, continues=continues or not answer)
+        self._check_characters(text_length(listed), "messages")
+        loop = asyncio.get_running_loop()
+        if has_urls(listed):
+            listed = await loop.run_in_executor(self._helpers, download_media, listed, UrlPolicy())
+        ending = "continue" if continues else "answer" if answer else "none"
+        root = self.settings.allow_files or NO_FILES
+        batch = await asyncio.wrap_future(self.prompts.submit(listed, root, ending=ending))
+        return self._checked(Prompt(batch, prompt_tokens(batch)), "messages")
+
+    async def text_prompt(self, prompt: str | Sequence[int], *, special: bool = True) -> Prompt:
+        """Return the prompt of a plain text, or of tokens."""
+        if isinstance(prompt, str):
+            self._check_characters(len(prompt), "prompt")
+            loop = asyncio.get_running_loop()
+            text = prompt
+            tokens = await loop.run_in_executor(self._helpers, lambda: self.tokens.encode(text, special=special))
+        else:
+            tokens = list(prompt)
+            self.check_tokens(tokens, "prompt")
+        if not tokens:
+            raise ApiError(400, "the prompt has no tokens", param="prompt", code="invalid_value")
+        if len(tokens) >= self.settings.max_length:
+            raise self._too_long(len(tokens), "prompt")
+        return self._checked(Prompt(self.tokens.batch(tokens), tokens), "prompt")
+
+    def check_tokens(self, tokens: Sequence[int], param: str) -> None:
+        """Raise if a number is no token of the vocabulary."""
+        if tokens and max(tokens) >= self.tokens.size:
+            raise ApiError(
+                400,
+                f"{max(tokens)} is not a token: the vocabulary has {self.tokens.size}",
+                param=param,
+                code="invalid_value",
+            )
+
+    def _check_characters(self, count: int, param: str) -> None:
+        """Refuse texts that are too long in any tokens, before they are tokenized."""
+        most = self.settings.max_length * self.tokens.longest
+        if count > most:
+            raise ApiError(
+                400,
+                f"the texts have {count} characters; at most {most} fit into the {self.settings.max_length} tokens of "
+                "this model's context",
+                param=param,
+                code="context_length_exceeded",
+            )
+
+    def _checked(self, prompt: Prompt, param: str) -> Prompt:
+        if len(prompt.tokens) >= self.settings.max_length:
+            raise self._too_long(len(prompt.tokens), param)
+        return prompt
+
+    def _too_long(self, count: int, param: str) -> ApiError:
+        return ApiError(
+            400,
+            f"the prompt has {count} tokens; the context of this model has {self.settings.max_length} tokens, for "
+            "prompt and answer",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+    # ------------------------------------------------------------------------------------------ requests
+
+    async def chat_job(self, request: ChatRequest) -> AnswerJob:
+        """Return the answers that a chat request asks for."""
+        adapter = self.adapter_of(request.model)
+        split = self.split(request)
+        tools = () if request.tool_choice == "none" else request.tools
+        prompt = await self.chat_prompt(
+            request.messages,
+            tools,
+            answer=request.add_generation_prompt,
+            continues=request.continue_final_message,
+        )
+        most = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+        logprobs = request.top_logprobs if request.logprobs else None
+        requests = self.engine_requests(request, prompt, most, logprobs, adapter)
+        return AnswerJob(requests, [prompt] * len(requests), request.model or self.settings.name, split)
+
+    def adapter_of(self, model: str | None) -> str | None:
+        """Return the adapter that a model name means; None: the base model. Raise for unknown names."""
+        if model is None or model == self.settings.name:
+            return None
+        if model in self.adapters:
+            return model
+        names = ", ".join([self.settings.name, *self.adapters][:20])
+        raise ApiError(
+            404,
+            f"the model {model[:200]!r} does not exist; this server has: {names}",
+            param="model",
+            code="model_not_found",
+        )
+
+    def engine_requests(
+        self, request: SamplingFields, prompt: Prompt, most: int | None, logprobs: int | None, adapter: str | None
+    ) -> list[Request]:
+        """Return the requests of the engine for one prompt: `n` that differ in their seeds."""
+        if request.n > self.settings.max_answers:
+            raise ApiError(
+                400, f"n is {request.n}; the limit is {self.settings.max_answers}", param="n", code="invalid_value"
+            )
+        room = self.settings.max_length - len(prompt.tokens)
+        if most is not None and most > room:
+            raise ApiError(
+                400,
+                f"{len(prompt.tokens)} tokens of the prompt and {most} new tokens do not fit into the context of "
+                f"{self.settings.max_length} tokens; at most {room} new tokens fit",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        if request.min_tokens > (room if most is None else most):
+            raise ApiError(400, "min_tokens is larger than max_tokens", param="min_tokens", code="invalid_value")
+        for name, tokens in (
+            ("stop_token_ids", request.stop_token_ids),
+            ("allowed_token_ids", request.allowed_token_ids or []),
+            ("logit_bias", [int(key) for key in request.logit_bias]),
+        ):
+            if tokens:
+                self.check_tokens(tokens, name)
+        stops = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else self.tokens.stops)
+        single = Request(
+            prompt=prompt.batch,
+            sampling=_sampling(request),
+            max_new_tokens=room if most is None else most,
+            min_new_tokens=request.min_tokens,
+            stop_tokens=stops,
+            stop=tuple(request.stop),
+            include_stop=request.include_stop_str_in_output,
+            logprobs=logprobs,
+            prompt_logprobs=request.prompt_logprobs,
+            constraint=_constraint(request),
+            adapter=adapter,
+            skip_special=request.skip_special_tokens,
+            priority=request.priority,
+        )
+        return [replace(single, sampling=single.sampling.nth(index)) for index in range(request.n)]
+
+    async def run(self, job: AnswerJob) -> AsyncGenerator[tuple[int, Delta], None]:
+        """Yield (index of the answer, delta) until all answers are complete. Raise for an answer that failed.
+
+        Close the iterator to abort the answers: `contextlib.aclosing`.
+        """
+        timer = self.metrics.timer(job.started, [len(prompt.tokens) for prompt in job.prompts])
+        async with AnswerGroup(self.engine, self.mailbox, self.submitters) as answers:
+            await answers.submit(job.requests)
+            async for index, delta in answers.deltas():
+                timer.add(index, delta)
+                finish = delta.finish
+                if finish is not None and finish.reason == "error":
+                    assert finish.error is not None, "an answer that fails has an error"
+                    raise finish.error
+                if finish is not None and finish.reason == "aborted":
+                    raise ApiError(503, "the server aborted the answer", code="aborted")
+                yield index, delta
+
+    def close(self) -> None:
+        """End the engine and all helpers. Answers in progress are aborted."""
+        self.engine.close(0)
+        self.prompts.close()
+        self._helpers.shutdown(wait=False, cancel_futures=True)
+        self.submitters.shutdown(wait=False, cancel_futures=True)
+
+
+def _sampling(request: SamplingFields) -> Sampling:
+    seed = secrets.randbits(62) if request.seed is None else request.seed & ((1 << 63) - 1)
+    allowed = request.allowed_token_ids
+    return Sampling(
+        temperature=request.temperature,
+        top_k=max(request.top_k, 0),
+        top_p=request.top_p,
+        min_p=request.min_p,
+        seed=seed,
+        repetition_penalty=request.repetition_penalty,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        logit_bias={int(key): bias for key, bias in request.logit_bias.items()},
+        allowed_tokens=None if allowed is None else frozenset(allowed),
+    )
+
+
+def _constraint(request: SamplingFields) -> Constraint | None:
+    shape, outputs = request.response_format, request.structured_outputs
+    if shape is not None:
+        if shape.type == "json_object":
+            return Constraint("json_object")
+        if shape.json_schema is not None and shape.type == "json_schema":
+            return Constraint("json_schema", _text(shape.json_schema.schema_))
+        return None
+    if outputs is None:
+        return None
+    if outputs.json_ is not None:
+        return Constraint("json_schema", _text(outputs.json_))
+    if outputs.regex is not None:
+        return Constraint("regex", outputs.regex)
+    if outputs.choice is not None:
+        return Constraint("choice", _text(outputs.choice))
+    return Constraint("json_object") if outputs.grammar is None else Constraint("grammar", outputs.grammar)
+
+
+def _text(value: Mapping[str, Any] | Sequence[str] | str | bool | None) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

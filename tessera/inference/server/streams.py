@@ -1,0 +1,115 @@
+"""Send answers to clients. A client that leaves, or reads too slowly, ends the work for it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from tessera.errors import TesseraError
+from tessera.inference.server.errors import ApiError, of_tessera
+from tessera.runtime.log import logger
+
+T = TypeVar("T")
+INTERNAL = ApiError(500, "an internal error: see the log of the server", code="internal_error")
+
+
+class ClientLeft(Exception):  # not an error of this program
+    """Report that nobody waits for the answer any more."""
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`. Cancel it and raise `ClientLeft` when the client disconnects."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientLeft
+        return task.result()
+    finally:
+        for unfinished in (task, gone):
+            unfinished.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def error_of(error: BaseException) -> ApiError:
+    """Return what a client is told about an error. Unexpected errors are logged."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, TesseraError) and (answer := of_tessera(error)).status != 500:
+        return answer
+    if isinstance(error, TimeoutError):
+        return ApiError(504, "the answer took longer than this server allows", code="timeout")
+    logger().error("internal error of the server", exc_info=error)
+    return INTERNAL
+
+
+class EventStream(Response):
+    """Send chunks as server-sent events."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, first: dict[str, Any], chunks: AsyncGenerator[dict[str, Any], None], deadline: float, slow_client_s: float
+    ) -> None:
+        """Create the response. `first`: the first chunk, which was awaited before. `deadline`: in the loop's time."""
+        self.status_code = 200
+        self.background = None
+        self._first = first
+        self._chunks = chunks
+        self._deadline = deadline
+        self._slow_client_s = slow_client_s
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._chunks):
+            await while_connected(receive, self._stream(send))
+
+    async def _stream(self, send: Send) -> None:
+        start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        await self._in_time(send, start)
+        try:
+            await self._send(send, self._first)
+            async with asyncio.timeout_at(self._deadline):
+                async for chunk in self._chunks:
+                    await self._send(send, chunk)
+        except ClientLeft:
+            raise
+        except Exception as error:
+            await self._send(send, error_of(error).body())
+        await self._send_bytes(send, b"data: [DONE]\n\n")
+        await self._in_time(send, {"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, send: Send, chunk: dict[str, Any]) -> None:
+        await self._send_bytes(send, f"data: {to_json(chunk)}\n\n".encode())
+
+    async def _send_bytes(self, send: Send, data: bytes) -> None:
+        await self._in_time(send, {"type": "http.response.body", "body": data, "more_body": True})
+
+    async def _in_time(self, send: Send, message: Message) -> None:
+        try:
+            async with asyncio.timeout(self._slow_client_s):
+                await send(message)
+        except (TimeoutError, OSError):
+            raise ClientLeft from None
+
+
+def to_json(value: Any) -> str:
+    """Return JSON. Characters that are not valid Unicode (halves of a pair) are escaped."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return text
