@@ -1,0 +1,68 @@
+"""Answer mistakes of a client with a status and a JSON body in OpenAI's form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ValidationError
+
+from tessera.errors import TesseraError
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+    504: "server_error",
+}
+
+
+class ApiError(Exception):
+    """Report a request that the server refuses. `param`: the field that is wrong; `code`: a stable word for programs."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+
+    def body(self) -> dict[str, Any]:
+        kind = _TYPES.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def of_tessera(error: TesseraError, status: int = 400) -> ApiError:
+    """Return the answer to a request that Tessera refuses. Paths of this machine (`where`) are left out."""
+    message = error.what
+    if error.allowed:
+        message += f"; allowed: {', '.join(error.allowed)}"
+    if error.nearest:
+        message += f"; did you mean {error.nearest}?"
+    if error.fix:
+        message += f"; {error.fix}"
+    return ApiError(status, message, code=error.code)
+
+
+def of_validation(error: ValidationError, fields: dict[str, str]) -> ApiError:
+    """Return the answer to a body that a pydantic model refuses. `fields`: known fields that are refused, with why."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    # Pydantic adds the names of the alternatives of a union to the path; clients know only keys and numbers.
+    path = [str(key) for key in first["loc"] if isinstance(key, int) or str(key).isidentifier()]
+    param = ".".join(path)[:200]
+    if first["type"] == "extra_forbidden":
+        name = path[-1] if path else param
+        reason = fields.get(name)
+        if reason is None:
+            return ApiError(400, f"unknown field {param!r}", param=param, code="unknown_parameter")
+        return ApiError(
+            400, f"the field {param!r} is not supported: {reason}", param=param, code="unsupported_parameter"
+        )
+    message = first["msg"].removeprefix("Value error, ")
+    return ApiError(400, f"{param}: {message}" if param else message, param=param or None, code="invalid_value")
+
+
+def unsupported(param: str, reason: str) -> ApiError:
+    return ApiError(400, f"the field {param!r} is not supported: {reason}", param=param, code="unsupported_parameter")
