@@ -206,7 +206,7 @@ def accepted(grammar: str, text: str) -> bool:
     matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), llguidance.LLMatcher.grammar_from_lark(grammar))
     assert not matcher.get_error()
     tokens = list(text.encode())
-    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+    return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
 
 
 def test_forced_calls_are_written_as_in_the_prompts_and_parsed_again() -> None:

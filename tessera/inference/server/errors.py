@@ -20,7 +20,7 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """Report a request that the server refuses. `param`: the field that is wrong; `code`: a stable word for programs."""
+    """Report a request that the server refuses. `param`: the wrong field; `code`: a stable word for programs."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -34,7 +34,7 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-def of_tessera(error: TesseraError, status: int = 400) -> ApiError:
+def of_tessera(error: TesseraError) -> ApiError:
     """Return the answer to a request that Tessera refuses. Paths of this machine (`where`) are left out."""
     message = error.what
     if error.allowed:
@@ -43,23 +43,21 @@ def of_tessera(error: TesseraError, status: int = 400) -> ApiError:
         message += f"; did you mean {error.nearest}?"
     if error.fix:
         message += f"; {error.fix}"
-    return ApiError(status, message, code=error.code)
+    return ApiError(400, message, code=error.code)
 
 
 def of_validation(error: ValidationError, fields: dict[str, str]) -> ApiError:
     """Return the answer to a body that a pydantic model refuses. `fields`: known fields that are refused, with why."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     # Pydantic adds the names of the alternatives of a union to the path; clients know only keys and numbers.
-    path = [str(key) for key in first["loc"] if isinstance(key, int) or str(key).isidentifier()]
-    param = ".".join(path)[:200]
+    path = [key for key in first["loc"] if isinstance(key, int) or not key.startswith(("<", "function-"))]
+    param = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).removeprefix(".")[:200]
     if first["type"] == "extra_forbidden":
-        name = path[-1] if path else param
+        name = str(first["loc"][-1])
         reason = fields.get(name)
         if reason is None:
-            return ApiError(400, f"unknown field {param!r}", param=param, code="unknown_parameter")
-        return ApiError(
-            400, f"the field {param!r} is not supported: {reason}", param=param, code="unsupported_parameter"
-        )
+            return ApiError(400, f"unknown field {param or name[:200]!r}", param=param, code="unknown_parameter")
+        return unsupported(param, reason)
     message = first["msg"].removeprefix("Value error, ")
     return ApiError(400, f"{param}: {message}" if param else message, param=param or None, code="invalid_value")
 
