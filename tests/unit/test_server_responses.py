@@ -245,6 +245,7 @@ def test_fields_become_those_of_chat_completions() -> None:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+    assert to_chat(request_of(tool_choice="required"))["tool_choice"] == "required"  # the chat refuses it without tools
     assert to_chat(request_of()) == {"messages": [{"role": "user", "content": "Hi"}], "stream": False}
 
 

@@ -128,7 +128,7 @@ def split(text: str, source: random.Random) -> list[str]:
 def test_any_split_of_the_text_gives_the_same_calls(name: str) -> None:
     family, text, plain, calls = CASES[name]
     source = random.Random(0)
-    for parts in [[text], list(text), *(split(text, source) for _ in range(30))]:
+    for parts in [[text], list(text), *(split(text, source) for _ in range(15))]:
         assert parsed(family, parts) == (plain, calls)
 
 
@@ -154,7 +154,7 @@ def test_any_split_of_random_text_gives_the_same_calls_and_loses_nothing(family:
         *('{"name": "now", "arguments": {}}', '<tool_call>{"name": "now", "arguments": {', "now\n{", "</tool", "text"),
     ]
     calls = 0
-    for _ in range(200):
+    for _ in range(100):
         text = "".join(source.choices(words, k=source.randint(1, 14)))
         whole = parsed(family, [text])
         assert parsed(family, list(text)) == whole
@@ -162,7 +162,7 @@ def test_any_split_of_random_text_gives_the_same_calls_and_loses_nothing(family:
         assert all(name in text and arguments in text for name, arguments in whole[1])
         assert whole[1] or whole[0] == text
         calls += len(whole[1])
-    assert calls > 5
+    assert calls > 2
 
 
 def test_names_and_arguments_are_returned_as_they_arrive() -> None:

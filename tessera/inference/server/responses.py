@@ -230,7 +230,7 @@ def to_chat(request: ResponsesRequest, earlier: Sequence[Mapping[str, Any]] = ()
         "stream": request.stream,
         "stream_options": {"include_usage": True} if request.stream else None,
     }
-    if request.tools:
+    if request.tools or request.tool_choice not in ("auto", "none"):
         choice = request.tool_choice
         body["tools"] = [_tool(tool) for tool in request.tools]
         body["tool_choice"] = choice if isinstance(choice, str) else _named(choice)

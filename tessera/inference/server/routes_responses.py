@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from typing import Any, TypeAlias
 
 from pydantic import ValidationError
 from pydantic_core import from_json
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from tessera.errors import TesseraError
@@ -81,7 +81,7 @@ class ResponsesApi:
             events.add(as_chunk(result))
             events.close()
             self._keep(body, events)
-            return JSONResponse(events.response)
+            return _json(events.response)
         try:  # the status is sent with the first event: a refusal must come before it
             first = await anext(result)
         except BaseException:
@@ -95,13 +95,13 @@ class ResponsesApi:
             raise ApiError(400, "stored responses cannot be streamed", param="stream", code="unsupported_parameter")
         id = request.path_params["id"]
         running = self._running.get(id)
-        return JSONResponse(self._store.get(id) if running is None else running.response)
+        return _json(self._store.get(id) if running is None else running.response)
 
     async def delete(self, request: Request) -> Response:
         """Answer DELETE /v1/responses/ID."""
         id = request.path_params["id"]
         self._store.delete(id)
-        return JSONResponse({"id": id, "object": "response", "deleted": True})
+        return _json({"id": id, "object": "response", "deleted": True})
 
     async def cancel(self, request: Request) -> Response:
         """Answer POST /v1/responses/ID/cancel: end a stream."""
@@ -111,7 +111,7 @@ class ResponsesApi:
             status = self._store.get(id)["status"]
             raise ApiError(400, f"the response is not running: it is {status}", param="response_id", code="not_running")
         running.cancel()
-        return JSONResponse(running.response)
+        return _json(running.response)
 
     # -------------------------------------------------------------------------------------- streams
 
@@ -146,6 +146,11 @@ class ResponsesApi:
     def _keep(self, body: ResponsesRequest, events: Events) -> None:
         if body.store:
             self._store.put(events.response, body.items())
+
+
+def _json(value: Mapping[str, Any]) -> Response:
+    """Return a JSON body. Escapes keep halves of characters, which a model may write, valid."""
+    return Response(json.dumps(value), media_type="application/json")
 
 
 def _parsed(body: bytes) -> ResponsesRequest:
