@@ -18,7 +18,7 @@ from torch import Tensor
 from tessera.checkpoint.state import model_tensors
 from tessera.checkpoint.weights import replace_tensors
 from tessera.core.spec import EncodesMedia, LanguageProcessor
-from tessera.errors import TesseraError, nearest
+from tessera.errors import TesseraError, first_line, nearest
 from tessera.inference.engine.blocks import BlockPool
 from tessera.inference.engine.constraint import Grammars
 from tessera.inference.engine.flight import Flight
@@ -328,8 +328,12 @@ class Engine:
         """Remove a request that caused an error. `damaged`: its blocks may contain NaN."""
         blocks = state.blocks
         if not isinstance(error, TesseraError):
-            cause, what = error, f"the engine failed: {type(error).__name__}: {error}"
-            error = TesseraError(what, fix="read the log, and send the request again", code="generation.engine-failed")
+            cause = error
+            error = TesseraError(
+                f"the engine failed in this call: {first_line(cause)}",
+                fix="read the log, and send the request again",
+                code="generation.engine-failed",
+            )
             error.__cause__ = cause
         delta = self._end(state, "error", error=error)
         if damaged:
