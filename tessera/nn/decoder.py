@@ -18,6 +18,7 @@ from tessera.ops.cached_attention import cached_attention
 from tessera.ops.decode_layers import LayerWeights, adjacent, can_decode, decode_layers, join
 from tessera.ops.pointwise import Angles, Rope, rotate, swiglu
 from tessera.ops.registry import AUTO
+from tessera.runtime.modules import FusedLayers
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class DecoderShape:
     attention: str = AUTO  # implementation of attention
 
 
-class Attention(nn.Module):
+class Attention(FusedLayers):
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         self.head_dim = shape.head_dim
@@ -66,7 +67,7 @@ class Attention(nn.Module):
         return projected
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(FusedLayers):
     def __init__(self, hidden: int, intermediate: int) -> None:
         super().__init__()
         self.gate = nn.Linear(hidden, intermediate, bias=False)
@@ -113,6 +114,8 @@ class DecoderLayer(nn.Module):
         Adapters, sharding and mixtures of experts replace modules, classes, or tensors.
         """
         attn, mlp = self.attn, self.mlp
+        if attn.calls_layers or (isinstance(mlp, GatedMLP) and mlp.calls_layers):
+            return []
         groups = [[attn.q, attn.k, attn.v], [attn.o]]
         if not self.routed:
             if type(mlp) is not GatedMLP:

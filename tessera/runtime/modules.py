@@ -57,9 +57,9 @@ class FeatureStatistics(nn.Module):
 
 
 class FusedLayers(nn.Module):
-    """Base class of modules that may read the weights of their linear layers instead of calling them.
+    """Base class of modules whose linear layers may be fused: their weights are read, and they are not called.
 
-    `calls_layers` True: they call them, so that forward hooks of the layers run.
+    `calls_layers` True: they are called, so that their forward hooks run.
     """
 
     calls_layers = False

@@ -37,6 +37,7 @@ from tessera.inference.engine.runner import Runner
 from tessera.inference.engine.sampler import Sampler
 from tessera.inference.engine.scheduler import CallPart, EngineLimits, Scheduler
 from tessera.inference.engine.state import NEVER_PUBLISHED, RequestState
+from tessera.inference.engine.stats import EngineStats
 from tessera.inference.engine.text import AnswerText
 from tessera.lora.bank import AdapterBank
 from tessera.models.processing.conversation import ConversationProcessor
@@ -44,22 +45,6 @@ from tessera.runtime import device as devices
 
 _SHARE_OF_DEVICE = 0.85  # of the free memory of an accelerator becomes the cache: activations need the rest
 _SHARE_OF_HOST = 0.5
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """Count what an engine has done, and what it does now."""
-
-    running: int
-    waiting: int
-    blocks_used: int
-    blocks: int
-    prefix_hits: int  # tokens of prompts whose blocks were reused
-    encoder_hits: int  # images, frames or recordings whose embeddings were reused
-    preemptions: int
-    generated: int  # tokens
-    prefilled: int  # tokens of prompts that were computed
-    steps: int
 
 
 @dataclass
@@ -228,6 +213,7 @@ class Engine:
 
     def _sample(self, parts: Sequence[CallPart], logits: Tensor) -> Flight:
         """Sample the next tokens, and count what the call has computed."""
+        masks = self._masks(parts)
         flight = Flight(parts, logits)
         # A request that ended when the call before was read has left the sampler, so its row is not sampled.
         rows = [part.state for part in flight.sampled]
@@ -238,7 +224,10 @@ class Engine:
                 state.in_sampler = True
         if rows:
             numbers = [state.row for state in rows if state.row is not None]
-            flight.take(self._sampler.sample(flight.logits, numbers, self._masks(rows)))
+            every = next(iter(masks.values()), None)  # rows without a constraint do not read theirs
+            stacked = None if every is None else torch.stack([masks.get(state, every) for state in rows])
+            on_device = None if stacked is None else stacked.to(self.model.device, non_blocking=True)
+            flight.take(self._sampler.sample(flight.logits, numbers, on_device))
         for part in parts:
             if not part.state.finished:
                 part.state.advance(part.new)
@@ -247,15 +236,18 @@ class Engine:
                 part.state.publish(self._pool)
         return flight
 
-    def _masks(self, states: Sequence[RequestState]) -> Tensor | None:
-        """Return the tokens that constraints allow for each row, or None without constraints."""
-        if all(state.matcher is None for state in states):
-            return None
-        masks = torch.full((len(states), -(-self._vocabulary // 32)), -1, dtype=torch.int32)
-        for state, mask in zip(states, masks, strict=True):
+    def _masks(self, parts: Sequence[CallPart]) -> dict[RequestState, Tensor]:
+        """Return the tokens that constraints allow. A request whose constraint grows too large ends alone."""
+        masks = {}
+        for state in [part.state for part in parts if part.sampled and not part.state.finished]:
             if state.matcher is not None:
-                state.matcher.fill(mask)
-        return masks.to(self.model.device, non_blocking=True)
+                masks[state] = torch.full((-(-self._vocabulary // 32),), -1, dtype=torch.int32)
+                try:
+                    state.matcher.fill(masks[state])
+                except TesseraError as error:
+                    del masks[state]
+                    self._deltas.append(self._fail(state, error))
+        return masks
 
     def _read(self, flight: Flight | None) -> None:
         """Wait for the tokens of a call, and extend the answers."""
