@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from tessera.runtime.process import Process
 from tessera.runtime.folder_lock import LOCK, FolderLock, wait_for_owner
+from tessera.runtime.process import Process
 from tests.errors import raises
 
 HOLDER = """
