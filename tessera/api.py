@@ -11,6 +11,7 @@ from tessera.config.run_config import ParallelSection, RunConfig
 from tessera.errors import TesseraError
 from tessera.evaluation.evaluate import evaluate
 from tessera.hub.config import load_local_config
+from tessera.inference.batch.run import generate_answers
 from tessera.inference.chat import Chat
 from tessera.inference.load import generate, load
 from tessera.inference.load_pipeline import load_pipeline as pipeline
@@ -39,6 +40,7 @@ __all__ = [
     "dry_run",
     "evaluate",
     "generate",
+    "generate_answers",
     "load",
     "pipeline",
     "plan",

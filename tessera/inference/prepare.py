@@ -73,10 +73,9 @@ class PromptPool:
     def __init__(
         self, processor: LoadedProcessor, workers: int | Literal["auto"] = "auto", *, timeout_s: float = 60.0
     ) -> None:
-        if workers == "auto":
-            workers = min(workers_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", 1))), _MAX_WORKERS)
+        share = min(workers_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", 1))), _MAX_WORKERS)
         self._work = _Prepare(processor, timeout_s)
-        self._workers = workers
+        self._workers = share if workers == "auto" else workers
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tessera-prompts")
         self._lock = threading.Lock()  # of the attributes below
         self._waiting: deque[tuple[_Item, Future[Batch]]] = deque()

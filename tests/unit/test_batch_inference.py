@@ -48,7 +48,7 @@ class Parrot:
     """An engine whose answers consist of the question and its seed, and that take different numbers of steps."""
 
     on_step: Callable[[], None] = lambda: None
-    asked: list[str] = field(default_factory=list)
+    questions: list[str] = field(default_factory=list)
     open: dict[int, tuple[Request, int]] = field(default_factory=dict)
 
     @property
@@ -59,9 +59,9 @@ class Parrot:
         text = bytes(request.prompt["tokens"].tolist()).decode()
         if "too long" in text:
             raise TesseraError("the prompt does not fit", code="generation.prompt-too-long")
-        self.asked.append(text)
-        self.open[len(self.asked)] = request, 0
-        return len(self.asked)
+        self.questions.append(text)
+        self.open[len(self.questions)] = request, 0
+        return len(self.questions)
 
     def step(self) -> list[Delta]:
         self.on_step()
@@ -155,7 +155,7 @@ def test_every_form_of_a_question_may_come_without_an_answer(row: dict[str, Any]
     (tmp_path / "q.jsonl").write_text(json.dumps(row) + "\n")
     engine = Parrot()
     answer(tmp_path / "q.jsonl", tmp_path / "a.jsonl", engine=engine)
-    assert engine.asked == ["what?"]
+    assert engine.questions == ["what?"]
     assert "expected" not in read(tmp_path / "a.jsonl")[0]
 
 
@@ -165,7 +165,7 @@ def test_the_system_prompt_precedes_each_question_once(tmp_path: Path) -> None:
     (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     engine = Parrot()
     answer(tmp_path / "q.jsonl", tmp_path / "a.jsonl", engine=engine, options=AnswerOptions(system="s"))
-    assert engine.asked == ["sb", "ab"]
+    assert engine.questions == ["sb", "ab"]
 
 
 def test_each_row_has_a_seed_of_its_own_that_depends_on_the_seed_of_the_batch(tmp_path: Path) -> None:
@@ -185,15 +185,15 @@ class Countdown:
     """End the process at the n-th write, rename or removal of a file, or step of the engine."""
 
     def __init__(self, events: int, patch: pytest.MonkeyPatch) -> None:
-        self.left = events
+        self.remaining = events
         for owner, name in ((os, "replace"), (Path, "unlink"), (Path, "write_bytes"), (os, "fsync")):
             patch.setattr(owner, name, self.counted(getattr(owner, name)))
         self.write = output_module.PartFile.write
         patch.setattr(output_module.PartFile, "write", lambda *arguments, **options: self.torn(*arguments, **options))
 
     def event(self) -> None:
-        self.left -= 1
-        if self.left == 0:
+        self.remaining -= 1
+        if self.remaining == 0:
             raise Killed
 
     def counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -260,9 +260,9 @@ def test_finished_rows_are_not_asked_again(tmp_path: Path) -> None:
     assert not (tmp_path / "a.jsonl").exists()
     result = answer(data, tmp_path / "a.jsonl", engine=engines[1])
     assert result.answered == 11 - len(finished) < 11
-    assert not finished & {text.split()[-1] for text in engines[1].asked}
+    assert not finished & {text.split()[-1] for text in engines[1].questions}
     assert answer(data, tmp_path / "a.jsonl", engine=engines[2]).answered == 0
-    assert engines[2].asked == []
+    assert engines[2].questions == []
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "garbage", "twice", "foreign index"])
@@ -392,3 +392,64 @@ def test_two_ranks_write_what_one_rank_writes_also_after_a_kill_with_another_num
     result = answer(data, tmp_path / "three.jsonl")
     assert 0 < result.answered < 40
     assert (tmp_path / "three.jsonl").read_bytes() == expected
+
+
+# ---------------------------------------------------------------------------------------------- requests as in batches
+
+
+def request(name: str, url: str = "/v1/chat/completions", **body: Any) -> str:
+    body = {"messages": [{"role": "user", "content": "what is this"}], "max_tokens": 9, **body}
+    return json.dumps({"custom_id": name, "method": "POST", "url": url, "body": body}) + "\n"
+
+
+def answer_bodies(data: Path, out: Path, engine: Any = None) -> tuple[BatchResult, Any]:
+    pytest.importorskip("prometheus_client", reason="the service of the server needs it")
+    from tessera.inference.batch.bodies import BodyRows
+    from tessera.inference.batch.service import ServiceAnswers
+    from tests.toys.chat_service import make_processor, make_service
+
+    rows = BodyRows.open(data, None, 0)
+    service = make_service(make_processor(data.parent / "words"), engine, allow_files=data.parent)
+
+    @contextlib.contextmanager
+    def start() -> Iterator[ServiceAnswers]:
+        yield ServiceAnswers(rows, service, 1_700_000_000)
+        service.close()
+
+    return answer_file(len(rows), out, rows.facts(), start, world=ALONE), service.engine
+
+
+def test_requests_of_the_batch_api_get_responses_of_the_batch_api(tmp_path: Path) -> None:
+    from tessera.inference.batch.bodies import is_request_file
+
+    data, out = tmp_path / "batch.jsonl", tmp_path / "a.jsonl"
+    data.write_text(
+        request("a", model="any")
+        + request("b", temperature=-1)
+        + request("c", n=2, seed=5)
+        + request("d", url="/v1/embeddings")
+        + "nonsense\n"
+        + request("e", stream=True)
+        + request(
+            "f", messages=[{"role": "user", "content": [{"type": "image_url", "image_url": "file:///etc/hosts"}]}]
+        )
+    )
+    assert is_request_file(data)
+    assert not is_request_file(rows_of(tmp_path))
+    result, engine = answer_bodies(data, out)
+    rows = read(out)
+    assert [row["custom_id"] for row in rows] == ["a", "b", "c", "d", None, "e", "f"]
+    assert [row["response"]["status_code"] for row in rows] == [200, 400, 200, 400, 400, 400, 400]
+    assert all((row["error"] is None) == (row["response"]["status_code"] == 200) for row in rows)
+    assert all(row["response"]["body"]["error"]["message"] for row in rows if row["error"])
+    body = rows[0]["response"]["body"]
+    assert (body["object"], body["model"], body["created"]) == ("chat.completion", "any", 1_700_000_000)
+    assert body["choices"][0]["message"]["content"].startswith("one two")
+    assert len(rows[2]["response"]["body"]["choices"]) == 2
+    assert (result.rows, result.errors, result.answered) == (7, 5, 7)
+    seeds = {request.sampling.seed for request in engine.requests}
+    assert len(seeds) == 3
+    before = out.read_bytes()
+    out.unlink()
+    answer_bodies(data, out)
+    assert out.read_bytes() == before, "ids, times and seeds do not depend on the run"

@@ -15,7 +15,7 @@ import numpy as np
 from tessera.core.batch import Batch
 from tessera.errors import TesseraError
 from tessera.inference.batch.output import BatchOutput, PartFile
-from tessera.inference.batch.rows import Prompt, SampleRows, UnusableRow
+from tessera.inference.batch.rows import PromptRow, SampleRows, UnusableRow
 from tessera.inference.engine.request import Answer, Delta, Request
 from tessera.inference.prepare import PromptPool
 from tessera.runtime import distributed as dist
@@ -110,8 +110,8 @@ class SampleAnswers:
     engine: AnswersRequests
     prompts: PromptPool
     stop_tokens: frozenset[int]
-    _preparing: dict[Future[Batch], Prompt] = field(default_factory=dict)
-    _open: dict[int, Prompt] = field(default_factory=dict)  # by the number of the request
+    _preparing: dict[Future[Batch], PromptRow] = field(default_factory=dict)
+    _open: dict[int, PromptRow] = field(default_factory=dict)  # by the number of the request
     _deltas: dict[int, list[Delta]] = field(default_factory=dict)
     _tokens: int = 0
 
@@ -153,7 +153,7 @@ class SampleAnswers:
             else:
                 self._add(prompt, future.result())
 
-    def _add(self, prompt: Prompt, batch: Batch) -> None:
+    def _add(self, prompt: PromptRow, batch: Batch) -> None:
         try:
             number = self.engine.add(self.rows.request(prompt, batch, self.stop_tokens))
         except TesseraError as error:
@@ -173,6 +173,6 @@ class SampleAnswers:
             self._part.write(prompt.index, self.rows.answer(prompt, Answer.of(deltas)))
             self._progress.count()
 
-    def _refuse(self, row: Prompt | UnusableRow, error: BaseException) -> None:
+    def _refuse(self, row: PromptRow | UnusableRow, error: BaseException) -> None:
         self._part.write(row.index, self.rows.refusal(row, error), error=True)
         self._progress.count()

@@ -74,7 +74,12 @@ class BodyRows:
             elif not isinstance(content.get("body"), dict):
                 wrong = "body must be an object"
             if wrong is not None:
-                error = TesseraError(wrong, where=self.records.location(index), code="data.bad-request-row")
+                error = TesseraError(
+                    wrong,
+                    where=self.records.location(index),
+                    fix=f'write {{"custom_id": "a", "method": "POST", "url": "{URL}", "body": {{"messages": [...]}}}}',
+                    code="data.bad-request-row",
+                )
                 yield UnusableRow(index, identity, error)
             else:
                 yield BodyRow(index, str(name), content["body"])

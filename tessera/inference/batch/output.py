@@ -2,8 +2,8 @@
 
 While rows are answered, each rank appends them to a part file in `OUT.parts`. A line of a part file has a checksum, the
 index of the row, whether it is an error, and the row. So lines which a kill or a full disk has damaged are recognised,
-and their rows are asked again. When all rows are answered, rank 0 writes them in order to OUT. `OUT.parts/settings.json` remains: it binds
-the answers to their input and options.
+and their rows are asked again. When all rows are answered, rank 0 writes them in order to OUT.
+`OUT.parts/settings.json` remains: it binds the answers to their input and options.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def _continued(path: Path, rows: int, facts: Mapping[str, Any], overwrite: bool)
 
 
 def _checked(settings: dict[str, Any]) -> dict[str, Any]:
-    types = {"rows": int, "began": int, "errors": int, "sha256": (str, type(None)), "facts": dict}
+    types: dict[str, Any] = {"rows": int, "began": int, "errors": int, "sha256": (str, type(None)), "facts": dict}
     if not all(isinstance(settings.get(name, ...), kind) for name, kind in types.items()):
         raise TesseraError("the file does not describe a batch", code="environment.wrong-value-in-file")
     return settings
@@ -226,5 +226,8 @@ def _ends_line(path: Path) -> bool:
 
 
 def _hash(path: Path) -> str:
+    content = hashlib.sha256()
     with open_regular(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while block := file.read(1 << 20):
+            content.update(block)
+    return content.hexdigest()

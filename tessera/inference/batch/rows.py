@@ -21,7 +21,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Prompt:
+class PromptRow:
     """Hold one row of the input: the conversation to answer, and what its output row needs beside the answer."""
 
     index: int
@@ -92,7 +92,7 @@ class SampleRows:
         """Return JSON that changes whenever the rows or the options may have changed."""
         return {"data": self.source.facts(), **self.options.facts()}
 
-    def read(self, numbers: range) -> Iterator[Prompt | UnusableRow]:
+    def read(self, numbers: range) -> Iterator[PromptRow | UnusableRow]:
         """Yield consecutive rows."""
         for index, sample in self.source.scan(numbers):
             if isinstance(sample, RecordError):
@@ -109,15 +109,15 @@ class SampleRows:
                 continue
             if self.options.system is not None and messages[0].role != "system":
                 messages = (Message("system", (Part("text", self.options.system),)), *messages)
-            yield Prompt(index, Sample(sample.id, messages), self.source.root, identity)
+            yield PromptRow(index, Sample(sample.id, messages), self.source.root, identity)
 
-    def request(self, prompt: Prompt, batch: Batch, stop_tokens: frozenset[int]) -> Request:
+    def request(self, prompt: PromptRow, batch: Batch, stop_tokens: frozenset[int]) -> Request:
         """Return what the engine is asked for a row."""
         options = self.options
         sampling = replace(options.sampling, seed=derive(options.sampling.seed, "row", prompt.index))
         return Request(batch, sampling, options.max_new_tokens, stop_tokens=stop_tokens)
 
-    def answer(self, prompt: Prompt, answer: Answer) -> Row:
+    def answer(self, prompt: PromptRow, answer: Answer) -> Row:
         """Return the output row of an answered row."""
         return {
             **prompt.identity,
@@ -127,7 +127,7 @@ class SampleRows:
             "new_tokens": answer.finish.new_tokens,
         }
 
-    def refusal(self, row: Prompt | UnusableRow, error: BaseException) -> Row:
+    def refusal(self, row: PromptRow | UnusableRow, error: BaseException) -> Row:
         """Return the output row of a row that cannot be answered."""
         return {**row.identity, "answer": None, "error": error_row(error)}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,7 @@ def generate_answers(
     facts = {**model_facts(folder), "adapters": [[scale, model_facts(path)] for path, scale in strengths.items()]}
     if is_request_file(Path(data)):
         set_here = {"system": system, "max_new_tokens": max_new_tokens, **sampling, "adapter": adapters or None}
+        _check_packages()
         _refuse_options([name for name, value in set_here.items() if value is not None])
         bodies = BodyRows.open(Path(data), None if root is None else Path(root), seed)
         from tessera.inference.batch.service import service_answers  # needs the packages of the server
@@ -91,6 +93,16 @@ def model_facts(folder: Path) -> dict[str, Any]:
         files = [weights] if weights.is_file() else sorted([*weights.glob("*.safetensors"), *weights.glob("*.json")])
         content = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
     return {"model": str(weights.resolve()), "weights": content}
+
+
+def _check_packages() -> None:
+    if find_spec("prometheus_client") is None:
+        raise TesseraError(
+            "packages are missing: prometheus-client",
+            where="a file of requests",
+            fix="pip install 'tessera-mm[serve]'",
+            code="environment.no-server-packages",
+        )
 
 
 def _refuse_options(names: list[str]) -> None:

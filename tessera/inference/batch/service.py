@@ -85,13 +85,13 @@ class ServiceAnswers:
             if isinstance(row, UnusableRow):
                 raise row.error
             seed = {"seed": derive(self.rows.seed, "row", row.index)}
-            asked = ChatRequest.model_validate({**seed, **row.body, "model": None})
-            if asked.stream:
+            wanted = ChatRequest.model_validate({**seed, **row.body, "model": None})
+            if wanted.stream:
                 raise ApiError(400, "answers in a file are not streamed", param="stream", code="invalid_value")
-            job = await self.service.chat_job(asked)
+            job = await self.service.chat_job(wanted)
             name = str(row.body.get("model") or job.model)
             job = replace(job, id=str(row.index), created=self.created, model=name)
-            body = await chat_completion(self.service, job, asked)
+            body = await chat_completion(self.service, job, wanted)
             body["usage"].pop("prompt_tokens_details", None)  # what is reused depends on the other rows
             return 200, body
         except ApiError as error:
