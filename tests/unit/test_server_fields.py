@@ -397,20 +397,22 @@ def test_tools_are_listed_in_the_prompt_and_calls_are_split_from_the_text(proces
     service = make_service(processor, max_length=1024)
     engine: Any = service.engine
     engine.text = "I add.\n" + CALL
-    client = TestClient(make_app(service))
-    (choice,) = chat(client, tools=TOOLS)["choices"]
-    (call,) = choice["message"]["tool_calls"]
-    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("add", {"a": 1})
-    assert (choice["message"]["content"].strip(), choice["finish_reason"]) == ("I add.", "tool_calls")
-    prompt = service.tokens.decode(engine.requests[0].prompt["tokens"].tolist(), skip_special=False)
-    assert '"name": "add"' in prompt
-    assert engine.requests[0].constraint is None
-    (plain,) = chat(client, tools=TOOLS, tool_choice="none")["choices"]
-    assert plain["message"]["content"].endswith(CALL)
-    chat(client, tools=TOOLS, tool_choice={"type": "function", "function": {"name": "add"}})
-    assert engine.requests[-1].constraint.kind == "grammar"
-    json_object = {"type": "json_object"}
-    assert refused(client, tools=TOOLS, tool_choice="required", response_format=json_object)["param"] == "tool_choice"
+    with TestClient(make_app(service)) as client:
+        (choice,) = chat(client, tools=TOOLS)["choices"]
+        (call,) = choice["message"]["tool_calls"]
+        assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("add", {"a": 1})
+        assert (choice["message"]["content"].strip(), choice["finish_reason"]) == ("I add.", "tool_calls")
+        prompt = service.tokens.decode(engine.requests[0].prompt["tokens"].tolist(), skip_special=False)
+        assert '"name": "add"' in prompt
+        assert engine.requests[0].constraint is None
+        (plain,) = chat(client, tools=TOOLS, tool_choice="none")["choices"]
+        assert plain["message"]["content"].endswith(CALL)
+        chat(client, tools=TOOLS, tool_choice={"type": "function", "function": {"name": "add"}})
+        assert engine.requests[-1].constraint.kind == "grammar"
+        json_object = {"type": "json_object"}
+        assert (
+            refused(client, tools=TOOLS, tool_choice="required", response_format=json_object)["param"] == "tool_choice"
+        )
 
 
 def test_responses_are_answered_by_the_same_engine(client: TestClient) -> None:
