@@ -349,5 +349,5 @@ def _prompts(fields: CompletionRequest) -> list[str | list[int]]:
     if not prompt:
         raise ApiError(400, "the prompt is empty", param="prompt", code="invalid_value")
     if isinstance(prompt[0], int):
-        return [prompt]  # type: ignore[list-item]
-    return list(prompt)  # type: ignore[arg-type]
+        return [prompt]
+    return list(prompt)
