@@ -32,7 +32,7 @@ from tessera.inference.server.guard import Admission, RequestGuard, error_respon
 from tessera.inference.server.render import chat_chunks, chat_completion, text_chunks, text_completion
 from tessera.inference.server.response_events import Event
 from tessera.inference.server.routes_responses import ResponsesApi, sse_text
-from tessera.inference.server.service import AnswerJob, Prompt, Service
+from tessera.inference.server.service import AnswerJob, TokenPrompt, Service
 from tessera.inference.server.streams import EventStream, in_time, rejoined, to_json, while_connected
 from tessera.version import __version__
 
@@ -175,7 +175,7 @@ class Endpoints:
             fields = fields.model_copy(update={"prompt_logprobs": max(fields.logprobs, fields.prompt_logprobs or 0)})
         most = 16 if fields.max_tokens is None else fields.max_tokens
         special = fields.add_special_tokens is not False
-        prompts: list[Prompt] = []
+        prompts: list[TokenPrompt] = []
         requests = []
         for text in _prompts(fields):
             prompt = await self.service.text_prompt(text, special=special)

@@ -29,7 +29,7 @@ from tessera.inference.server.tools import constraint_for, parser_for
 
 
 @dataclass(frozen=True)
-class Prompt:
+class TokenPrompt:
     """Hold one prompt and its tokens."""
 
     batch: Batch
@@ -41,7 +41,7 @@ class AnswerJob:
     """Hold the answers that one API request asks for: each with its prompt and its request of the engine."""
 
     requests: Sequence[Request]
-    prompts: Sequence[Prompt]  # one for each answer
+    prompts: Sequence[TokenPrompt]  # one for each answer
     model: str
     splitter: Callable[[], AnswerParts] = field(default=lambda: AnswerParts(None, None))
     created: int = field(default_factory=lambda: int(time.time()))
@@ -79,7 +79,7 @@ class Service:
 
     async def chat_prompt(
         self, messages: Sequence[ChatMessage], tools: Sequence[Tool], *, answer: bool, continues: bool
-    ) -> Prompt:
+    ) -> TokenPrompt:
         """Return the prompt of a conversation. `answer`: end with the header of the answer."""
         if continues and answer:
             raise ApiError(
@@ -96,9 +96,9 @@ class Service:
         ending = "continue" if continues else "answer" if answer else "none"
         root = self.settings.allow_files or NO_FILES
         batch = await asyncio.wrap_future(self.prompts.submit(listed, root, ending=ending))
-        return self._checked(Prompt(batch, prompt_tokens(batch)), "messages")
+        return self._checked(TokenPrompt(batch, prompt_tokens(batch)), "messages")
 
-    async def text_prompt(self, prompt: str | Sequence[int], *, special: bool = True) -> Prompt:
+    async def text_prompt(self, prompt: str | Sequence[int], *, special: bool = True) -> TokenPrompt:
         """Return the prompt of a plain text, or of tokens."""
         if isinstance(prompt, str):
             self._check_characters(len(prompt), "prompt")
@@ -112,7 +112,7 @@ class Service:
             raise ApiError(400, "the prompt has no tokens", param="prompt", code="invalid_value")
         if len(tokens) >= self.settings.max_length:
             raise self._too_long(len(tokens), "prompt")
-        return self._checked(Prompt(self.tokens.batch(tokens), tokens), "prompt")
+        return self._checked(TokenPrompt(self.tokens.batch(tokens), tokens), "prompt")
 
     def check_tokens(self, tokens: Sequence[int], param: str) -> None:
         """Raise if a number is no token of the vocabulary."""
@@ -136,7 +136,7 @@ class Service:
                 code="context_length_exceeded",
             )
 
-    def _checked(self, prompt: Prompt, param: str) -> Prompt:
+    def _checked(self, prompt: TokenPrompt, param: str) -> TokenPrompt:
         if len(prompt.tokens) >= self.settings.max_length:
             raise self._too_long(len(prompt.tokens), param)
         return prompt
@@ -204,7 +204,7 @@ class Service:
         )
 
     def engine_requests(
-        self, request: SamplingFields, prompt: Prompt, most: int | None, logprobs: int | None, adapter: str | None
+        self, request: SamplingFields, prompt: TokenPrompt, most: int | None, logprobs: int | None, adapter: str | None
     ) -> list[Request]:
         """Return the requests of the engine for one prompt: `n` that differ in their seeds."""
         if request.n > self.settings.max_answers:
