@@ -32,7 +32,7 @@ from tessera.inference.server.guard import Admission, RequestGuard, error_respon
 from tessera.inference.server.render import chat_chunks, chat_completion, text_chunks, text_completion
 from tessera.inference.server.response_events import Event
 from tessera.inference.server.routes_responses import ResponsesApi, sse_text
-from tessera.inference.server.service import AnswerJob, TokenPrompt, Service
+from tessera.inference.server.service import AnswerJob, Service, TokenPrompt
 from tessera.inference.server.streams import EventStream, in_time, rejoined, to_json, while_connected
 from tessera.version import __version__
 
