@@ -308,8 +308,7 @@ def _answer_file(options: Mapping[str, Any], adapters: Mapping[Path, float]) -> 
     check_output(options["out"], "--out")
     if _started(options.get("nproc")):
         return
-    names = ("root", "overwrite", "seed", "device", "trust", "family")
-    names += ("system", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    names = [name for name in BATCH if name not in ("model", "data", "out", "nproc", "adapter", "strength")]
     with log.on_screen():
         result = generate_answers(
             options["model"],

@@ -81,7 +81,7 @@ def without_slots(low: Tensor, others: Tensor) -> Tensor:
 
     Values that are not finite become zero, too: an adapter cannot change the rows of others.
     """
-    return low.unflatten(-1, (others.shape[1], -1)).masked_fill(others.unsqueeze(-1), 0.0).flatten(1)
+    return low.view(len(low), others.shape[1], -1).masked_fill(others.unsqueeze(-1), 0.0).flatten(1)
 
 
 def dora_linear(

@@ -104,7 +104,7 @@ def column_map(record_format: RecordFormat, columns: Mapping[str, str]) -> Colum
     speakers = {**_SPEAKERS, **{columns[tag]: role for tag, role in _TAGS.items() if tag in columns}}
     texts = _CAPTION_KEYS if record_format == "generation" else _TEXT_KEYS
     callers = (*_CALLERS, *([columns["function_tag"]] if "function_tag" in columns else []))
-    return ColumnMap(
+    columns_of_format = ColumnMap(
         messages=columns.get("messages", "conversations" if chat else "messages"),
         role=columns.get("role_tag", "from" if chat else "role"),
         content=columns.get("content_tag", "value" if chat else "content"),
@@ -113,8 +113,8 @@ def column_map(record_format: RecordFormat, columns: Mapping[str, str]) -> Colum
         callers=callers,
         text=(columns["text"],) if "text" in columns else texts,
         label=(columns["label"],) if "label" in columns else ColumnMap.label,
-        **renamed,
     )
+    return replace(columns_of_format, **renamed)
 
 
 def _media_keys(record_format: RecordFormat, kind: PartKind, columns: Mapping[str, str]) -> tuple[str, ...]:
@@ -142,7 +142,10 @@ def check_columns(columns: Mapping[str, str], where: str) -> None:
 
 
 class RecordSchema:
-    """Detect the format of records by their keys, which `columns` may rename. `answered` False: answers may be missing."""
+    """Detect the format of records by their keys, which `columns` may rename.
+
+    `answered` False: answers may be missing.
+    """
 
     def __init__(self, columns: Mapping[str, str], answered: bool = True) -> None:
         self.columns = dict(columns)

@@ -42,8 +42,8 @@ class Metrics:
         self._engine = _EngineMetrics()
         self.registry.register(self._engine)  # a collector needs only this method
 
-    def timer(self, started: float, prompts: Sequence[int]) -> Timer:
-        return Timer(self, started, prompts)
+    def timer(self, started: float, prompts: Sequence[int]) -> RequestTimer:
+        return RequestTimer(self, started, prompts)
 
     def text(self, stats: Stats | None) -> bytes:
         """Return the page of /metrics. `stats`: None if the engine does not answer in time."""
@@ -78,7 +78,7 @@ class _EngineMetrics:
             yield CounterMetricFamily(f"tessera_engine_{name}", text, value=value)
 
 
-class Timer:
+class RequestTimer:
     """Measure the answers of one request."""
 
     def __init__(self, metrics: Metrics, started: float, prompts: Sequence[int]) -> None:
