@@ -235,6 +235,8 @@ def test_stopped_by_the_user_it_leaves_nothing(folder: Path, tmp_path: Path) -> 
     words = [sys.executable, "-m", "tessera.cli.main", "convert", str(folder), str(tmp_path / "mm"), "--to", "mm"]
     slow = "import time, tessera.checkpoint.writer as f\nplain = f.PlannedFolder.put\n"
     slow += "f.PlannedFolder.put = lambda *arguments: (time.sleep(0.2), plain(*arguments))[1]\n"
+    # A shell in the background ignores SIGINT, and its processes inherit that.
+    slow += "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
     slow += f"import sys\nfrom tessera.cli.main import main\nsys.argv = ['tessera', *{words[3:]!r}]\nmain()\n"
     process = subprocess.Popen([sys.executable, "-c", slow], stderr=subprocess.PIPE, text=True)
     while process.poll() is None and not list(tmp_path.glob(".staging-mm~*")):
