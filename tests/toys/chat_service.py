@@ -10,8 +10,8 @@ import torch
 from tessera.checkpoint.state import model_tensors
 from tessera.data.media.files import Limits
 from tessera.inference.loaded import LoadedProcessor
+from tessera.inference.prepare import PromptPool
 from tessera.inference.server.metrics import Metrics
-from tessera.inference.server.prompts import ThreadPrompts
 from tessera.inference.server.service import Service
 from tessera.inference.server.settings import Settings
 from tessera.inference.server.tokens import Tokens
@@ -70,7 +70,7 @@ def make_service(processor: LoadedProcessor, engine: FakeEngine | None = None, *
     tokens = Tokens(inner)
     engine = engine or FakeEngine(tokens.encode, inner.decode)
     limits = Settings(**{"name": "toy", "max_length": 256, **options})
-    return Service(limits, engine, ThreadPrompts(processor), tokens, Metrics())
+    return Service(limits, engine, PromptPool(processor, workers=0), tokens, Metrics())
 
 
 def write_model(folder: Path) -> Path:

@@ -328,7 +328,7 @@ def test_fields_without_effect_are_accepted(client: TestClient) -> None:
         ({"response_format": {"type": "yaml"}}, "response_format.type"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
         ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs.structural_tag"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"modalities": ["text", "audio"]}, "modalities[1]"),
         ({"continue_final_message": True, "add_generation_prompt": True}, None),
     ],
@@ -384,3 +384,41 @@ def test_clients_may_not_change_adapters_unless_a_folder_is_allowed(client: Test
     error = refused(client, "/v1/load_lora_adapter", lora_name="a", lora_path="x")
     assert error["code"] == "adapters_not_allowed"
     assert refused(client, "/v1/unload_lora_adapter", lora_name="a")["code"] == "adapters_not_allowed"
+
+
+# ---------------------------------------------------------------------------------------------- tools
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def test_tools_are_listed_in_the_prompt_and_calls_are_split_from_the_text(processor: LoadedProcessor) -> None:
+    service = make_service(processor, max_length=1024)
+    engine: Any = service.engine
+    engine.text = "I add.\n" + CALL
+    with TestClient(make_app(service)) as client:
+        (choice,) = chat(client, tools=TOOLS)["choices"]
+        (call,) = choice["message"]["tool_calls"]
+        assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("add", {"a": 1})
+        assert (choice["message"]["content"].strip(), choice["finish_reason"]) == ("I add.", "tool_calls")
+        prompt = service.tokens.decode(engine.requests[0].prompt["tokens"].tolist(), skip_special=False)
+        assert '"name": "add"' in prompt
+        assert engine.requests[0].constraint is None
+        (plain,) = chat(client, tools=TOOLS, tool_choice="none")["choices"]
+        assert plain["message"]["content"].endswith(CALL)
+        chat(client, tools=TOOLS, tool_choice={"type": "function", "function": {"name": "add"}})
+        assert engine.requests[-1].constraint.kind == "grammar"
+        json_object = {"type": "json_object"}
+        assert (
+            refused(client, tools=TOOLS, tool_choice="required", response_format=json_object)["param"] == "tool_choice"
+        )
+
+
+def test_responses_are_answered_by_the_same_engine(client: TestClient) -> None:
+    body = client.post("/v1/responses", json={"model": "toy", "input": "hi"}).json()
+    assert body["output"][0]["content"][0]["text"] == TEXT
+    text = client.post("/v1/responses", json={"model": "toy", "input": "hi", "stream": True}).text
+    assert "event: response.completed" in text
+    assert client.post("/v1/responses", json={"model": "toy", "input": "hi", "temperature": -1}).status_code == 400
+    assert client.post("/v1/responses", json={"model": "other", "input": "hi"}).status_code == 404

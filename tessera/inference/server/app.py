@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import from_json
@@ -31,11 +31,14 @@ from tessera.inference.server.fields import (
 from tessera.inference.server.guard import Admission, RequestGuard, error_response
 from tessera.inference.server.page_routes import page_routes
 from tessera.inference.server.render import chat_chunks, chat_completion, text_chunks, text_completion
-from tessera.inference.server.service import AnswerJob, Prompt, Service
-from tessera.inference.server.streams import EventStream, to_json, while_connected
+from tessera.inference.server.response_events import Event
+from tessera.inference.server.routes_responses import ResponsesApi, sse_text
+from tessera.inference.server.service import AnswerJob, Service, TokenPrompt
+from tessera.inference.server.streams import EventStream, in_time, rejoined, to_json, while_connected
 from tessera.version import __version__
 
 B = TypeVar("B", bound=Body)
+Result: TypeAlias = dict[str, Any] | AsyncGenerator[dict[str, Any], None]
 _HEALTH_S = 60.0  # the longest step of an engine that is well
 _STATS_S = 2.0  # time in which the engine reports its figures
 
@@ -50,13 +53,18 @@ class Json(Response):
 
 
 def parsed(body: bytes, kind: type[B]) -> B:
-    """Return a body as a request. Raise if it is no JSON, or has unknown, unsupported or wrong fields."""
+    """Return a body as a request. Raise if it is no JSON object, or has unknown, unsupported or wrong fields."""
     try:
         values = from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise ApiError(400, f"the body is not valid JSON: {str(error)[:200]}", code="invalid_json") from None
     if not isinstance(values, dict):
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
+    return checked(values, kind)
+
+
+def checked(values: dict[str, Any], kind: type[B]) -> B:
+    """Return values as a request. Raise for unknown, unsupported and wrong fields."""
     try:
         return kind.model_validate(values)
     except ValidationError as error:
@@ -76,15 +84,31 @@ class Endpoints:
             fields = parsed(await body.read(request, self.settings), kind)
             return await work(fields)
 
+    async def read(self, request: Request) -> bytes:
+        """Return the body of a request, within the limits."""
+        with self.admission.body() as body:
+            return await body.read(request, self.settings)
+
+    def send_events(self, request: Request, events: AsyncGenerator[Event, None]) -> Response:
+        """Return a response that streams the events of /v1/responses."""
+        return EventStream(events, self.settings.slow_client_s, sse_text, b"")
+
     # ------------------------------------------------------------------------------------------ answers
 
     async def chat(self, request: Request) -> Response:
         """Answer /v1/chat/completions."""
 
         async def answer(fields: ChatRequest) -> Response:
-            return await self._answer(request, fields, fields.n, self.service.chat_job, chat_completion, chat_chunks)
+            return self._sent(await self._chat(fields, request))
 
         return await self._with_body(request, ChatRequest, answer)
+
+    async def run_chat(self, values: dict[str, Any], request: Request) -> Result:
+        """Answer the body of a chat completion: as a whole, or as chunks if it has `stream: true`."""
+        return await self._chat(checked(values, ChatRequest), request)
+
+    async def _chat(self, fields: ChatRequest, request: Request) -> Result:
+        return await self._answer(request, fields, fields.n, self.service.chat_job, chat_completion, chat_chunks)
 
     async def completions(self, request: Request) -> Response:
         """Answer /v1/completions."""
@@ -93,9 +117,12 @@ class Endpoints:
             if fields.echo and fields.stream:
                 raise ApiError(400, "echo cannot be streamed", param="echo", code="invalid_value")
             count = fields.n * len(_prompts(fields))
-            return await self._answer(request, fields, count, self._text_job, text_completion, text_chunks)
+            return self._sent(await self._answer(request, fields, count, self._text_job, text_completion, text_chunks))
 
         return await self._with_body(request, CompletionRequest, answer)
+
+    def _sent(self, result: Result) -> Response:
+        return Json(result) if isinstance(result, dict) else EventStream(result, self.settings.slow_client_s)
 
     async def _answer(
         self,
@@ -105,8 +132,11 @@ class Endpoints:
         job_of: Callable[[Any], Awaitable[AnswerJob]],
         complete: Callable[[Service, AnswerJob, Any], Awaitable[dict[str, Any]]],
         chunks_of: Callable[[Service, AnswerJob, Any], AsyncGenerator[dict[str, Any], None]],
-    ) -> Response:
-        """Answer at once or as a stream. The client is watched from the beginning."""
+    ) -> Result:
+        """Answer as a whole or as chunks. The client is watched from the beginning.
+
+        The first chunk is awaited here, so that a request that the engine refuses is answered by its status.
+        """
         deadline = asyncio.get_running_loop().time() + self.settings.timeout_s
 
         async def whole() -> dict[str, Any]:
@@ -115,19 +145,17 @@ class Endpoints:
                     return await complete(self.service, await job_of(fields), fields)
 
         if not fields.stream:
-            return Json(await while_connected(request.receive, whole()))
-        chunks = self._stream(fields, count, job_of, chunks_of)
+            return await while_connected(request.receive, whole())
+        chunks = in_time(self._stream(fields, count, job_of, chunks_of), deadline)
 
         async def first() -> dict[str, Any]:
-            async with asyncio.timeout_at(deadline):
-                return await anext(chunks)
+            return await anext(chunks)
 
         try:
-            beginning = await while_connected(request.receive, first())
+            return rejoined(await while_connected(request.receive, first()), chunks)
         except BaseException:
             await chunks.aclose()
             raise
-        return EventStream(beginning, chunks, deadline, self.settings.slow_client_s)
 
     async def _stream(
         self,
@@ -148,7 +176,7 @@ class Endpoints:
             fields = fields.model_copy(update={"prompt_logprobs": max(fields.logprobs, fields.prompt_logprobs or 0)})
         most = 16 if fields.max_tokens is None else fields.max_tokens
         special = fields.add_special_tokens is not False
-        prompts: list[Prompt] = []
+        prompts: list[TokenPrompt] = []
         requests = []
         for text in _prompts(fields):
             prompt = await self.service.text_prompt(text, special=special)
@@ -294,6 +322,7 @@ def routes(endpoints: Endpoints) -> list[Route]:
         Route("/health", endpoints.health, methods=["GET"]),
         Route("/version", endpoints.version, methods=["GET"]),
         Route("/metrics", endpoints.metrics, methods=["GET"]),
+        *ResponsesApi(endpoints.run_chat, read=endpoints.read, send=endpoints.send_events).routes(),
     ]
 
 
@@ -325,5 +354,5 @@ def _prompts(fields: CompletionRequest) -> list[str | list[int]]:
     if not prompt:
         raise ApiError(400, "the prompt is empty", param="prompt", code="invalid_value")
     if isinstance(prompt[0], int):
-        return [prompt]  # type: ignore[list-item]
-    return list(prompt)  # type: ignore[arg-type]
+        return [prompt]
+    return list(prompt)

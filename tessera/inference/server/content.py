@@ -43,7 +43,7 @@ def chat_messages(
             "add_generation_prompt: false",
             param="messages",
         )
-    converted = [
+    converted: list[dict[str, Any]] = [
         {"role": _role(message), "content": _content(message, f"messages[{number}]", settings)}
         for number, message in enumerate(messages)
     ]

@@ -315,7 +315,7 @@ class ChatRequest(SamplingFields):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     modalities: list[Literal["text"]] | None = None
-    add_special_tokens: Literal[False] | None = None  # type: ignore[assignment]  # the template writes them
+    add_special_tokens: Literal[False] | None = None  # the template writes them
 
     @model_validator(mode="after")
     def _chat_fits_together(self) -> Self:

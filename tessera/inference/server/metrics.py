@@ -40,7 +40,7 @@ class Metrics:
             "tessera_time_per_token_seconds", "between two tokens of an answer", buckets=_TOKEN, registry=self.registry
         )
         self._engine = _EngineMetrics()
-        self.registry.register(self._engine)  # type: ignore[arg-type]  # a collector needs only this method
+        self.registry.register(self._engine)  # a collector needs only this method
 
     def timer(self, started: float, prompts: Sequence[int]) -> Timer:
         return Timer(self, started, prompts)

@@ -1,32 +1,12 @@
-"""Split the text of an answer into the parts of a message: content, reasoning, tool calls."""
+"""Join streamed parts of a message: content, reasoning, tool calls."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 Fields = dict[
     str, Any
 ]  # a part of a message in OpenAI's form: {"content": ...}, {"reasoning": ...}, {"tool_calls": [...]}
-
-
-class Splitter(Protocol):
-    """Declare a parser of streamed text. It may hold text back until it knows where the text belongs."""
-
-    def add(self, text: str) -> list[Fields]: ...
-
-    def close(self) -> list[Fields]:
-        """Return what was held back."""
-        ...
-
-
-class PlainSplitter:
-    """Return all text as content."""
-
-    def add(self, text: str) -> list[Fields]:
-        return [{"content": text}] if text else []
-
-    def close(self) -> list[Fields]:
-        return []
 
 
 def joined(parts: list[Fields]) -> Fields:

@@ -3,46 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 
 from tessera.core.batch import Batch
 from tessera.data.media.urls import UrlPolicy, download, is_url
-from tessera.inference.loaded import LoadedProcessor
-from tessera.inference.messages import sample_of
 
 NO_FILES = Path("/nonexistent")  # root of media if no local files are allowed
 
 
 class Prompts(Protocol):
-    """Declare what makes prompts of messages, in other threads or processes (see `ThreadPrompts`)."""
+    """Declare what makes prompts of messages, in other threads or processes (see `PromptPool`)."""
 
     def submit(
         self, conversation: Sequence[Mapping[str, Any]], root: Path | None = None, **options: Any
     ) -> Future[Batch]: ...
 
     def close(self) -> None: ...
-
-
-class ThreadPrompts:
-    """Make prompts in threads of this process."""
-
-    def __init__(self, processor: LoadedProcessor, threads: int = 2) -> None:
-        self._processor = processor
-        self._threads = ThreadPoolExecutor(threads, "prompts")
-
-    def submit(
-        self, conversation: Sequence[Mapping[str, Any]], root: Path | None = None, **options: Any
-    ) -> Future[Batch]:
-        """Make a prompt. `root`: folder of media files. `options`: as of `LoadedProcessor.prompt`."""
-        return self._threads.submit(self._prompt, conversation, root or NO_FILES, options)
-
-    def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-    def _prompt(self, conversation: Sequence[Mapping[str, Any]], root: Path, options: Mapping[str, Any]) -> Batch:
-        return self._processor.prompt([(sample_of(conversation, "request", root), root)], **options)
 
 
 def download_media(messages: Sequence[Mapping[str, Any]], policy: UrlPolicy) -> list[dict[str, Any]]:

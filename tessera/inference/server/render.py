@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tessera.inference.engine.request import Delta, Finish, TokenLogprob
+from tessera.inference.server.answer_parts import AnswerParts
 from tessera.inference.server.fields import ChatRequest, CompletionRequest, SamplingFields
-from tessera.inference.server.pieces import Fields, Splitter, joined
+from tessera.inference.server.pieces import Fields, joined
 from tessera.inference.server.service import AnswerJob, Service
 from tessera.inference.server.tokens import Tokens
 
@@ -18,7 +19,7 @@ from tessera.inference.server.tokens import Tokens
 class ChoiceState:
     """Hold one answer while it is generated."""
 
-    splitter: Splitter
+    splitter: AnswerParts
     parts: list[Fields] = field(default_factory=list)
     text: str = ""
     tokens: list[int] = field(default_factory=list)

@@ -15,19 +15,21 @@ from typing import Any
 from tessera.core.batch import Batch
 from tessera.data.media.urls import UrlPolicy
 from tessera.inference.engine.request import Constraint, Delta, Request, Sampling
+from tessera.inference.server.answer_parts import AnswerParts
 from tessera.inference.server.answers import AnswerGroup, EngineAccess, Mailbox
 from tessera.inference.server.content import chat_messages, text_length
-from tessera.inference.server.errors import ApiError, unsupported
+from tessera.inference.server.errors import ApiError
 from tessera.inference.server.fields import ChatMessage, ChatRequest, SamplingFields, Tool
 from tessera.inference.server.metrics import Metrics
-from tessera.inference.server.pieces import PlainSplitter, Splitter
 from tessera.inference.server.prompts import NO_FILES, Prompts, download_media, has_urls
+from tessera.inference.server.reasoning import reasoning_for
 from tessera.inference.server.settings import Settings
 from tessera.inference.server.tokens import Tokens, prompt_tokens
+from tessera.inference.server.tools import constraint_for, parser_for
 
 
 @dataclass(frozen=True)
-class Prompt:
+class TokenPrompt:
     """Hold one prompt and its tokens."""
 
     batch: Batch
@@ -39,24 +41,17 @@ class AnswerJob:
     """Hold the answers that one API request asks for: each with its prompt and its request of the engine."""
 
     requests: Sequence[Request]
-    prompts: Sequence[Prompt]  # one for each answer
+    prompts: Sequence[TokenPrompt]  # one for each answer
     model: str
-    splitter: Callable[[], Splitter] = PlainSplitter
+    splitter: Callable[[], AnswerParts] = field(default=lambda: AnswerParts(None, None))
     created: int = field(default_factory=lambda: int(time.time()))
     started: float = field(default_factory=time.perf_counter)
     id: str = field(default_factory=lambda: secrets.token_hex(12))
 
 
-def no_tools(request: ChatRequest) -> Callable[[], Splitter]:
-    """Return how the text of an answer is split into parts, without parsers of tool calls."""
-    if request.tools and request.tool_choice != "none":
-        raise unsupported("tools", "this server has no parser for the tool calls of this model")
-    return PlainSplitter
-
-
 @dataclass
 class Service:
-    """Hold what the endpoints share. `split`: returns how the text of an answer is split into content and calls."""
+    """Hold what the endpoints share. `family`: name of the model's family, which has its own form of tool calls."""
 
     settings: Settings
     engine: EngineAccess
@@ -64,7 +59,7 @@ class Service:
     tokens: Tokens
     metrics: Metrics
     adapters: dict[str, str] = field(default_factory=dict)  # served names of adapters, with their folders
-    split: Callable[[ChatRequest], Callable[[], Splitter]] = no_tools
+    family: str = ""
     started: int = field(default_factory=lambda: int(time.time()))
 
     @cached_property
@@ -84,7 +79,7 @@ class Service:
 
     async def chat_prompt(
         self, messages: Sequence[ChatMessage], tools: Sequence[Tool], *, answer: bool, continues: bool
-    ) -> Prompt:
+    ) -> TokenPrompt:
         """Return the prompt of a conversation. `answer`: end with the header of the answer."""
         if continues and answer:
             raise ApiError(
@@ -101,9 +96,9 @@ class Service:
         ending = "continue" if continues else "answer" if answer else "none"
         root = self.settings.allow_files or NO_FILES
         batch = await asyncio.wrap_future(self.prompts.submit(listed, root, ending=ending))
-        return self._checked(Prompt(batch, prompt_tokens(batch)), "messages")
+        return self._checked(TokenPrompt(batch, prompt_tokens(batch)), "messages")
 
-    async def text_prompt(self, prompt: str | Sequence[int], *, special: bool = True) -> Prompt:
+    async def text_prompt(self, prompt: str | Sequence[int], *, special: bool = True) -> TokenPrompt:
         """Return the prompt of a plain text, or of tokens."""
         if isinstance(prompt, str):
             self._check_characters(len(prompt), "prompt")
@@ -117,7 +112,7 @@ class Service:
             raise ApiError(400, "the prompt has no tokens", param="prompt", code="invalid_value")
         if len(tokens) >= self.settings.max_length:
             raise self._too_long(len(tokens), "prompt")
-        return self._checked(Prompt(self.tokens.batch(tokens), tokens), "prompt")
+        return self._checked(TokenPrompt(self.tokens.batch(tokens), tokens), "prompt")
 
     def check_tokens(self, tokens: Sequence[int], param: str) -> None:
         """Raise if a number is no token of the vocabulary."""
@@ -141,7 +136,7 @@ class Service:
                 code="context_length_exceeded",
             )
 
-    def _checked(self, prompt: Prompt, param: str) -> Prompt:
+    def _checked(self, prompt: TokenPrompt, param: str) -> TokenPrompt:
         if len(prompt.tokens) >= self.settings.max_length:
             raise self._too_long(len(prompt.tokens), param)
         return prompt
@@ -160,8 +155,8 @@ class Service:
     async def chat_job(self, request: ChatRequest) -> AnswerJob:
         """Return the answers that a chat request asks for."""
         adapter = self.adapter_of(request.model)
-        split = self.split(request)
         tools = () if request.tool_choice == "none" else request.tools
+        forced = self._forced_calls(request)
         prompt = await self.chat_prompt(
             request.messages,
             tools,
@@ -171,7 +166,28 @@ class Service:
         most = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         logprobs = request.top_logprobs if request.logprobs else None
         requests = self.engine_requests(request, prompt, most, logprobs, adapter)
-        return AnswerJob(requests, [prompt] * len(requests), request.model or self.settings.name, split)
+        if forced is not None:
+            requests = [replace(single, constraint=forced) for single in requests]
+        names = [tool.function.name for tool in tools]
+        end = self.tokens.decode(prompt.tokens[-8:], skip_special=False)  # a template may open the reasoning
+
+        def splitter() -> AnswerParts:
+            parser = parser_for(self.family, names) if names else None
+            return AnswerParts(reasoning_for(self.family, end), parser)
+
+        return AnswerJob(requests, [prompt] * len(requests), request.model or self.settings.name, splitter)
+
+    def _forced_calls(self, request: ChatRequest) -> Constraint | None:
+        """Return the constraint of `tool_choice`, which excludes other constraints."""
+        choice = request.tool_choice
+        named = choice if choice is None or isinstance(choice, str) else choice.model_dump()
+        tools = [tool.model_dump(exclude_none=True) for tool in request.tools]
+        constraint = constraint_for(tools, named, parallel=request.parallel_tool_calls)
+        if constraint is not None and _constraint(request) is not None:
+            raise ApiError(
+                400, "a forced tool call cannot have another form", param="tool_choice", code="invalid_value"
+            )
+        return constraint
 
     def adapter_of(self, model: str | None) -> str | None:
         """Return the adapter that a model name means; None: the base model. Raise for unknown names."""
@@ -188,7 +204,7 @@ class Service:
         )
 
     def engine_requests(
-        self, request: SamplingFields, prompt: Prompt, most: int | None, logprobs: int | None, adapter: str | None
+        self, request: SamplingFields, prompt: TokenPrompt, most: int | None, logprobs: int | None, adapter: str | None
     ) -> list[Request]:
         """Return the requests of the engine for one prompt: `n` that differ in their seeds."""
         if request.n > self.settings.max_answers:

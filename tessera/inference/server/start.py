@@ -21,6 +21,7 @@ from tessera.inference.server.service import Service
 from tessera.inference.server.settings import Settings
 from tessera.inference.server.tokens import Tokens
 from tessera.lora.bank import AdapterBank
+from tessera.models.processing.conversation import ConversationProcessor
 from tessera.runtime.log import logger
 
 _LENGTH = 32768  # context of models whose configuration does not state it
@@ -63,7 +64,10 @@ def start_service(options: ModelOptions, settings: Settings) -> Service:
     settings = replace(settings, max_length=_length(engine, model.config, options.max_length))
     adapters = {name: str(folder) for name, folder in options.adapters.items()}
     tokens = Tokens(inner)
-    return Service(settings, EngineThread(engine), PromptPool(processor), tokens, Metrics(), adapters)
+    prompts = PromptPool(processor)
+    if isinstance(inner, ConversationProcessor) and inner.streams:
+        prompts.start()  # before the first image arrives
+    return Service(settings, EngineThread(engine), prompts, tokens, Metrics(), adapters, model.spec.name)
 
 
 def _bank(model: LoadedModel, options: ModelOptions, settings: Settings) -> AdapterBank | None:

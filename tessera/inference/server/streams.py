@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -55,44 +55,68 @@ def error_of(error: BaseException) -> ApiError:
     return INTERNAL
 
 
+async def in_time(chunks: AsyncGenerator[T, None], deadline: float) -> AsyncGenerator[T, None]:
+    """Yield chunks until a deadline, in the time of the loop."""
+    async with aclosing(chunks):
+        while True:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    chunk = await anext(chunks)
+            except StopAsyncIteration:
+                return
+            except TimeoutError as error:
+                raise error_of(error) from None
+            yield chunk
+
+
+async def rejoined(first: T, chunks: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+    """Yield the first chunk, which was awaited before, and the others."""
+    async with aclosing(chunks):
+        yield first
+        async for chunk in chunks:
+            yield chunk
+
+
+def chunk_text(chunk: dict[str, Any]) -> str:
+    return f"data: {to_json(chunk)}\n\n"
+
+
 class EventStream(Response):
-    """Send chunks as server-sent events."""
+    """Send server-sent events. `end`: what is sent after the last one."""
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, first: dict[str, Any], chunks: AsyncGenerator[dict[str, Any], None], deadline: float, slow_client_s: float
+        self,
+        events: AsyncGenerator[dict[str, Any], None],
+        slow_client_s: float,
+        encode: Callable[[dict[str, Any]], str] = chunk_text,
+        end: bytes = b"data: [DONE]\n\n",
     ) -> None:
-        """Create the response. `first`: the first chunk, which was awaited before. `deadline`: in the loop's time."""
         self.status_code = 200
         self.background = None
-        self._first = first
-        self._chunks = chunks
-        self._deadline = deadline
+        self._events = events
         self._slow_client_s = slow_client_s
+        self._encode = encode
+        self._end = end
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._chunks):
+        async with aclosing(self._events):
             await while_connected(receive, self._stream(send))
 
     async def _stream(self, send: Send) -> None:
         start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         await self._in_time(send, start)
         try:
-            await self._send(send, self._first)
-            async with asyncio.timeout_at(self._deadline):
-                async for chunk in self._chunks:
-                    await self._send(send, chunk)
+            async for event in self._events:
+                await self._send_bytes(send, self._encode(event).encode())
         except ClientLeft:
             raise
         except Exception as error:
-            await self._send(send, error_of(error).body())
-        await self._send_bytes(send, b"data: [DONE]\n\n")
+            await self._send_bytes(send, chunk_text(error_of(error).body()).encode())
+        await self._send_bytes(send, self._end)
         await self._in_time(send, {"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _send(self, send: Send, chunk: dict[str, Any]) -> None:
-        await self._send_bytes(send, f"data: {to_json(chunk)}\n\n".encode())
 
     async def _send_bytes(self, send: Send, data: bytes) -> None:
         await self._in_time(send, {"type": "http.response.body", "body": data, "more_body": True})
