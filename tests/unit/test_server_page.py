@@ -1,4 +1,4 @@
-"""The files of the chat page: served without a key, with a strict policy, in two languages, without foreign addresses."""
+"""The files of the chat page: served without a key, with a strict policy, in two languages."""
 
 from __future__ import annotations
 
