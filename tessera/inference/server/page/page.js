@@ -153,7 +153,8 @@ for (const kind of ["dragover", "drop", "paste"]) {
   });
 }
 document.addEventListener("keydown", event => {
-  if (event.key === "Escape" && !document.querySelector(":popover-open, dialog[open]")) stop();
+  const isForDialog = document.querySelector(":popover-open, dialog[open]");
+  if (event.key === "Escape" && !event.isComposing && !isForDialog) stop();
 });
 question.onkeydown = event => {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return; // composing: Enter chooses a character
