@@ -200,7 +200,7 @@ def test_long_and_deep_markdown_is_drawn_at_once(page: ChatPage, processor: Load
           new Markdown(document.createElement('div')).show({text});
           window.took = performance.now() - begun;
         }})()"""
-        deep = "'- '.repeat(50000)", "'*'.repeat(100000)", "'**a*** '.repeat(20000)", "'`'.repeat(99999)"
+        deep = "'- '.repeat(50000) + 'x'", "'*'.repeat(100000)", "'**a*** '.repeat(20000)", "'`'.repeat(99999)"
         for text in (*deep, "'| - '.repeat(30000)", "Array(5000).fill('- a').join('\\n')", "'*a '.repeat(40000)"):
             page.value("window.took = null")
             page.value(draw.format(text=text))
@@ -224,10 +224,19 @@ def test_two_models_answer_side_by_side_each_with_its_own_conversation(
         assert {request.adapter for request in engine.requests} == {None, "tuned"}
         first, second = page.value("[...document.querySelectorAll('.answer')].map(node => node.offsetLeft)")
         assert second > first + 300
+        engine.text = "six seven"
+        page.click(".answer:nth-child(2) .again")
+        page.until("document.querySelector('.answer:nth-child(2) .text').innerText === 'six seven'")
+        page.answered(2)
         page.ask("and now")
         page.answered(4)
-        lengths = [request.prompt["tokens"].numel() for request in engine.requests]
-        assert min(lengths[2:]) > max(lengths[:2])  # the first answers are part of the conversation
+        prompts = {
+            request.adapter: service.tokens.decode(request.prompt["tokens"].flatten().tolist())
+            for request in engine.requests[3:]
+        }
+        assert TEXT in prompts[None]
+        assert TEXT not in prompts["tuned"]
+        assert "six seven" in prompts["tuned"]
 
 
 def test_a_second_server_joins_if_it_allows_the_page(page: ChatPage, processor: LoadedProcessor) -> None:
