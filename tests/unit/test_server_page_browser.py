@@ -205,7 +205,7 @@ def test_long_and_deep_markdown_is_drawn_at_once(page: ChatPage, processor: Load
             page.value("window.took = null")
             page.value(draw.format(text=text))
             page.until("window.took !== null")
-            assert page.value("window.took") < 1000, text  # a quadratic renderer needs minutes
+            assert page.value("window.took") < 10_000, text  # a quadratic renderer needs minutes
 
 
 def test_two_models_answer_side_by_side_each_with_its_own_conversation(
