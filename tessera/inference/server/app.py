@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -29,6 +29,7 @@ from tessera.inference.server.fields import (
     UnloadAdapterRequest,
 )
 from tessera.inference.server.guard import Admission, RequestGuard, error_response
+from tessera.inference.server.page_routes import page_routes
 from tessera.inference.server.render import chat_chunks, chat_completion, text_chunks, text_completion
 from tessera.inference.server.response_events import Event
 from tessera.inference.server.routes_responses import ResponsesApi, sse_text
@@ -325,11 +326,15 @@ def routes(endpoints: Endpoints) -> list[Route]:
     ]
 
 
-def make_app(service: Service, more: Sequence[Route] = ()) -> Starlette:
-    """Return the application. `more`: further routes, such as those of the page at /."""
-    listed = [*routes(Endpoints(service)), *more]
+def make_app(service: Service) -> Starlette:
+    """Return the application: the API, and the chat page at /."""
+    page = page_routes(service.settings)
+    listed = [*routes(Endpoints(service)), *page]
     paths = frozenset(route.path for route in listed)
-    guard = Middleware(RequestGuard, settings=service.settings, metrics=service.metrics, paths=paths)
+    open_paths = frozenset({"/health", *(route.path for route in page)})
+    guard = Middleware(
+        RequestGuard, settings=service.settings, metrics=service.metrics, paths=paths, open_paths=open_paths
+    )
 
     async def refused(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

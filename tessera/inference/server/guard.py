@@ -36,12 +36,15 @@ def error_response(error: ApiError) -> Response:
 class RequestGuard:
     """Check the headers of every request, count answers by status, and answer errors in OpenAI's form."""
 
-    def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics, paths: frozenset[str]) -> None:
-        """Create the guard. `paths`: paths that are counted by their names."""
+    def __init__(
+        self, app: ASGIApp, settings: Settings, metrics: Metrics, paths: frozenset[str], open_paths: frozenset[str]
+    ) -> None:
+        """Create the guard. `paths`: paths that are counted by their names. `open_paths`: paths that need no key."""
         self._app = app
         self._settings = settings
         self._metrics = metrics
         self._paths = paths
+        self._open_paths = open_paths
         self._local = settings.local_only and settings.api_key is None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -94,7 +97,7 @@ class RequestGuard:
                 "pages of this origin may not use the server; allow them with --allow-origin",
                 code="origin_not_allowed",
             )
-        if self._settings.api_key is not None and scope["path"] not in self._settings.open_paths:
+        if self._settings.api_key is not None and scope["path"] not in self._open_paths:
             self._check_key(headers, self._settings.api_key)
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if scope["method"] == "POST" and kind != "application/json":

@@ -79,7 +79,7 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for sock in sockets or []:
-            logger().info(f"serving at {address(sock)}/v1 (Ctrl-C ends it)")
+            logger().info(f"serving at {address(sock)}/v1, with a chat page at {address(sock)}/ (Ctrl-C ends it)")
 
 
 def bind(host: str, port: int) -> socket.socket:

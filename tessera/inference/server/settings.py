@@ -26,4 +26,3 @@ class Settings:
     max_answers: int = 128  # `n` of a request
     timeout_s: float = 600.0  # time until an answer is complete
     slow_client_s: float = 30.0  # time in which a client must send its request, or read what waits for it
-    open_paths: tuple[str, ...] = ("/", "/health")  # paths that need no key; the page at / holds no data
