@@ -39,7 +39,7 @@ def service(processor: LoadedProcessor) -> Service:
 
 @pytest.fixture
 def client(service: Service) -> Iterator[TestClient]:
-    with TestClient(make_app(service)) as client:
+    with TestClient(make_app(service), "http://localhost") as client:
         yield client
 
 
@@ -260,7 +260,7 @@ def test_local_files_are_read_below_the_allowed_folder(processor: LoadedProcesso
     folder = tmp_path / "a b"
     folder.mkdir()
     Image.new("RGB", (20, 28)).save(folder / "cat.png")
-    with TestClient(make_app(make_service(processor, allow_files=folder))) as client:
+    with TestClient(make_app(make_service(processor, allow_files=folder)), "http://localhost") as client:
         url = f"file://{folder}/cat.png".replace(" ", "%20")
         chat(client, messages=[{"role": "user", "content": [{"type": "image_url", "image_url": url}]}])
 
@@ -367,7 +367,7 @@ def test_adapters_are_loaded_below_the_allowed_folder_and_served_by_name(
     (tmp_path / "lora").mkdir()
     (tmp_path / "escape").symlink_to("/etc")
     service = make_service(processor, allow_adapters=tmp_path)
-    with TestClient(make_app(service)) as client:
+    with TestClient(make_app(service), "http://localhost") as client:
         for path in ("../x", "/etc", "escape", "missing", "a\0b", "x" * 4000):
             refused(client, "/v1/load_lora_adapter", lora_name="a", lora_path=path)
         body = {"lora_name": "a", "lora_path": "lora"}
@@ -397,7 +397,7 @@ def test_tools_are_listed_in_the_prompt_and_calls_are_split_from_the_text(proces
     service = make_service(processor, max_length=1024)
     engine: Any = service.engine
     engine.text = "I add.\n" + CALL
-    with TestClient(make_app(service)) as client:
+    with TestClient(make_app(service), "http://localhost") as client:
         (choice,) = chat(client, tools=TOOLS)["choices"]
         (call,) = choice["message"]["tool_calls"]
         assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("add", {"a": 1})

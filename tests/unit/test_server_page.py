@@ -28,7 +28,7 @@ WORDS = json.loads((FOLDER / "words.json").read_text(encoding="utf-8"))
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
     service = make_service(make_processor(tmp_path_factory.mktemp("tokenizer")), api_key="secret", max_body=1234)
-    with TestClient(make_app(service)) as client:
+    with TestClient(make_app(service), "http://localhost") as client:
         yield client
 
 

@@ -40,12 +40,12 @@ def processor(tmp_path_factory: pytest.TempPathFactory) -> LoadedProcessor:
 
 @pytest.fixture(scope="module")
 def client(processor: LoadedProcessor) -> Iterator[TestClient]:
-    with TestClient(make_app(make_service(processor))) as client:
+    with TestClient(make_app(make_service(processor)), "http://localhost") as client:
         yield client
 
 
 def serving(processor: LoadedProcessor, **options: Any) -> TestClient:
-    return TestClient(make_app(make_service(processor, **options)))
+    return TestClient(make_app(make_service(processor, **options)), "http://localhost")
 
 
 def image(url: str) -> dict[str, Any]:
@@ -225,7 +225,7 @@ def test_pages_of_other_origins_are_refused_unless_allowed(processor: LoadedProc
     with serving(processor) as client:
         assert client.post(CHAT, json=HELLO, headers=page).status_code == 403
         assert client.post(CHAT, json=HELLO, headers={"origin": "null"}).status_code == 403
-        assert client.post(CHAT, json=HELLO, headers={"origin": "http://testserver"}).status_code == 200
+        assert client.post(CHAT, json=HELLO, headers={"origin": "http://localhost"}).status_code == 200
         response = client.options(CHAT, headers=page)
         assert response.status_code == 403
         assert "access-control-allow-origin" not in response.headers
@@ -247,7 +247,7 @@ def test_a_request_that_the_engine_refuses_has_a_status_also_as_a_stream(
 ) -> None:
     service = make_service(processor)
     engine: Any = service.engine
-    with TestClient(make_app(service)) as client:
+    with TestClient(make_app(service), "http://localhost") as client:
         engine.refuses = TesseraError("the schema explodes", code="generation.bad-schema")
         response = client.post(CHAT, json={**HELLO, "stream": stream})
         assert (response.status_code, response.json()["error"]["code"]) == (400, "generation.bad-schema")
@@ -265,7 +265,7 @@ def test_an_answer_that_fails_in_the_middle_ends_its_stream_with_the_error(proce
     engine: Any = service.engine
     engine.fails = TesseraError("device lost at /home/x", code="generation.engine-failed")
     engine.delay_s = 0.01  # so that the first token is sent alone
-    with TestClient(make_app(service)) as client:
+    with TestClient(make_app(service), "http://localhost") as client:
         assert client.post(CHAT, json=HELLO).status_code == 500
         lines = client.post(CHAT, json={**HELLO, "stream": True}).text.split("\n\n")
     assert json.loads(lines[-3].removeprefix("data: "))["error"]["code"] == "internal_error"
@@ -274,18 +274,25 @@ def test_an_answer_that_fails_in_the_middle_ends_its_stream_with_the_error(proce
 
 
 def test_an_answer_that_takes_too_long_is_ended(processor: LoadedProcessor) -> None:
-    service = make_service(processor, timeout_s=0.1)
+    service = make_service(processor, timeout_s=0.5)
     engine: Any = service.engine
-    engine.delay_s = 0.03
-    with TestClient(make_app(service)) as client:
+    engine.delay_s = 0.4
+    with TestClient(make_app(service), "http://localhost") as client:
         assert client.post(CHAT, json=HELLO).status_code == 504
         text = client.post(CHAT, json={**HELLO, "stream": True}).text
         assert '"code":"timeout"' in text
-    engine.wait_until_idle()
-    assert len(engine.aborted) == 2
+    assert_all_aborted(service)
 
 
 # ---------------------------------------------------------------------------------------------- clients that leave
+
+
+def assert_all_aborted(service: Service) -> None:
+    """Assert that no answer is computed any more. On a busy machine, some requests are never queued."""
+    engine: Any = service.engine
+    service.submitters.shutdown()
+    engine.wait_until_idle()
+    assert sorted(engine.aborted) == list(range(len(engine.requests)))
 
 
 class Connection:
@@ -333,8 +340,7 @@ def test_the_answer_of_a_client_that_leaves_is_aborted(
     engine.delay_s = 0.02 if leave_after else 0.5
     connection = Connection(service, {**HELLO, "stream": stream, "n": 2}, leave_after)
     asyncio.run(connection.run())
-    engine.wait_until_idle()
-    assert sorted(engine.aborted) == [0, 1]
+    assert_all_aborted(service)
     assert b"tessera_requests_aborted_total 1.0" in service.metrics.text(None)
 
 
@@ -343,8 +349,7 @@ def test_the_answer_of_a_client_that_does_not_read_is_aborted(processor: LoadedP
     engine: Any = service.engine
     engine.delay_s = 0.02
     asyncio.run(Connection(service, {**HELLO, "stream": True}, 99, reads=False).run())
-    engine.wait_until_idle()
-    assert engine.aborted == [0]
+    assert_all_aborted(service)
 
 
 def test_more_answers_than_the_limit_get_429_and_the_others_are_complete(processor: LoadedProcessor) -> None:
@@ -364,7 +369,7 @@ def test_more_answers_than_the_limit_get_429_and_the_others_are_complete(process
     assert statuses.count(200) == 4
     assert statuses.count(429) == 196
     engine.wait_until_idle()
-    with TestClient(make_app(make_service(processor, max_requests=4))) as client:
+    with TestClient(make_app(make_service(processor, max_requests=4)), "http://localhost") as client:
         assert client.post(CHAT, json={**HELLO, "n": 5}).status_code == 200  # alone it may exceed the limit
         assert client.post(CHAT, json=HELLO).status_code == 200
 

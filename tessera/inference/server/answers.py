@@ -102,7 +102,6 @@ class AnswerGroup:
 
     async def submit(self, requests: Sequence[Request]) -> None:
         """Queue the requests. It runs in another thread, because compiling a constraint may take long."""
-        loop = asyncio.get_running_loop()
         self._remaining = len(requests)
         for index, request in enumerate(requests):
 
@@ -112,16 +111,17 @@ class AnswerGroup:
             def on_delta(delta: Delta, deliver: Callable[[Delta], None] = deliver) -> None:
                 self._mailbox.post(deliver, delta)
 
-            queued = loop.run_in_executor(self._submitters, self._engine.submit, request, on_delta)
+            queued = self._submitters.submit(self._engine.submit, request, on_delta)
             try:
-                number = await asyncio.shield(queued)
+                number = await asyncio.shield(asyncio.wrap_future(queued))
             except asyncio.CancelledError:
                 queued.add_done_callback(self._abort_late)
                 raise
             if index not in self._waiting or self._waiting[index].finish is None:
                 self._numbers[index] = number
 
-    def _abort_late(self, queued: asyncio.Future[int]) -> None:
+    def _abort_late(self, queued: Future[int]) -> None:
+        # Called in the thread that has queued the request, also when the event loop is closed by then.
         if not queued.cancelled() and queued.exception() is None:
             self._engine.abort(queued.result())
 

@@ -19,7 +19,7 @@ from tessera.inference.server.metrics import Metrics
 from tessera.inference.server.settings import Settings
 from tessera.inference.server.streams import ClientLeft, error_of
 
-_LOCAL = ("localhost", "127.0.0.1", "[::1]", "testserver")
+_LOCAL = ("localhost", "127.0.0.1", "[::1]")
 _HOST = re.compile(r"(\[[^\[\]]*\]|[^:\[\]]*)(?::\d+)?")
 _RETRY_S = 1
 
