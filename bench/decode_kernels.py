@@ -76,7 +76,7 @@ class Product:
         terms = {"residual": vector[:size][None], "bias": vector[:size], "norm": (vector[:inputs], 1e-6), "gate": True}
         return Product(kind, x, weights, {name: terms[name] for name, used in options.items() if used})
 
-    def once(self, launch: decode_kernels.Launch | None) -> Tensor:
+    def once(self, launch: decode_kernels.LinearLaunch | None) -> Tensor:
         return vector_linear(self.x, self.weights[0], **self.options, launch=launch)
 
     def expected(self) -> Tensor:
@@ -90,7 +90,7 @@ class Product:
             out = F.silu(gate) * up
         return out + self.options.get("residual", 0) + self.options.get("bias", 0)
 
-    def time(self, launch: decode_kernels.Launch | None) -> float:
+    def time(self, launch: decode_kernels.LinearLaunch | None) -> float:
         def run() -> Tensor:
             for weight in self.weights:
                 out = (
@@ -124,7 +124,7 @@ def products(deadline: float) -> None:
         Product.of("small", 2048, 2560, norm=True, bias=True),
         Product.of("small", 2048, 2048, residual=True),
     ]
-    launches = [decode_kernels.Launch(*numbers) for numbers in LINEAR]
+    launches = [decode_kernels.LinearLaunch(*numbers) for numbers in LINEAR]
     compiled((product.once, launch) for product in every for launch in launches)
     for kind in ("gate", "wide", "small"):
         group = [product for product in every if product.kind == kind]
@@ -138,7 +138,7 @@ class Measure:
     products: list[Product]
     exact: list[Tensor]
 
-    def __call__(self, launch: decode_kernels.Launch | None) -> dict[str, Any]:
+    def __call__(self, launch: decode_kernels.LinearLaunch | None) -> dict[str, Any]:
         for product, out in zip(self.products, self.exact, strict=True) if launch else ():
             error, rounding = float((product.once(launch) - out).norm()), float((out.bfloat16() - out).norm())
             assert error < 3 * rounding, f"the output is wrong by {error}; rounding alone makes {rounding}"
@@ -161,13 +161,13 @@ class Attention:
         of_rows = [CacheRow(order[row * blocks : (row + 1) * blocks], LENGTH - 1, 1) for row in range(rows)]
         self.step = CacheStep.of(of_rows, BLOCK, DEVICE, WIDTH // BLOCK)
 
-    def once(self, launch: paged_attention.Launch, layer: int = 0) -> Tensor:
+    def once(self, launch: paged_attention.AttentionLaunch, layer: int = 0) -> Tensor:
         step, keys, values = self.step, self.keys[layer], self.values[layer]
         return paged_attention.paged_attention(
             self.q, keys, values, step.table, step.lengths, WIDTH, SIZE**-0.5, launch
         )
 
-    def time(self, launch: paged_attention.Launch) -> float:
+    def time(self, launch: paged_attention.AttentionLaunch) -> float:
         def run() -> Tensor:
             for layer in range(self.layers):
                 out = self.once(launch, layer)
@@ -178,11 +178,11 @@ class Attention:
 
 def attention(deadline: float) -> None:
     cases = [Attention(1), Attention(64)]
-    launches = [paged_attention.Launch(*numbers) for numbers in ATTENTION]
+    launches = [paged_attention.AttentionLaunch(*numbers) for numbers in ATTENTION]
     compiled((case.once, launch) for case in cases for launch in launches)
     first = [case.once(launches[0]).float() for case in cases]
 
-    def measure(launch: paged_attention.Launch) -> dict[str, Any]:
+    def measure(launch: paged_attention.AttentionLaunch) -> dict[str, Any]:
         for case, out in zip(cases, first, strict=True):
             error = float((case.once(launch) - out).norm() / out.norm())
             assert error < 0.01, f"the output is wrong by {error}"

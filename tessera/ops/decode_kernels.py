@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-class Launch(NamedTuple):
+class LinearLaunch(NamedTuple):
     """Choose how `vector_linear_kernel` is launched."""
 
     outputs: int  # rows of the weight that a thread block reads
@@ -25,13 +25,13 @@ class Launch(NamedTuple):
 
 # By the kind of product. `bench/decode_kernels.py` compares others.
 LAUNCHES = {
-    "gate": Launch(2, 1024, 4, 2),  # gate and up projections at once
-    "wide": Launch(2, 1024, 4, 2),  # of more than 4,096 inputs, such as the down projection
-    "small": Launch(2, 1024, 4, 2),  # others: projections of attention
+    "gate": LinearLaunch(2, 1024, 4, 2),  # gate and up projections at once
+    "wide": LinearLaunch(2, 1024, 4, 2),  # of more than 4,096 inputs, such as the down projection
+    "small": LinearLaunch(2, 1024, 4, 2),  # others: projections of attention
 }
 
 
-def launch_of(inputs: int, gate: bool) -> Launch:
+def launch_of(inputs: int, gate: bool) -> LinearLaunch:
     return LAUNCHES["gate" if gate else "wide" if inputs > 4096 else "small"]
 
 
@@ -97,7 +97,7 @@ def vector_linear(
     norm: tuple[Tensor, float] | None = None,
     residual: Tensor | None = None,
     gate: bool = False,
-    launch: Launch | None = None,
+    launch: LinearLaunch | None = None,
 ) -> Tensor:
     """Return the linear map [1, N] of `x` [1, K] by `weight` [N, K], plus `bias` and `residual` [1, N].
 

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-class Launch(NamedTuple):
+class AttentionLaunch(NamedTuple):
     """Choose how the kernel is launched, the same for any number of rows. `bench/decode_kernels.py` compares some."""
 
     part: int  # tokens of a part
@@ -26,7 +26,7 @@ class Launch(NamedTuple):
     stages: int  # of the pipeline of loads, of which the loads of the table take some; 1: no pipeline
 
 
-LAUNCH = Launch(part=128, most=64, tile=64, warps=4, stages=4)
+LAUNCH = AttentionLaunch(part=128, most=64, tile=64, warps=4, stages=4)
 _TILE_BYTES = 32768  # the most bytes of the keys of a tile
 
 
@@ -38,7 +38,7 @@ def paged_attention(
     lengths: Tensor,
     longest: int,
     scale: float,
-    launch: Launch = LAUNCH,
+    launch: AttentionLaunch = LAUNCH,
 ) -> Tensor:
     """Return attention [R, Hq, D] of `q` [R, Hq, D], the last token of each row, to all tokens of the row.
 
