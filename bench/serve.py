@@ -124,7 +124,7 @@ def answer(engine: Engine, prompts: Iterator[Batch], count: int, new_tokens: int
     """Answer prompts, which may still be prepared meanwhile."""
     wait()
     began = time.perf_counter()
-    steps, produced, unfinished, before = [], 0, 0, began
+    steps, produced, unfinished, before, first = [], 0, 0, began, 0.0
     for prompt in prompts:
         engine.add(Request(prompt, max_new_tokens=new_tokens))
         unfinished += 1
@@ -138,15 +138,17 @@ def answer(engine: Engine, prompts: Iterator[Batch], count: int, new_tokens: int
             if delta.finish is not None and delta.finish.error is not None:
                 raise delta.finish.error
         produced += tokens
-        if tokens == count:
+        if produced and not first:
+            first = now - began
+        elif tokens == count:
             steps.append(now - before)
         before = now
     wait()
     took = time.perf_counter() - began
     line = {"seconds": round(took, 3), "tokens_per_s": round(produced / took), "new_tokens": produced}
     if len(steps) > 2:
-        line["ms_per_step"] = round(statistics.median(steps[1:]) * 1e3, 3)
-        line["first_token_s"] = round(took - sum(steps), 3)
+        line["ms_per_step"] = round(statistics.median(steps) * 1e3, 3)
+    line["first_token_s"] = round(first, 3)
     return line | ({"prepared_s": round(prepared, 3)} if prepared > 0.05 else {})
 
 

@@ -6,13 +6,33 @@ modules of a layer do in two to six.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-# Output rows and elements of the input that a thread block of `vector_linear` reads at once.
-_OUTPUTS, _INPUTS = 2, 2048
+
+class LinearLaunch(NamedTuple):
+    """Choose how `vector_linear_kernel` is launched."""
+
+    outputs: int  # rows of the weight that a thread block reads
+    inputs: int  # elements of each row that it reads at once
+    warps: int
+    stages: int  # iterations whose loads are under way at once
+
+
+# By the kind of product. `bench/decode_kernels.py` compares others.
+LAUNCHES = {
+    "gate": LinearLaunch(2, 1024, 4, 2),  # gate and up projections at once
+    "wide": LinearLaunch(2, 1024, 4, 2),  # of more than 4,096 inputs, such as the down projection
+    "small": LinearLaunch(2, 1024, 4, 2),  # others: projections of attention
+}
+
+
+def launch_of(inputs: int, gate: bool) -> LinearLaunch:
+    return LAUNCHES["gate" if gate else "wide" if inputs > 4096 else "small"]
 
 
 def add_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -77,6 +97,7 @@ def vector_linear(
     norm: tuple[Tensor, float] | None = None,
     residual: Tensor | None = None,
     gate: bool = False,
+    launch: LinearLaunch | None = None,
 ) -> Tensor:
     """Return the linear map [1, N] of `x` [1, K] by `weight` [N, K], plus `bias` and `residual` [1, N].
 
@@ -88,17 +109,18 @@ def vector_linear(
     outputs = weight.shape[0] // 2 if gate else weight.shape[0]
     out = torch.empty(1, outputs, dtype=x.dtype, device=x.device)
     scale, eps = norm or (x, 0.0)
-    inputs = min(_INPUTS, triton.next_power_of_2(x.shape[1]))
-    vector_linear_kernel[(triton.cdiv(outputs, _OUTPUTS),)](
+    launch = launch or launch_of(x.shape[1], gate)
+    vector_linear_kernel[(triton.cdiv(outputs, launch.outputs),)](
         *(x, scale, weight, x if bias is None else bias, x if residual is None else residual, out),
         *(outputs, x.shape[1], eps),
         NORMED=norm is not None,
         BIASED=bias is not None,
         ADDED=residual is not None,
         GATED=gate,
-        ROWS=_OUTPUTS,
-        BLOCK=inputs,
-        num_warps=4,
+        ROWS=launch.outputs,
+        BLOCK=min(launch.inputs, triton.next_power_of_2(x.shape[1])),
+        STAGES=launch.stages,
+        num_warps=launch.warps,
     )
     return out
 
@@ -219,6 +241,7 @@ def vector_linear_kernel(
     GATED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Compute ROWS outputs. The norm's factor 1 / rms is applied at the end, so nothing waits for it."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -227,13 +250,15 @@ def vector_linear_kernel(
     sums = tl.zeros((ROWS, BLOCK), tl.float32)
     raised = tl.zeros((ROWS, BLOCK), tl.float32)
     squares = tl.zeros((BLOCK,), tl.float32)
-    for at in range(0, inputs, BLOCK):
+    for at in tl.range(0, inputs, BLOCK, num_stages=STAGES):
         column = at + tl.arange(0, BLOCK)
         inside = column < inputs
         there = real[:, None] & inside[None, :]
-        weight = tl.load(start + column[None, :], there, 0.0)
+        # No other thread block reads them: the cache is for x.
+        weight = tl.load(start + column[None, :], there, 0.0, eviction_policy="evict_first")
         if GATED:
-            up = tl.load(start + outputs.to(tl.int64) * inputs + column[None, :], there, 0.0)
+            above = start + outputs.to(tl.int64) * inputs
+            up = tl.load(above + column[None, :], there, 0.0, eviction_policy="evict_first")
         x = tl.load(x_at + column, inside, 0.0).to(tl.float32)
         if NORMED:
             squares += x * x

@@ -1,25 +1,44 @@
 """Attention of one new token per row to a KV cache in blocks, in Triton.
 
 A thread block computes all query heads of one KV head of a row, so keys and values are read once. A row is split by
-length into parts that a second kernel combines. The length of a part is fixed, and so is the order of sums: the output
-of a row depends neither on other rows nor on the number of parts of the longest row.
+length into parts that a second kernel combines. Only the length of a row decides how it is split, and so the order of
+sums: the output of a row depends neither on other rows nor on the number of parts of the longest row.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-SPLIT = 512  # tokens of a part
-_TILE_BYTES = 16384  # keys of a tile
+
+class AttentionLaunch(NamedTuple):
+    """Choose how the kernel is launched, the same for any number of rows. `bench/decode_kernels.py` compares some."""
+
+    part: int  # tokens of a part
+    most: int  # parts of a row: those of rows with more than part x most tokens are longer
+    tile: int  # tokens that a thread block reads at once
+    warps: int
+    stages: int  # of the pipeline of loads, of which the loads of the table take some; 1: no pipeline
+
+
+LAUNCH = AttentionLaunch(part=128, most=64, tile=64, warps=4, stages=4)
+_TILE_BYTES = 32768  # the most bytes of the keys of a tile
 
 
 def paged_attention(
-    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, longest: int, scale: float
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    longest: int,
+    scale: float,
+    launch: AttentionLaunch = LAUNCH,
 ) -> Tensor:
     """Return attention [R, Hq, D] of `q` [R, Hq, D], the last token of each row, to all tokens of the row.
 
@@ -32,7 +51,7 @@ def paged_attention(
     q = q if q.stride(-1) == 1 else q.contiguous()
     assert all(tensor.is_contiguous() for tensor in (keys, values, table))
     group, width = heads // kv_heads, max(16, 1 << (size - 1).bit_length())
-    splits = max(1, -(-longest // SPLIT))
+    splits = min(max(1, -(-longest // launch.part)), launch.most)
     out = torch.empty(rows, heads, size, dtype=q.dtype, device=q.device)
     parts, lse = out, lengths  # unused with one part
     if splits > 1:
@@ -45,15 +64,22 @@ def paged_attention(
         GROUP=group,
         HEADS=max(16, 1 << (group - 1).bit_length()),
         WIDTH=width,
-        TILE=min(64, max(16, _TILE_BYTES // (width * q.element_size()))),
-        SPLIT=SPLIT,
+        TILE=min(launch.tile, max(16, _TILE_BYTES // (width * q.element_size()))),
+        PART=launch.part,
+        MOST=launch.most,
         ALONE=splits == 1,
-        num_warps=4,
-        num_stages=4,  # of which the loads of the table take some
+        num_warps=launch.warps,
+        num_stages=launch.stages,
     )
     if splits > 1:
         combine_parts_kernel[(rows, heads)](
-            parts, lse, lengths, out, splits, SIZE=size, WIDTH=width, SPLIT=SPLIT, MANY=16, num_warps=4
+            *(parts, lse, lengths, out, splits),
+            SIZE=size,
+            WIDTH=width,
+            PART=launch.part,
+            MOST=launch.most,
+            MANY=16,  # always: the order of sums depends on it
+            num_warps=4,
         )
     return out
 
@@ -61,6 +87,12 @@ def paged_attention(
 # ---------------------------------------------------------------------------------------------- kernels
 
 # The profiler classifies kernels by name. An argument `x_at` is a pointer to the tensor `x`.
+
+
+@triton.jit
+def part_of(length, PART: tl.constexpr, MOST: tl.constexpr):
+    """Return the length of the parts of a row."""
+    return PART * tl.maximum(tl.cdiv(length, PART * MOST), 1)
 
 
 @triton.jit
@@ -83,7 +115,8 @@ def paged_attention_kernel(
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
-    SPLIT: tl.constexpr,
+    PART: tl.constexpr,
+    MOST: tl.constexpr,
     ALONE: tl.constexpr,
 ):
     """Compute a part of a row for the GROUP query heads of a KV head. ALONE: a row has one part, `parts` is the output.
@@ -91,10 +124,11 @@ def paged_attention_kernel(
     HEADS and WIDTH are GROUP and SIZE, rounded up to powers of two.
     """
     row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    start = split * SPLIT
     length = tl.load(lengths_at + row).to(tl.int32)
+    part_length = part_of(length, PART, MOST)
+    start = split * part_length
     if (start < length) | (split == 0):
-        end = tl.minimum(start + SPLIT, length)
+        end = tl.minimum(start + part_length, length)
         member, column = tl.arange(0, HEADS), tl.arange(0, WIDTH)
         head = kv_head * GROUP + member
         there = (member < GROUP)[:, None] & (column < SIZE)[None, :]
@@ -110,13 +144,13 @@ def paged_attention_kernel(
             where = slot[:, None] * SIZE + column[None, :]
             real = inside[:, None] & (column < SIZE)[None, :]
             k = tl.load(keys_at + where, real, 0.0)
+            v = tl.load(values_at + where, real, 0.0)  # both are on their way before the first product
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
             scores = tl.where(inside[None, :], scores, float("-inf"))
             raised = tl.maximum(highest, tl.max(scores, 1))  # finite: a tile has a token
             weights = tl.exp2(scores - raised[:, None])
             shrink = tl.exp2(highest - raised)
             total = total * shrink + tl.sum(weights, 1)
-            v = tl.load(values_at + where, real, 0.0)
             out = out * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
             highest = raised
         total = tl.where(total == 0.0, 1.0, total)  # a row of length 0
@@ -139,13 +173,14 @@ def combine_parts_kernel(
     splits,
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
-    SPLIT: tl.constexpr,
+    PART: tl.constexpr,
+    MOST: tl.constexpr,
     MANY: tl.constexpr,
 ):
     """Combine the parts of one head of a row, MANY at a time."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     length = tl.load(lengths_at + row).to(tl.int32)
-    count = (length + SPLIT - 1) // SPLIT
+    count = tl.cdiv(length, part_of(length, PART, MOST))
     column = tl.arange(0, WIDTH)
     first = row * tl.num_programs(1) + head
     highest = tl.full((1,), float("-inf"), tl.float32)

@@ -50,7 +50,7 @@ def test_paged_attention_is_that_of_rows_one_by_one(
     device = torch.accelerator.current_accelerator()
     assert device is not None
     torch.manual_seed(0)
-    rows, blocks = rows_of([1, 16, 17, 511, 512, 513, 3000], block_size)
+    rows, blocks = rows_of([1, 16, 17, 511, 512, 513, 9000], block_size)
     keys, values = torch.randn(2, blocks, block_size, kv_heads, size, device=device).to(dtype)
     q = torch.randn(len(rows), heads, size, device=device).to(dtype)
     step = CacheStep.of(rows, block_size, device)

@@ -41,24 +41,24 @@ def rows_of(lengths: list[int], block_size: int) -> list[CacheRow]:
 
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize(
-    ("size", "heads", "kv_heads", "block_size", "split"),
-    [(64, 4, 2, 16, 64), (80, 7, 1, 16, 64), (128, 2, 2, 32, 512), (24, 20, 1, 170, 64)],
+    ("size", "heads", "kv_heads", "block_size", "part", "most"),
+    [(64, 4, 2, 16, 64, 2), (80, 7, 1, 16, 64, 64), (128, 2, 2, 32, 512, 64), (24, 20, 1, 170, 16, 4)],
 )
 def test_paged_attention_is_that_of_rows_one_by_one(
-    monkeypatch: pytest.MonkeyPatch, size: int, heads: int, kv_heads: int, block_size: int, split: int
+    size: int, heads: int, kv_heads: int, block_size: int, part: int, most: int
 ) -> None:
-    from tessera.ops import paged_attention
+    from tessera.ops.paged_attention import LAUNCH, paged_attention
 
-    monkeypatch.setattr(paged_attention, "SPLIT", split)
+    launch = LAUNCH._replace(part=part, most=most)
     torch.manual_seed(0)
     keys, values = torch.randn(2, 50, block_size, kv_heads, size)
     step = CacheStep.of(rows_of([1, 5, 64, 65, 170], block_size), block_size, "cpu", width=13)
     q = torch.randn(5, heads, size)
-    ours = paged_attention.paged_attention(q, keys, values, step.table, step.lengths, step.longest, size**-0.5)
+    ours = paged_attention(q, keys, values, step.table, step.lengths, step.longest, size**-0.5, launch)
     peer = cached_attention(q, keys, values, step, implementation="eager")
     exact = cached_attention(q.double(), keys.double(), values.double(), step, implementation="eager")
     assert_as_close(ours, peer, exact)
-    longer = paged_attention.paged_attention(q, keys, values, step.table, step.lengths, 4000, size**-0.5)
+    longer = paged_attention(q, keys, values, step.table, step.lengths, 4000, size**-0.5, launch)
     assert torch.equal(longer, ours)  # a row does not depend on how long others may be
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from tessera.core.batch import Batch, Segments
 from tessera.core.cache import CacheStep
 from tessera.errors import TesseraError
 from tessera.inference.engine.engine import Engine
-from tessera.inference.engine.media import join_media, split_media, split_prompts
+from tessera.inference.engine.media import Piece, join_media, split_media, split_prompts
 from tessera.inference.engine.request import Answer, Constraint, Delta, Request, Sampling
 from tessera.inference.engine.scheduler import EngineLimits
 from tessera.inference.engine.thread import EngineThread
@@ -139,6 +140,25 @@ def test_media_are_split_into_pieces_and_prompts_and_joined_again() -> None:
     for split, each in zip(split_prompts(packed, model.encoders), prompts, strict=True):
         assert split.tensors.keys() == each.tensors.keys() - {"labels"}
         assert all(torch.equal(split[name], each[name]) for name in split.tensors)
+
+
+def test_digests_depend_on_every_byte_and_not_on_threads() -> None:
+    _, _, model = rows.model_of("images and audio")
+    pixels = torch.zeros(3, 200_000, dtype=torch.uint8)  # hashed in several parts
+
+    def piece(change: int | None = None, shape: tuple[int, int] = (3, 200_000), slots: Sequence[int] = (4, 5)) -> Piece:
+        changed = pixels.clone()
+        if change is not None:
+            changed.view(-1)[change] = 1
+        tensors = {"pixels": changed.view(shape)}
+        return Piece(model.encoders[0], torch.tensor(slots), tensors, (3,), (), None, None, None, {})
+
+    changes = [piece(), *(piece(at) for at in (0, 300_000, 599_999)), piece(shape=(6, 100_000)), piece(slots=(5, 4))]
+    digests = [each.digest for each in changes]
+    assert len(set(digests)) == len(changes)
+    assert piece(slots=(7, 8)).digest == digests[0]  # the same image elsewhere in a prompt
+    with ThreadPoolExecutor(2) as threads:
+        assert [each.hashed(threads).digest for each in changes] == digests
 
 
 def test_prompts_with_media_need_a_model_that_encodes_them() -> None:

@@ -7,7 +7,8 @@ them alone. Pieces of several prompts are encoded together.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
 from itertools import accumulate
@@ -22,6 +23,8 @@ from tessera.errors import TesseraError
 from tessera.nn.multimodal import Encoder
 
 _TEXT = ("tokens", "labels", "positions", "trained")
+_HASHED_AT_ONCE = 1 << 18  # bytes
+_LARGE = 1 << 18  # bytes of a tensor that is copied to the device by itself
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +41,35 @@ class Piece:
     index: Tensor | None
     weights: Tensor | None
     constants: Mapping[str, Tensor]  # further tensors, which are equal for all prompts of a model
-    digest: bytes = field(default=b"")  # of everything that its outputs depend on, besides the model
+    hashes: Sequence[Future[bytes]] = ()  # of the bytes of its tensors; see `hashed`
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Return a hash of everything that its outputs depend on, besides the model. It waits for `hashes`."""
+        header = repr((self.encoder.prefix, self.lengths, self.windows, self._hashed_shapes))
+        parts = b"".join(part.result() for part in self.hashes or self.hashed(None).hashes)
+        return blake2b(header.encode() + parts, digest_size=16).digest()
+
+    def hashed(self, threads: Executor | None) -> Piece:
+        """Return the piece with hashes of its bytes, which threads compute; None: computed here."""
+        futures: list[Future[bytes]] = []
+        for tensor in self._hashed_tensors.values():
+            data = memoryview(tensor.contiguous().view(torch.uint8).flatten().numpy()) if tensor.numel() else b""
+            for start in range(0, len(data), _HASHED_AT_ONCE):
+                part = data[start : start + _HASHED_AT_ONCE]
+                futures.append(_hash_here(part) if threads is None else threads.submit(_hash, part))
+        return replace(self, hashes=tuple(futures))
+
+    @property
+    def _hashed_tensors(self) -> dict[str, Tensor]:
+        # The order of the outputs may differ from the order of the tokens.
+        slots = self.slots - self.first
+        others = {"selected": self.patches, "index": self.index, "weights": self.weights, "slots": slots}
+        return {**self.tensors, **{name: tensor for name, tensor in others.items() if tensor is not None}}
+
+    @property
+    def _hashed_shapes(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        return [(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in self._hashed_tensors.items()]
 
     @cached_property
     def first(self) -> int:
@@ -50,8 +81,11 @@ class Piece:
         return int(self.slots.max()) + 1
 
 
-def split_media(batch: Batch, encoders: Sequence[Encoder]) -> list[Piece]:
-    """Return the media of a batch as pieces, in the order of the encoders and of the tokens."""
+def split_media(batch: Batch, encoders: Sequence[Encoder], threads: Executor | None = None) -> list[Piece]:
+    """Return the media of a batch as pieces, in the order of the encoders and of the tokens.
+
+    `threads`: start to hash the pieces there. None: they are hashed when their digests are needed.
+    """
     names = {name for encoder in encoders for name in _names(encoder.stream)}
     constants = {name: tensor for name, tensor in batch.tensors.items() if name not in names and name not in _TEXT}
     if constants and not encoders:
@@ -60,11 +94,15 @@ def split_media(batch: Batch, encoders: Sequence[Encoder]) -> list[Piece]:
             fix="give the model the methods of EncodesMedia, or pass a prompt of text",
             code="generation.media-not-encoded",
         )
-    return [piece for encoder in encoders for piece in _pieces(batch, encoder, constants)]
+    pieces = [piece for encoder in encoders for piece in _pieces(batch, encoder, constants)]
+    return pieces if threads is None else [piece.hashed(threads) for piece in pieces]
 
 
-def join_media(pieces: Sequence[Piece]) -> Batch:
-    """Return the encoder input of pieces as one batch. Each output replaces the slot of its piece."""
+def join_media(pieces: Sequence[Piece], device: torch.device | None = None) -> Batch:
+    """Return the encoder input of pieces as one batch. Each output replaces the slot of its piece.
+
+    `device`: large tensors are joined there, which is faster than on the host; small ones stay on the host.
+    """
     tensors: dict[str, Tensor] = {"tokens": torch.empty(0, dtype=torch.int64)}
     segments: dict[str, Segments] = {}
     for prefix in dict.fromkeys(piece.encoder.prefix for piece in pieces):
@@ -72,7 +110,10 @@ def join_media(pieces: Sequence[Piece]) -> Batch:
         stream, first = parts[0].encoder.stream, parts[0]
         tensors |= first.constants
         for name in first.tensors:
-            tensors[name] = torch.cat([part.tensors[name] for part in parts], stream.dim)
+            several = [part.tensors[name] for part in parts]
+            if device is not None and sum(tensor.nbytes for tensor in several) > _LARGE * len(several):
+                several = [tensor.to(device, non_blocking=True) for tensor in several]
+            tensors[name] = torch.cat(several, stream.dim)
         tensors[stream.slots] = torch.cat([part.slots for part in parts])
         segments[stream.segments] = Segments.of([length for part in parts for length in part.lengths])
         if first.windows:
@@ -125,10 +166,8 @@ def _pieces(batch: Batch, encoder: Encoder, constants: Mapping[str, Tensor]) -> 
     first, last = _features(batch, encoder, slots.shape[0], elements)
     if patches is not None:
         first, last = patches[first], patches[last]
-    bounds = torch.tensor(ends)
-    lowest, highest = (torch.searchsorted(bounds, each, right=True) for each in (first, last))
     pieces, start, segment = [], 0, 0
-    for end, next_segment in _cuts(lowest, highest, len(lengths)):
+    for end, next_segment in _cuts(ends, first, last):
         low, high = (ends[segment - 1] if segment else 0), ends[next_segment - 1]
         tensors = {name: batch[name].narrow(stream.dim, low, high - low) for name in stream.tensors if name in batch}
         piece = Piece(
@@ -145,7 +184,7 @@ def _pieces(batch: Batch, encoder: Encoder, constants: Mapping[str, Tensor]) -> 
         if index is not None:
             before = low if patches is None else int((patches < low).sum())
             piece = replace(piece, index=_relative(index[start:end], piece.weights, before))
-        pieces.append(replace(piece, digest=_digest(piece)))
+        pieces.append(piece)
         start, segment = end, next_segment
     return pieces
 
@@ -175,14 +214,17 @@ def _features(batch: Batch, encoder: Encoder, outputs: int, elements: int) -> tu
     return first, torch.where(used.any(1), last, after)
 
 
-def _cuts(lowest: Tensor, highest: Tensor, segments: int) -> list[tuple[int, int]]:
+def _cuts(ends: Sequence[int], first: Tensor, last: Tensor) -> list[tuple[int, int]]:
     """Return where pieces end: the output and the segment after each piece.
 
-    `lowest`, `highest` [outputs]: the first and the last segment that each output depends on.
+    `ends`: of segments. `first`, `last` [outputs]: the first and the last element that each output depends on.
     """
+    if len(ends) == 1:
+        return [(len(first), 1)]
+    lowest, highest = (torch.searchsorted(torch.tensor(ends), each, right=True) for each in (first, last))
     reached, needed = highest.cummax(0).values, lowest.flip(0).cummin(0).values.flip(0)
     cuts = ((reached[:-1] < needed[1:]).nonzero().flatten() + 1).tolist()
-    return [*((cut, int(reached[cut - 1]) + 1) for cut in cuts), (len(lowest), segments)]
+    return [*((cut, int(reached[cut - 1]) + 1) for cut in cuts), (len(lowest), len(ends))]
 
 
 def _used(index: Tensor, weights: Tensor | None) -> Tensor:
@@ -224,13 +266,11 @@ def _starts(counts: Iterable[int]) -> list[int]:
     return [0, *accumulate(counts)][:-1]
 
 
-def _digest(piece: Piece) -> bytes:
-    parts = [*piece.tensors.items(), ("selected", piece.patches), ("index", piece.index), ("weights", piece.weights)]
-    digest = blake2b(repr((piece.encoder.prefix, piece.lengths, piece.windows)).encode(), digest_size=16)
-    for name, tensor in parts:
-        if tensor is not None:
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
-    # The order of the outputs, which may differ from the order of the tokens.
-    digest.update((piece.slots - piece.first).numpy().tobytes())
-    return digest.digest()
+def _hash(data: memoryview | bytes) -> bytes:
+    return blake2b(data, digest_size=32).digest()
+
+
+def _hash_here(data: memoryview | bytes) -> Future[bytes]:
+    future: Future[bytes] = Future()
+    future.set_result(_hash(data))
+    return future

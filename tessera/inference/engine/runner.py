@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -115,7 +116,7 @@ class Runner:
         """Return the embeddings of pieces by digest. If they fail together, each is encoded alone."""
         assert isinstance(self.model, EncodesMedia)
         try:
-            batch = join_media(pieces)
+            batch = join_media(pieces, self.device)
             if self.bank is not None:
                 self.bank.select([adapter], [sum(sum(piece.lengths) for piece in pieces)])
             encoded = self.model.encode(batch.to(self.device, non_blocking=True))
@@ -187,7 +188,8 @@ class Runner:
         axes = max(position.dim() for position in each)  # a position of text may be the same on all three axes
         each = [position.expand(3, -1) if position.dim() < axes else position for position in each]
         positions = torch.cat(each, dim=-1)
-        numbers = self._send([*tokens, *positions.flatten().tolist(), *where, *origin])
+        arrays = [np.array(each, np.int64) for each in (tokens, positions.flatten(), where, origin)]
+        numbers = self._send(np.concatenate(arrays))
         sizes = [len(tokens), positions.numel(), len(where), len(origin)]
         on_device, flat, targets, indices = torch.split(numbers, sizes)
         if where:
@@ -214,7 +216,7 @@ class Runner:
         tensors = {name: self._send(targets) for name, targets in slots.items()}
         return {**tensors, **{name: torch.cat(chosen) for name, chosen in embeddings.items()}}
 
-    def _send(self, numbers: Sequence[int]) -> Tensor:
+    def _send(self, numbers: Sequence[int] | np.ndarray) -> Tensor:
         return devices.send(numbers, torch.int64, self.device)
 
 

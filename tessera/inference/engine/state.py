@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -30,7 +31,6 @@ class RequestState:
     pieces: Sequence[Piece]  # media of the prompt
     root: str  # what keys of blocks depend on besides tokens, positions and media
     block_size: int
-    keys: BlockKeys = field(init=False)
     prompt_length: int = field(init=False)
     following: int = field(init=False)  # position of the first new token
     media_end: int = field(init=False)  # the token after the last one that media replace
@@ -52,13 +52,19 @@ class RequestState:
         self.prompt_length = len(self.tokens)
         self.following = int(positions.max()) + 1
         self.media_end = max((piece.end for piece in self.pieces), default=0)
+
+    @cached_property
+    def keys(self) -> BlockKeys:
+        """Return the keys of its blocks, as far as they are computed. The first call waits for the hashes of media."""
+        positions = self.request.prompt["positions"]
         media = np.zeros((self.prompt_length, 3), np.int64)
         for piece in self.pieces:
             slots = piece.slots.numpy()
             media[slots, :2] = np.frombuffer(piece.digest, np.int64)
             media[slots, 2] = np.arange(len(slots))
-        columns = [np.array(self.tokens)[:, None], positions.reshape(-1, self.prompt_length).T.numpy(), media]
-        self.keys = BlockKeys(self.root, np.concatenate(columns, axis=1), self.block_size)
+        tokens = np.array(self.tokens[: self.prompt_length])
+        columns = [tokens[:, None], positions.reshape(-1, self.prompt_length).T.numpy(), media]
+        return BlockKeys(self.root, np.concatenate(columns, axis=1), self.block_size)
 
     @property
     def order(self) -> tuple[int, int]:
