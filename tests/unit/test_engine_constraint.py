@@ -20,6 +20,7 @@ from tessera.core.batch import Batch
 from tessera.inference.engine.constraint import Grammars, Matcher
 from tessera.inference.engine.request import Constraint, Request, Sampling
 from tessera.inference.engine.sampler import Sampler
+from tessera.inference.server.tools import constraint_for
 from tessera.models.processing.tokenizer import ChatEncoder, train_tokenizer
 from tests.errors import raises
 
@@ -187,7 +188,9 @@ HOSTILE = {
         "start: r0\n" + "".join(f"r{n}: r{n + 1} r{n + 1}\n" for n in range(40)) + 'r40: "a"',
         "too-large",
     ),
-    "grammar-schema": ("grammar", 'start: %json {"multipleOf": 1000003}', "invalid"),
+    "grammar-schema": ("grammar", 'start: %json {"multipleOf": 1000003}', "too-large"),
+    "grammar-schema-behind-a-quote": ("grammar", 'start: /%json "/ %json {"multipleOf": 1000003}', "too-large"),
+    "grammar-schema-not-json": ("grammar", "start: %json {", "invalid"),
     "grammar-raw": ("grammar", ' {"grammars":[{"json_schema":{"multipleOf":1000003}}]}', "invalid"),
     "grammar-endless": ("grammar", "start: r\nr: r", "invalid"),
     "schema-not-json": ("json_schema", "{", "invalid"),
@@ -205,6 +208,19 @@ HOSTILE = {
     "choice-text": ("choice", '"yes"', "invalid"),
     "grammar-empty": ("grammar", "", "invalid"),
 }
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "count"}}])
+def test_forced_calls_of_tools_can_be_compiled_and_follow_the_schema(choice: Any) -> None:
+    arguments = {"properties": {"n": {"type": "integer", "minimum": 1, "maximum": 9}}, "required": ["n"]}
+    tools = [
+        {"type": "function", "function": {"name": "count", "parameters": arguments | {"additionalProperties": False}}}
+    ]
+    constraint = constraint_for(tools, choice, parallel=False)
+    assert constraint is not None
+    text = answer(constraint, seed=0).removeprefix("<tool_call>").removesuffix("</tool_call>")
+    call = json.loads(text)
+    assert (call["name"], call["arguments"]["n"] in range(1, 10)) == ("count", True)
 
 
 @pytest.mark.parametrize("name", HOSTILE)

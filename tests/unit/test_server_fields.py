@@ -199,6 +199,17 @@ def test_logprobs_have_tokens_bytes_and_alternatives(client: TestClient) -> None
     assert all(len(entry["top_logprobs"]) == 2 for entry in entries)
 
 
+def test_offsets_of_streamed_tokens_are_those_of_the_whole_answer(client: TestClient) -> None:
+    ask = {"prompt": "hi", "logprobs": 1, "n": 2}
+    whole = [choice["logprobs"] for choice in client.post("/v1/completions", json=ask).json()["choices"]]
+    offsets: list[list[int]] = [[], []]
+    for chunk in events(client.post("/v1/completions", json={**ask, "stream": True})):
+        for choice in chunk["choices"]:
+            offsets[choice["index"]] += choice["logprobs"]["text_offset"]
+    assert offsets == [logprobs["text_offset"] for logprobs in whole]
+    assert len(set(offsets[0])) > 1
+
+
 def test_token_ids_are_returned_if_asked_for(client: TestClient, service: Service) -> None:
     body = chat(client, return_token_ids=True)
     assert service.tokens.decode(body["choices"][0]["token_ids"]) == TEXT

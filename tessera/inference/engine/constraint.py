@@ -157,9 +157,7 @@ def _grammar(library: Any, constraint: Constraint) -> str:
     if constraint.kind == "json_object":
         return str(matcher.grammar_from_json_schema('{"type": "object"}'))
     if constraint.kind == "json_schema":
-        schema = _json(text)  # text that is no JSON could add to the grammar
-        if _largest_automaton(schema) > _LARGEST_MULTIPLE:
-            raise _too_large(f"the least common multiple of all `multipleOf` is above {_LARGEST_MULTIPLE}")
+        _check_schema(_json(text))  # text that is no JSON could add to the grammar
         return str(matcher.grammar_from_json_schema(text))
     if constraint.kind == "regex":
         return str(matcher.grammar_from_regex(text))
@@ -168,8 +166,10 @@ def _grammar(library: Any, constraint: Constraint) -> str:
         if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
             raise _invalid("choices are a JSON list of one text or more")
         text = "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
-    elif "%json" in text or text.lstrip().startswith("{"):  # else schemas would evade the limits above
-        raise _invalid("a grammar cannot contain a JSON schema")
+    elif text.lstrip().startswith("{"):
+        raise _invalid("a grammar has the form of Lark")
+    else:
+        _check_schemas_of_grammar(text)
     return str(matcher.grammar_from_lark(text))
 
 
@@ -180,6 +180,22 @@ def _json(text: str) -> Any:
         raise _too_large("its JSON is nested too deeply") from None
     except ValueError as error:
         raise _invalid(f"not valid JSON: {first_line(error)}") from None
+
+
+def _check_schema(schema: Any) -> None:
+    if _largest_automaton(schema) > _LARGEST_MULTIPLE:
+        raise _too_large(f"the least common multiple of all `multipleOf` is above {_LARGEST_MULTIPLE}")
+
+
+def _check_schemas_of_grammar(text: str) -> None:
+    """Check what follows every `%json`, also within texts: a schema could hide behind the quote of another."""
+    for match in re.finditer(r"%json\s*", text):
+        try:
+            _check_schema(json.JSONDecoder().raw_decode(text, match.end())[0])
+        except RecursionError:
+            raise _too_large("its JSON is nested too deeply") from None
+        except ValueError:
+            raise _invalid("a grammar has a JSON schema behind every %json") from None
 
 
 def _largest_automaton(schema: Any) -> int:

@@ -243,16 +243,21 @@ async def text_chunks(
     if fields.stream_options is not None and fields.stream_options.include_usage:
         head["usage"] = None
     answers = [ChoiceState(job.splitter()) for _ in job.requests]
+    lengths = [0 for _ in job.requests]  # characters of the tokens before a chunk
     async with aclosing(service.run(job)) as deltas:
         async for index, delta in deltas:
             answer = answers[index]
             answer.add(delta)
             if not (delta.text or delta.finish or delta.logprobs or (fields.return_token_ids and delta.tokens)):
                 continue
+            logprobs = None
+            if fields.logprobs is not None:
+                logprobs = _text_logprobs(service.tokens, delta.logprobs, None, lengths[index])
+                lengths[index] += sum(map(len, logprobs["tokens"]))
             choice = {
                 "index": index,
                 "text": delta.text,
-                "logprobs": None if fields.logprobs is None else _text_logprobs(service.tokens, delta.logprobs, None),
+                "logprobs": logprobs,
                 "finish_reason": answer.finish_reason(),
             }
             if delta.finish is not None:
@@ -264,13 +269,17 @@ async def text_chunks(
         yield {**head, "choices": [], "usage": usage(job, answers)}
 
 
-def _text_logprobs(tokens: Tokens, entries: Sequence[TokenLogprob | None], first: int | None) -> dict[str, Any]:
-    """Return the logprobs of a text. `first`: the token of a None entry, which is the first of the prompt."""
+def _text_logprobs(
+    tokens: Tokens, entries: Sequence[TokenLogprob | None], first: int | None, at: int = 0
+) -> dict[str, Any]:
+    """Return the logprobs of a text whose first offset is `at`.
+
+    `first`: the token of a None entry, which is the first of the prompt.
+    """
     texts: list[str] = []
     values: list[float | None] = []
     tops: list[dict[str, float] | None] = []
     offsets: list[int] = []
-    at = 0
     for entry in entries:
         token = first if entry is None else entry.token
         assert token is not None, "only the first token of a prompt has no logprob"
