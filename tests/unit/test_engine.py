@@ -49,7 +49,7 @@ def drain(engine: Engine) -> list[Delta]:
     return deltas
 
 
-def mixed(name: str, count: int = 8) -> tuple[Any, list[Request], list[tuple[int, ...]]]:
+def mixed(name: str, count: int = 6) -> tuple[Any, list[Request], list[tuple[int, ...]]]:
     """Return a model, requests with and without media, and the tokens that each request gets alone."""
     spec, config, model = rows.model_of(name)
     requests, alone = [], []
@@ -66,7 +66,7 @@ def mixed(name: str, count: int = 8) -> tuple[Any, list[Request], list[tuple[int
 @pytest.mark.parametrize("name", rows.MODELS)
 def test_tokens_are_those_of_each_request_alone(name: str) -> None:
     model, requests, alone = mixed(name)
-    assert len(set(alone)) > 5
+    assert len(set(alone)) > 3
     together = engine_of(model)
     assert answers_of(together, requests) == alone
     assert together.stats().steps == max(request.max_new_tokens for request in requests)

@@ -24,7 +24,7 @@ from tests.toys.chat_set import write_chat_set
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("evaluation") / "model")
+    return write_model(tmp_path_factory.mktemp("evaluation") / "model", layers=4.0)
 
 
 @pytest.fixture
