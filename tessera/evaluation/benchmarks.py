@@ -11,14 +11,18 @@ import binascii
 import csv
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from tessera.core.sample import Message, Part, Sample
 from tessera.errors import TesseraError, nearest
+from tessera.inference.answering import answer_texts
 from tessera.inference.loaded import LoadedModel, LoadedProcessor
+from tessera.runtime.progress import WorkProgress
 
 SUFFIX = ".tsv"
 LETTERS = "ABCDEFGHI"
@@ -103,7 +107,13 @@ class BenchmarkRow:
     options: Mapping[str, str]
     expected: list[str]
 
-    def prompt(self) -> str:
+    def prompt(self) -> tuple[Sample, Path]:
+        """Return the question with its images. It names no files, so the root folder of media is not used."""
+        parts = (*(Part("image", image) for image in self.images), Part("text", self.text))
+        return Sample(self.index, (Message("user", parts),)), Path()
+
+    @property
+    def text(self) -> str:
         if not self.options:
             return f"{self.question}\nAnswer the question using a single word or phrase."
         listed = "\n".join(f"{letter}. {text}" for letter, text in self.options.items())
@@ -189,17 +199,21 @@ def score_table(
     benchmark: Benchmark,
     table: Path,
     max_samples: int | None = None,
-    **generation: Any,
+    max_new_tokens: int = 32,
+    batch: int = 64,
 ) -> list[dict[str, Any]]:
-    """Generate answers to the questions of a table, and score them. `generation`: options of `model.generate`."""
+    """Generate answers to the questions of a table, and score them. `batch`: questions that are answered at once."""
     records: list[dict[str, Any]] = []
-    for row in islice(read_rows(table), max_samples):
-        images: list[dict[str, Any]] = [{"type": "image", "image": image} for image in row.images]
-        messages = [{"role": "user", "content": [*images, {"type": "text", "text": row.prompt()}]}]
-        answer = str(model.generate(processor(messages), **generation))
-        chosen = chosen_letter(answer, row.options) if benchmark.choice and row.options else answer
-        score = benchmark.score(chosen, row.expected)
-        records.append({"index": row.index, "answer": answer, "expected": row.expected, "score": score})
+    total = min(sum(1 for _ in read_rows(table)), max_samples or sys.maxsize)
+    rows = islice(read_rows(table), max_samples)
+    with WorkProgress("evaluating", total, "questions") as progress:
+        for row, answer in answer_texts(
+            model, processor, rows, BenchmarkRow.prompt, max_new_tokens, total=total, at_once=batch
+        ):
+            chosen = chosen_letter(answer, row.options) if benchmark.choice and row.options else answer
+            score = benchmark.score(chosen, row.expected)
+            records.append({"index": row.index, "answer": answer, "expected": row.expected, "score": score})
+            progress.count()
     if not records:
         raise TesseraError("the table has no rows", where=str(table), code="evaluation.empty-table")
     return records

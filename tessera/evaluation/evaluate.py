@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ from tessera.errors import TesseraError, first_line
 from tessera.evaluation.benchmarks import SUFFIX, benchmark_of, score_table
 from tessera.hub.config import local_model, local_source
 from tessera.inference.answer_images import with_copies
+from tessera.inference.answering import answer_texts
 from tessera.inference.load import load
-from tessera.inference.loaded import LoadedModel, LoadedProcessor
 from tessera.inference.questions import Question, questions
 from tessera.observe.report.page import write_report
 from tessera.runtime.files import write_jsonl
@@ -68,23 +67,33 @@ def evaluate(
 
     If `model` is a run folder, the answers are written to `answers.jsonl` there, and the report is written again.
     `data` may also be the table of a benchmark (AI2D_TEST.tsv), which has its own rule for scores.
+    `batch`: samples that are answered at once.
     """
     check_max_samples(max_samples)
     folder = local_model(model)
     if data is not None and Path(data).suffix.lower() == SUFFIX:
-        return _benchmark(folder, Path(data), max_samples, max_new_tokens, device, trust)
+        return _benchmark(folder, Path(data), max_samples, max_new_tokens, batch, device, trust)
     sources = held_out_sources(folder, data, root, max_samples)
     loaded, processor = load(folder, device=device, trust=trust)
     rows: list[dict[str, Any]] = []
     skipped = 0
-    pending = questions(sources)
-    with WorkProgress("evaluating", sum(map(len, sources)), "samples") as progress:
-        while group := list(islice(pending, batch)):
-            usable = [q for q in group if isinstance(q, Question)]
-            skipped += len(group) - len(usable)
-            for question, answer in zip(usable, answer_all(loaded, processor, usable, max_new_tokens), strict=True):
-                rows.append(question.marked(answer))
-            progress.count(len(group))
+
+    def usable() -> Iterator[Question]:
+        nonlocal skipped
+        for question in questions(sources):
+            if isinstance(question, Question):
+                yield question
+            else:
+                skipped += 1
+                progress.count()
+
+    total = sum(map(len, sources))
+    with WorkProgress("evaluating", total, "samples") as progress:
+        for question, answer in answer_texts(
+            loaded, processor, usable(), Question.prompt, max_new_tokens, total=total, at_once=batch
+        ):
+            rows.append(question.marked(answer))
+            progress.count()
     if not rows:
         raise TesseraError(
             "no held-out sample can be read, or none has a question and an answer",
@@ -102,13 +111,13 @@ def evaluate(
 
 
 def _benchmark(
-    folder: Path, table: Path, max_samples: int | None, max_new_tokens: int, device: str, trust: Trust
+    folder: Path, table: Path, max_samples: int | None, max_new_tokens: int, batch: int, device: str, trust: Trust
 ) -> Score:
     benchmark = benchmark_of(table.stem, "--data")
     if not table.is_file():
         raise TesseraError(f"the table {table} does not exist", where="--data", code="evaluation.no-table")
     loaded, processor = load(folder, device=device, trust=trust)
-    answers = score_table(loaded, processor, benchmark, table, max_samples, max_new_tokens=max_new_tokens)
+    answers = score_table(loaded, processor, benchmark, table, max_samples, max_new_tokens, batch)
     return Score([{**answer, "correct": answer["score"], "group": table.stem} for answer in answers], 0)
 
 
@@ -141,13 +150,3 @@ def held_out_sources(
         )
     sections = [local_source(section, "eval", "--data") for section in sections]
     return [open_source(s.model_copy(update={"max_samples": max_samples or s.max_samples})) for s in sections]
-
-
-def answer_all(
-    model: LoadedModel, processor: LoadedProcessor, group: Sequence[Question], max_new_tokens: int
-) -> list[str]:
-    if not group:
-        return []
-    prompt = processor.prompt([(q.sample, q.root) for q in group])
-    texts = model.generate(prompt, max_new_tokens=max_new_tokens)
-    return [texts] if isinstance(texts, str) else texts

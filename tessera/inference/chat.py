@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tessera.core.batch import Batch
+from tessera.inference.engine.offline import ConversationEngine
 
 
 class Answers(Protocol):
@@ -23,6 +24,7 @@ class Answers(Protocol):
         top_p: float = ...,
         seed: int = ...,
         on_text: Callable[[str], None] | None = ...,
+        turns: ConversationEngine | None = ...,
     ) -> str | list[str]: ...
 
 
@@ -31,6 +33,8 @@ class Chat:
     """Hold a conversation with a model.
 
     `processor`: turns messages into a batch; `tessera.load` returns one. `sampling`: temperature, top_k, top_p, seed.
+    The keys and values of all turns stay in a cache of this conversation; `clear` frees it. Call it also after a change
+    of the model's weights.
     """
 
     model: Answers
@@ -39,6 +43,7 @@ class Chat:
     max_new_tokens: int = 512
     sampling: dict[str, Any] = field(default_factory=dict)
     turns: list[dict[str, Any]] = field(default_factory=list)  # all messages except the system message
+    engine: ConversationEngine = field(default_factory=ConversationEngine, init=False, repr=False, compare=False)
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -62,7 +67,7 @@ class Chat:
         media += [{"type": "video", "video": video} for video in videos]
         question = {"role": "user", "content": [*media, {"type": "text", "text": text}] if media else text}
         batch = self.processor([*self.messages, question])
-        answer = self.model.generate(batch, self.max_new_tokens, on_text=on_text, **self.sampling)
+        answer = self.model.generate(batch, self.max_new_tokens, on_text=on_text, turns=self.engine, **self.sampling)
         assert isinstance(answer, str), "one conversation has one answer"
         self.turns += [question, {"role": "assistant", "content": answer}]
         return answer
@@ -74,8 +79,9 @@ class Chat:
         return had
 
     def clear(self) -> None:
-        """Remove all questions and answers. The system message is kept."""
+        """Remove all questions and answers, and free the cache. The system message is kept."""
         self.turns.clear()
+        self.engine.close()
 
     def plain_messages(self) -> list[dict[str, Any]]:
         """Return the conversation for a JSON file, with media as paths. Other media objects are dropped."""

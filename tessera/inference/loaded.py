@@ -23,7 +23,7 @@ from tessera.diffusion.sampling.over_ranks import ModelOverRanks, PassRanks
 from tessera.errors import TesseraError, with_fix
 from tessera.inference.chat import Chat
 from tessera.inference.engine.model import GenerativeModel
-from tessera.inference.engine.offline import answer_prompts
+from tessera.inference.engine.offline import ConversationEngine, answer_prompts
 from tessera.inference.engine.request import Request, Sampling, check_new_tokens
 from tessera.inference.engine.text import AnswerText
 from tessera.inference.export import export_folder
@@ -81,8 +81,8 @@ class LoadedModel(nn.Module):
         """Return the callable that runs the model with a KV cache. Raise for models that an engine cannot run."""
         if self.spec.generate is not None:
             raise TesseraError(
-                f"{self.spec.name} models generate with a method of their class, one batch after another",
-                fix="call model.generate, or use a family that Tessera implements",
+                "the engine for many requests cannot run a class of transformers, which generates by its own method",
+                fix="ask one question at a time (tessera generate, tessera chat), or use a family that Tessera has",
                 code="generation.model-generates-itself",
             )
         if self.spec.gives(REWARDS):
@@ -116,11 +116,14 @@ class LoadedModel(nn.Module):
         top_p: float = 1.0,
         seed: int = 0,
         on_text: Callable[[str], None] | None = None,
+        turns: ConversationEngine | None = None,
     ) -> str | list[str]:
         """Generate the answer to one prompt, or a list of answers to several prompts.
 
         `on_text` is called with each new part of the answer, for one prompt only. The engine answers all prompts
-        together; a class of another library answers with its own method (see `OwnGeneration`).
+        together; a class of another library answers with its own method (see `OwnGeneration`). Each prompt
+        samples with a seed that follows from `seed` and its number (`Sampling.nth`). `turns`: keeps the cache for later
+        prompts that begin alike.
         """
         if self.spec.gives(REWARDS):
             raise _reward_model()
@@ -135,7 +138,7 @@ class LoadedModel(nn.Module):
         check_new_tokens(max_new_tokens)
         sampling = sampling_of(temperature, top_k, top_p, seed)
         if self.spec.generate is None:
-            texts = answer_prompts(self, batch, processor.stop_tokens, max_new_tokens, sampling, on_text)
+            texts = answer_prompts(self, batch, processor.stop_tokens, max_new_tokens, sampling, on_text, turns)
         else:
             texts = self._generate_itself(batch, processor, max_new_tokens, sampling, on_text)
         return texts[0] if rows == 1 else texts

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from tessera.core.batch import Batch
-from tessera.inference.engine.request import Request, Sampling, not_finite_error
+from tessera.inference.engine.failures import not_finite_error
+from tessera.inference.engine.request import Request, Sampling
 from tessera.inference.engine.sampler import Sampler
 
 

@@ -22,6 +22,10 @@ class Question:
     expected: str
     root: Path
 
+    def prompt(self) -> tuple[Sample, Path]:
+        """Return the sample and the root folder of its media."""
+        return self.sample, self.root
+
     @property
     def text(self) -> str:
         """Return the last question of the user."""

@@ -15,8 +15,9 @@ from tessera.data.media.files import Limits
 from tessera.data.media.read import decode
 from tessera.data.media.video_frames import VideoSampling
 from tessera.errors import TesseraError
-from tessera.evaluation.evaluate import answer_all, check_max_samples, held_out_sources
+from tessera.evaluation.evaluate import check_max_samples, held_out_sources
 from tessera.hub.config import local_model
+from tessera.inference.answering import answer_texts
 from tessera.inference.export_record import changes_since, read_record
 from tessera.inference.load import load
 from tessera.inference.proof import Proof, Prove, check_choice, prove_folder
@@ -149,10 +150,11 @@ def _answers(
     )  # transformers decodes JPEG files in full size
     answers: list[str] = []
     with WorkProgress("answers of Tessera", len(samples), "samples") as progress:
-        for at in range(0, len(samples), _BATCH):
-            group = samples[at : at + _BATCH]
-            answers += answer_all(model, processor, group, max_new_tokens)
-            progress.count(len(group))
+        for _, answer in answer_texts(
+            model, processor, samples, Question.prompt, max_new_tokens, total=len(samples), at_once=_BATCH
+        ):
+            answers.append(answer)
+            progress.count()
     reference = TransformersReference(folder)
     inputs = [reference.inputs(question.sample.messages, _images(question)) for question in samples]
     with WorkProgress("answers of transformers", len(samples), "samples") as progress:

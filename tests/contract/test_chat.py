@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import tessera
 from tessera.cli.chat import Terminal
 from tessera.errors import TesseraError
 from tessera.inference.chat import Chat
+from tessera.inference.engine.scheduler import EngineLimits
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +48,42 @@ def test_an_answer_sees_the_turns_before_it(loaded: Any, image: Path) -> None:
     ]
     assert second == model.generate(processor(whole), 4)
     assert model.chat("What is this?", image, max_new_tokens=4) == first
+
+
+def test_a_turn_reads_only_what_the_turns_before_have_not(loaded: Any, image: Path) -> None:
+    chat, block = talk(loaded), EngineLimits.block_size
+    chat.ask("What is this? " * 4, images=[image])
+    before = chat.engine.engine
+    assert before is not None
+    prefilled = before.stats().prefilled
+    chat.ask("And now?")
+    assert chat.engine.engine is before
+    (_, processor) = loaded
+    whole = processor(chat.messages[:-1])["tokens"].numel()
+    read = before.stats().prefilled - prefilled
+    assert read == whole - before.stats().prefix_hits < whole // 2
+    assert before.stats().prefix_hits >= prefilled // block * block
+    # A turn that needs more blocks than there are starts a larger engine, and the answer is the same.
+    answer = chat.ask("Long " * (block * (before.limits.blocks or 0) // 3))
+    assert chat.engine.engine is not before
+    assert answer == loaded[0].generate(processor(chat.messages[:-1]), 4)
+    freed = weakref.ref(chat.engine.engine)
+    chat.clear()
+    assert freed() is None
+
+
+def test_a_turn_after_an_interruption_has_an_engine_of_its_own(loaded: Any) -> None:
+    chat = talk(loaded)
+    answer = chat.ask("one")
+
+    def interrupt(text: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        chat.ask("two", on_text=interrupt)
+    assert chat.engine.engine is None
+    chat.undo()
+    assert chat.ask("one") == answer
 
 
 def test_a_turn_that_fails_leaves_the_conversation_as_it_was(loaded: Any, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -158,3 +159,20 @@ def test_a_class_without_sdpa_is_trained_and_exported_as_the_refusal_says(tmp_pa
 def test_a_qwen3_that_no_folder_can_hold_is_refused_before_it_is_trained() -> None:
     with raises("recipe.wrong-value", "model.family=transformers"):
         resolve(ModelSection(family="qwen3", preset="quickstart", config={"text": {"attention_bias": True}}))
+
+
+def test_a_class_answers_by_its_own_method_and_commands_for_many_requests_refuse_it(tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client", reason="the server needs it")
+    from tessera.inference.server.settings import Settings
+    from tessera.inference.server.start import ModelOptions, start_service
+
+    folder = write_text_class("MistralForCausalLM", {**SIZES, "sliding_window": None}, tmp_path / "class")
+    data = write_text_chats(tmp_path / "chats.jsonl")
+    with raises("generation.model-generates-itself", "class of transformers"):
+        tessera.generate_answers(folder, data, tmp_path / "answers.jsonl", device="cpu")
+    with raises("generation.model-generates-itself", "class of transformers"):
+        start_service(ModelOptions(folder, "cpu"), Settings("class", max_length=0))
+    score = tessera.evaluate(folder, data=data, max_new_tokens=4, batch=4, device="cpu")
+    model, processor = tessera.load(folder, device="cpu")
+    alone = [model.generate(processor(json.loads(line)["messages"][:1]), 4) for line in data.read_text().splitlines()]
+    assert [row["answer"] for row in score.rows] == alone

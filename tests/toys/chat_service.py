@@ -73,8 +73,8 @@ def make_service(processor: LoadedProcessor, engine: FakeEngine | None = None, *
     return Service(limits, engine, PromptPool(processor, workers=0), tokens, Metrics())
 
 
-def write_model(folder: Path) -> Path:
-    """Write a Hugging Face folder of a model with random weights."""
+def write_model(folder: Path, layers: float = 1.0) -> Path:
+    """Write a Hugging Face folder of a model with random weights. `layers` 4: its answers depend on the questions."""
     assert SPEC.processor is not None
     config = SPEC.config.model_validate(settings())
     processor = SPEC.processor(config, write_tokenizer(folder.with_name("words")), min_pixels=64, max_pixels=4096)
@@ -83,5 +83,11 @@ def write_model(folder: Path) -> Path:
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.normal_(0, 0.3)
+        if layers != 1.0:
+            for path, parameter in module.named_parameters():
+                if "norm" in path:
+                    parameter.fill_(1.0)
+                elif "embed" not in path:
+                    parameter.mul_(layers)
     save_folder(folder, model_tensors(module), SPEC.main.weight_map(config), config.to_hf(), finish=processor.save)
     return folder

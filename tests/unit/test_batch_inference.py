@@ -21,6 +21,7 @@ from tessera.inference.batch import output as output_module
 from tessera.inference.batch.answer import BatchResult, SampleAnswers, _missing, answer_file
 from tessera.inference.batch.output import BatchOutput
 from tessera.inference.batch.rows import AnswerOptions, SampleRows
+from tessera.inference.engine.failures import call_failed
 from tessera.inference.engine.request import Delta, Finish, Request, Sampling
 from tessera.inference.prepare import PromptPool
 from tessera.runtime.distributed import World
@@ -50,6 +51,8 @@ class Parrot:
     on_step: Callable[[], None] = lambda: None
     questions: list[str] = field(default_factory=list)
     open: dict[int, tuple[Request, int]] = field(default_factory=dict)
+    fails_at: int | None = None  # number of the step that fails
+    steps: int = 0
 
     @property
     def busy(self) -> bool:
@@ -65,6 +68,12 @@ class Parrot:
 
     def step(self) -> list[Delta]:
         self.on_step()
+        self.steps += 1
+        if self.steps == self.fails_at:
+            error = call_failed(torch.OutOfMemoryError("the device is out of memory"))
+            finishes = [Delta(number, finish=Finish("error", error=error)) for number in self.open]
+            self.open.clear()
+            return finishes
         deltas = []
         for number, (request, steps) in list(self.open.items()):
             text = bytes(request.prompt["tokens"].tolist()).decode()
@@ -166,6 +175,21 @@ def test_the_system_prompt_precedes_each_question_once(tmp_path: Path) -> None:
     engine = Parrot()
     answer(tmp_path / "q.jsonl", tmp_path / "a.jsonl", engine=engine, options=AnswerOptions(system="s"))
     assert engine.questions == ["sb", "ab"]
+
+
+def test_a_call_of_the_engine_that_fails_ends_the_batch_and_the_next_start_continues(tmp_path: Path) -> None:
+    """Rows that were running have no answer, not an error."""
+    data = rows_of(tmp_path)
+    answer(data, tmp_path / "undisturbed.jsonl")
+    first = Parrot(fails_at=6)  # a row takes up to three steps
+    with raises("generation.engine-failed"):
+        answer(data, tmp_path / "a.jsonl", engine=first)
+    assert not (tmp_path / "a.jsonl").exists()
+    second = Parrot()
+    result = answer(data, tmp_path / "a.jsonl", engine=second)
+    assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "undisturbed.jsonl").read_bytes()
+    assert 0 < len(second.questions) < 7, "some rows had ended"
+    assert result.errors == 5
 
 
 def test_each_row_has_a_seed_of_its_own_that_depends_on_the_seed_of_the_batch(tmp_path: Path) -> None:
@@ -453,3 +477,19 @@ def test_requests_of_the_batch_api_get_responses_of_the_batch_api(tmp_path: Path
     out.unlink()
     answer_bodies(data, out)
     assert out.read_bytes() == before, "ids, times and seeds do not depend on the run"
+
+
+def test_a_failed_engine_ends_a_batch_of_requests_with_its_error(tmp_path: Path) -> None:
+    from tests.toys.fake_engine import FakeEngine
+
+    data = tmp_path / "batch.jsonl"
+    data.write_text(request("a") + request("b"))
+
+    def encode(text: str) -> list[int]:
+        return [5, 6, 7, 8]
+
+    failing = FakeEngine(encode, lambda tokens: "x", fails=call_failed(RuntimeError("the device is out of memory")))
+    with raises("generation.engine-failed"):
+        answer_bodies(data, tmp_path / "a.jsonl", failing)
+    result, _ = answer_bodies(data, tmp_path / "a.jsonl")
+    assert (result.answered, result.errors) == (2, 0)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -14,10 +16,9 @@ from torch import Tensor
 
 from tessera.core.batch import Batch, Segments
 from tessera.core.cache import CacheStep
-from tessera.errors import TesseraError
 from tessera.inference.engine.engine import Engine
 from tessera.inference.engine.media import Piece, join_media, split_media, split_prompts
-from tessera.inference.engine.request import Answer, Constraint, Delta, Request, Sampling
+from tessera.inference.engine.request import Answer, Delta, Request, Sampling
 from tessera.inference.engine.scheduler import EngineLimits
 from tessera.inference.engine.thread import EngineThread
 from tessera.nn.cache import KVCache
@@ -49,7 +50,7 @@ def drain(engine: Engine) -> list[Delta]:
     return deltas
 
 
-def mixed(name: str, count: int = 8) -> tuple[Any, list[Request], list[tuple[int, ...]]]:
+def mixed(name: str, count: int = 6) -> tuple[Any, list[Request], list[tuple[int, ...]]]:
     """Return a model, requests with and without media, and the tokens that each request gets alone."""
     spec, config, model = rows.model_of(name)
     requests, alone = [], []
@@ -66,7 +67,7 @@ def mixed(name: str, count: int = 8) -> tuple[Any, list[Request], list[tuple[int
 @pytest.mark.parametrize("name", rows.MODELS)
 def test_tokens_are_those_of_each_request_alone(name: str) -> None:
     model, requests, alone = mixed(name)
-    assert len(set(alone)) > 5
+    assert len(set(alone)) > 3
     together = engine_of(model)
     assert answers_of(together, requests) == alone
     assert together.stats().steps == max(request.max_new_tokens for request in requests)
@@ -312,6 +313,44 @@ def test_after_an_unexpected_error_all_running_requests_end_and_others_can_follo
         new_tokens(Poisoned(), prompt([19]), 1)
 
 
+def test_a_preempted_request_continues_after_a_call_that_failed() -> None:
+    """The token that was lost with the call is sampled again."""
+
+    class Fragile(Counter):
+        broken = False
+
+        def __call__(self, *args: Any, **options: Any) -> dict[str, Tensor]:
+            if self.broken:
+                raise RuntimeError("out of memory")
+            return super().__call__(*args, **options)
+
+    model = Fragile()
+    engine = engine_of(model)
+    first, second = (engine.add(Request(prompt([start]), max_new_tokens=5)) for start in (1, 9))
+    deltas = [*engine.step(), *engine.step()]
+    engine._scheduler.preempt(engine._scheduler.running[0])
+    model.broken = True
+    deltas += engine.step()
+    model.broken = False
+    deltas += drain(engine)
+    assert [token for delta in deltas if delta.request == first for token in delta.tokens] == [2, 3, 4, 5, 6]
+    reasons = {delta.request: delta.finish.reason for delta in deltas if delta.finish}
+    assert reasons == {first: "length", second: "error"}
+
+
+def test_an_engine_is_freed_when_its_owner_drops_it() -> None:
+    """Its cache has most of the memory of a device: it cannot wait for a garbage collection."""
+    gc.disable()
+    try:
+        engine = engine_of(Counter())
+        engine.run([Request(prompt([1]), max_new_tokens=3)])
+        freed = weakref.ref(engine)
+        del engine
+        assert freed() is None
+    finally:
+        gc.enable()
+
+
 def test_media_that_cannot_be_encoded_fail_their_request_alone() -> None:
     spec, config, model = rows.model_of("images with DeepStack")
     batch = rows.request(spec, config, 16, 1, 1).prompt
@@ -320,7 +359,8 @@ def test_media_that_cannot_be_encoded_fail_their_request_alone() -> None:
     engine = engine_of(model)
     requests = [Request(each, max_new_tokens=2) for each in (bad, batch, prompt([1, 2, 3]))]
     first, second, third = engine.run(requests)
-    assert first.finish.reason == "error"
+    assert first.finish.error is not None
+    assert first.finish.error.code == "generation.request-failed"
     assert second.tokens == tuple(new_tokens(model, batch, 2)[0])
     assert third.finish.reason == "length"
 
@@ -467,8 +507,3 @@ def test_closing_lets_requests_end_or_aborts_them(drain_s: float, reason: str) -
     assert result.answer().finish.reason == reason
     with raises("generation.engine-closed"):
         engine.submit(Request(prompt([1])), Collected())
-
-
-def test_a_constraint_that_cannot_be_compiled_is_refused_at_once() -> None:
-    with pytest.raises((TesseraError, AssertionError)):
-        engine_of(Counter()).add(Request(prompt([1]), constraint=Constraint("regex", "(")))

@@ -8,6 +8,8 @@ import random
 import re
 import sys
 import time
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -16,13 +18,18 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import Unigram
 
+import tessera
 from tessera.core.batch import Batch
+from tessera.errors import TesseraError
 from tessera.inference.engine.constraint import Grammars, Matcher
-from tessera.inference.engine.request import Constraint, Request, Sampling
+from tessera.inference.engine.engine import Engine
+from tessera.inference.engine.request import Answer, Constraint, Delta, Request, Sampling
 from tessera.inference.engine.sampler import Sampler
 from tessera.inference.server.tools import constraint_for
+from tessera.models.processing.conversation import ConversationProcessor
 from tessera.models.processing.tokenizer import ChatEncoder, train_tokenizer
 from tests.errors import raises
+from tests.toys.chat_service import write_model
 
 pytest.importorskip("llguidance")
 LEARNED = ['{"name": "Ada", "age": 36, "tags": ["a", "b"], "ok": true}', "yes no maybe 2026-11-18", "你好 café"]
@@ -284,3 +291,65 @@ def test_what_cannot_be_constrained_says_why(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with raises("environment.no-llguidance", "tessera-mm[serve]"):
         Grammars(encoder(), 420, frozenset({1})).start(Constraint("json_object"))
+
+
+def test_constrained_and_other_requests_run_together_and_one_that_grows_too_large_ends_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, processor = tessera.load(write_model(tmp_path / "model"), device="cpu")
+    assert isinstance(processor.processor, ConversationProcessor)
+    stops = frozenset(processor.processor.stop_tokens)
+    batch = processor([{"role": "user", "content": "what is this"}])
+    schema = {"type": "object", "properties": {"a": {"enum": ["cat", "dog"]}, "b": {"type": "boolean"}}}
+    schema |= {"required": ["a", "b"], "additionalProperties": False}
+    plain = [Request(batch, Sampling(1.0, seed=seed), 20) for seed in range(3)]
+    person = [
+        Request(batch, Sampling(1.0, seed=seed), 60, stop_tokens=stops, constraint=_schema(schema)) for seed in range(3)
+    ]
+    digits = Request(batch, Sampling(1.0), 60, stop_tokens=stops, constraint=Constraint("regex", "[0-9]{3}-[0-9]{3}"))
+    alone = [answer.tokens for request in plain for answer in Engine(model).run([request])]
+    engine = Engine(model)
+    failing = engine.prepare(replace(digits, constraint=Constraint("regex", "[a-z]{40}")))
+    matcher = failing.matcher
+    assert matcher is not None
+    accepted: list[int] = []
+
+    def grow(token: int) -> None:
+        """Report after three tokens what the library reports when its automaton has too many states."""
+        accepted.append(token)
+        if len(accepted) == 3:
+            raise TesseraError("the automaton has too many states", code="generation.constraint-too-large")
+        Matcher.accept(matcher, token)
+
+    monkeypatch.setattr(matcher, "accept", grow)
+    numbers = [engine.add(request) for request in (*plain, *person, digits)]
+    numbers.append(engine.enqueue(failing))
+    deltas: dict[int, list[Delta]] = {number: [] for number in numbers}
+    while engine.busy:
+        for delta in engine.step():
+            deltas[delta.request].append(delta)
+    answers = [Answer.of(deltas[number]) for number in numbers]
+    assert [answer.tokens for answer in answers[:3]] == alone
+    for answer in answers[3:6]:
+        values = json.loads(answer.text)
+        assert values.keys() == {"a", "b"}
+        assert (values["a"] in ("cat", "dog"), type(values["b"])) == (True, bool)
+    assert re.fullmatch("[0-9]{3}-[0-9]{3}", answers[6].text)
+    error = answers[7].finish.error
+    assert error is not None
+    assert error.code == "generation.constraint-too-large"
+    assert engine.stats().blocks_used == 0
+
+
+def _schema(schema: dict[str, Any]) -> Constraint:
+    return Constraint("json_schema", json.dumps(schema))
+
+
+def test_a_constraint_that_cannot_be_compiled_is_refused_before_it_waits(tmp_path: Path) -> None:
+    model, processor = tessera.load(write_model(tmp_path / "model"), device="cpu")
+    assert isinstance(processor.processor, ConversationProcessor)
+    stops, engine = frozenset(processor.processor.stop_tokens), Engine(model)
+    batch = processor([{"role": "user", "content": "what is this"}])
+    with raises("generation.constraint-invalid"):
+        engine.add(Request(batch, stop_tokens=stops, constraint=Constraint("regex", "(")))
+    assert not engine.busy

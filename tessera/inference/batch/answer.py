@@ -5,24 +5,23 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from tessera.core.batch import Batch
-from tessera.errors import TesseraError
+from tessera.inference.answering import AnswersRequests, answers_to_all
 from tessera.inference.batch.output import BatchOutput, PartFile
 from tessera.inference.batch.rows import PromptRow, SampleRows, UnusableRow
-from tessera.inference.engine.request import Answer, Delta, Request
+from tessera.inference.engine.request import Request
 from tessera.inference.prepare import PromptPool
 from tessera.runtime import distributed as dist
 from tessera.runtime.progress import WorkProgress
 
-_AHEAD = 64  # prompts that are prepared or being prepared, ahead of the engine
-_IN_ENGINE = 512  # rows that the engine has at once: those it answers, and the next ones
+_AT_ONCE = 512  # rows that the engine has at once: those it answers, and the next ones
 _BLOCK = 64  # consecutive rows of a rank
 
 
@@ -32,17 +31,6 @@ class AnswersRows(Protocol):
     def run(self, numbers: list[range], answered: np.ndarray, part: PartFile) -> None:
         """Answer the rows in `numbers` that are not answered, and write them."""
         ...
-
-
-class AnswersRequests(Protocol):
-    """Declare what a batch needs of the engine."""
-
-    @property
-    def busy(self) -> bool: ...
-
-    def add(self, request: Request) -> int: ...
-
-    def step(self) -> list[Delta]: ...
 
 
 @dataclass(frozen=True)
@@ -110,69 +98,38 @@ class SampleAnswers:
     engine: AnswersRequests
     prompts: PromptPool
     stop_tokens: frozenset[int]
-    _preparing: dict[Future[Batch], PromptRow] = field(default_factory=dict)
-    _open: dict[int, PromptRow] = field(default_factory=dict)  # by the number of the request
-    _deltas: dict[int, list[Delta]] = field(default_factory=dict)
-    _tokens: int = 0
 
     def run(self, numbers: list[range], answered: np.ndarray, part: PartFile) -> None:
         """Answer the rows in `numbers` that are not answered."""
-        engine, began, self._part = self.engine, time.monotonic(), part
-        source = (row for block in numbers for row in self.rows.read(block) if not answered[row.index])
-        more = True
-        with WorkProgress("answering", count_missing(numbers, answered), "rows") as self._progress:
-            while more or self._preparing or engine.busy:
-                while more and len(self._preparing) < _AHEAD:
-                    row = next(source, None)
-                    more = row is not None
-                    if isinstance(row, UnusableRow):
-                        self._refuse(row, row.error)
-                    elif row is not None:
-                        self._preparing[self.prompts.submit(row.conversation, row.root)] = row
-                self._ask()
-                if engine.busy:
-                    for delta in engine.step():
-                        self._hear(delta)
-                    self._progress.note = f"{self._tokens / max(time.monotonic() - began, 1e-9):,.0f} tokens/s"
-                    self._progress.count(0)
-                elif self._preparing:
-                    wait(self._preparing, return_when=FIRST_COMPLETED)
-        assert not self._open, "the engine has lost a request"
+        began, tokens = time.monotonic(), 0
 
-    def _ask(self) -> None:
-        """Pass prepared prompts to the engine, as far as it has room."""
-        for future in [future for future in self._preparing if future.done()]:
-            if len(self._open) >= _IN_ENGINE:
-                return
-            prompt = self._preparing.pop(future)
-            error = future.exception()
-            if isinstance(error, TesseraError) and error.code == "environment.workers-killed":
-                raise error  # no row is the cause
-            if error is not None:
-                self._refuse(prompt, error)
-            else:
-                self._add(prompt, future.result())
+        def count_tokens(count: int) -> None:
+            nonlocal tokens
+            tokens += count
+            progress.note = f"{tokens / max(time.monotonic() - began, 1e-9):,.0f} tokens/s"
+            progress.count(0)
 
-    def _add(self, prompt: PromptRow, batch: Batch) -> None:
-        try:
-            number = self.engine.add(self.rows.request(prompt, batch, self.stop_tokens))
-        except TesseraError as error:
-            self._refuse(prompt, error)
-        else:
-            self._open[number], self._deltas[number] = prompt, []
+        def refuse(row: PromptRow | UnusableRow, error: BaseException) -> None:
+            part.write(row.index, self.rows.refusal(row, error), error=True)
+            progress.count()
 
-    def _hear(self, delta: Delta) -> None:
-        self._deltas[delta.request].append(delta)
-        self._tokens += len(delta.tokens)
-        if delta.finish is None:
-            return
-        prompt, deltas = self._open.pop(delta.request), self._deltas.pop(delta.request)
-        if delta.finish.error is not None:
-            self._refuse(prompt, delta.finish.error)
-        else:
-            self._part.write(prompt.index, self.rows.answer(prompt, Answer.of(deltas)))
-            self._progress.count()
+        def usable() -> Iterator[PromptRow]:
+            for row in (row for block in numbers for row in self.rows.read(block) if not answered[row.index]):
+                if isinstance(row, UnusableRow):
+                    refuse(row, row.error)
+                else:
+                    yield row
 
-    def _refuse(self, row: PromptRow | UnusableRow, error: BaseException) -> None:
-        self._part.write(row.index, self.rows.refusal(row, error), error=True)
-        self._progress.count()
+        def prepare(row: PromptRow) -> Future[Batch]:
+            return self.prompts.submit(row.conversation, row.root)
+
+        def request(row: PromptRow, batch: Batch) -> Request:
+            return self.rows.request(row, batch, self.stop_tokens)
+
+        with WorkProgress("answering", count_missing(numbers, answered), "rows") as progress:
+            for row, answer in answers_to_all(self.engine, usable(), prepare, request, _AT_ONCE, count_tokens):
+                if isinstance(answer, BaseException):
+                    refuse(row, answer)
+                else:
+                    part.write(row.index, self.rows.answer(row, answer))
+                    progress.count()

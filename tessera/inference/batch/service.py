@@ -14,6 +14,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from tessera.errors import TesseraError
+from tessera.inference.answering import stops_all
 from tessera.inference.batch.answer import count_missing
 from tessera.inference.batch.bodies import BodyRow, BodyRows, response_row
 from tessera.inference.batch.output import BatchOutput, PartFile
@@ -77,7 +78,10 @@ class ServiceAnswers:
                     tasks.create_task(answer_some())
 
         with WorkProgress("answering", total, "rows") as progress:
-            asyncio.run(answer_all())
+            try:
+                asyncio.run(answer_all())
+            except ExceptionGroup as group:  # of all tasks that the first error has ended
+                raise group.exceptions[0] from None
 
     async def _answer(self, row: BodyRow | UnusableRow) -> tuple[int, dict[str, Any]]:
         """Return status and body of the response to one request."""
@@ -99,7 +103,7 @@ class ServiceAnswers:
         except ValidationError as error:
             refusal = of_validation(error, REFUSED)
         except TesseraError as error:
-            if error.code == "environment.workers-killed":
-                raise  # no row is the cause
+            if stops_all(error):
+                raise
             refusal = of_tessera(error)
         return refusal.status, refusal.body()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -19,9 +20,10 @@ from torch import Tensor
 from tessera.checkpoint.state import model_tensors
 from tessera.checkpoint.weights import replace_tensors
 from tessera.core.spec import EncodesMedia, LanguageProcessor
-from tessera.errors import TesseraError, first_line, nearest
+from tessera.errors import TesseraError, nearest
 from tessera.inference.engine.blocks import BlockPool
 from tessera.inference.engine.constraint import Grammars
+from tessera.inference.engine.failures import call_failed, not_finite_error, request_failed
 from tessera.inference.engine.flight import Flight
 from tessera.inference.engine.media import split_media
 from tessera.inference.engine.model import EngineModel
@@ -32,7 +34,6 @@ from tessera.inference.engine.request import (
     Request,
     TokenLogprob,
     check_new_tokens,
-    not_finite_error,
 )
 from tessera.inference.engine.runner import Runner
 from tessera.inference.engine.sampler import Sampler
@@ -74,7 +75,9 @@ class Engine:
         self._pool = BlockPool(0 if grows else self._most_blocks, limits.block_size)
         self._runner.allocate(self._pool.blocks)
         self._sampler = Sampler(limits.rows, self._vocabulary, model.device)
-        self._scheduler = Scheduler(self._pool, limits, self._grow, self._sampler.leave)
+        # Not a method: the cache would then be a part of a cycle, whose memory is free only after a garbage collection.
+        grow = partial(_grow, self._pool, self._runner, self._most_blocks)
+        self._scheduler = Scheduler(self._pool, limits, grow, self._sampler.leave)
         self._grammars: dict[frozenset[int], Grammars] = {}
         # They hash media while this thread goes on: an image of 0.2 megapixels takes 1 to 2 ms.
         self._threads = ThreadPoolExecutor(_HASHING_THREADS, thread_name_prefix="engine-hash")
@@ -190,7 +193,9 @@ class Engine:
             # Nothing is known about the requests in the cache any more, so all of them end.
             self._flight = None
             for state in [*self._scheduler.running]:
-                self._deltas.append(self._fail(state, error))
+                self._deltas.append(self._fail(state, call_failed(error)))
+            for state in self._scheduler.waiting:  # preempted ones sample the tokens of the lost call again
+                state.pending = 0
         deltas, self._deltas = self._deltas, []
         return deltas
 
@@ -323,15 +328,7 @@ class Engine:
     def _fail(self, state: RequestState, error: Exception, damaged: bool = False) -> Delta:
         """Remove a request that caused an error. `damaged`: its blocks may contain NaN."""
         blocks = state.blocks
-        if not isinstance(error, TesseraError):
-            cause = error
-            error = TesseraError(
-                f"the engine failed in this call: {first_line(cause)}",
-                fix="read the log, and send the request again",
-                code="generation.engine-failed",
-            )
-            error.__cause__ = cause
-        delta = self._end(state, "error", error=error)
+        delta = self._end(state, "error", error=request_failed(error))
         if damaged:
             self._runner.clear(self._pool.discard(blocks))
         return delta
@@ -438,11 +435,12 @@ class Engine:
             blocks = int(least)
         return blocks
 
-    def _grow(self, missing: int) -> bool:
-        """Enlarge the cache by so many blocks or more. Return False if it has all its memory."""
-        blocks = min(max(self._pool.blocks + missing, 2 * self._pool.blocks), self._most_blocks)
-        if blocks < self._pool.blocks + missing:
-            return False
-        self._pool.grow(blocks)
-        self._runner.allocate(blocks)
-        return True
+
+def _grow(pool: BlockPool, runner: Runner, most_blocks: int, missing: int) -> bool:
+    """Enlarge the cache by so many blocks or more. Return False if it has all its memory."""
+    blocks = min(max(pool.blocks + missing, 2 * pool.blocks), most_blocks)
+    if blocks < pool.blocks + missing:
+        return False
+    pool.grow(blocks)
+    runner.allocate(blocks)
+    return True

@@ -1,4 +1,5 @@
-"""Answer prompts that are all known, with an engine of their own whose cache is dropped afterwards."""
+"""Answer prompts that are all known, with an engine of their own whose cache is dropped afterwards, or kept for the
+turns of a conversation."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from tessera.core.spec import EncodesMedia
 from tessera.inference.engine.engine import Engine
 from tessera.inference.engine.media import split_prompts
 from tessera.inference.engine.model import EngineModel
-from tessera.inference.engine.request import Answer, Request, Sampling
+from tessera.inference.engine.request import Answer, Delta, Request, Sampling
 from tessera.inference.engine.scheduler import EngineLimits
 
 
@@ -20,9 +21,13 @@ def answer_prompts(
     max_new_tokens: int,
     sampling: Sampling,
     on_text: Callable[[str], None] | None = None,
+    turns: ConversationEngine | None = None,
 ) -> list[str]:
-    """Return the texts that answer the prompts of a batch. `on_text` gets each new part of all texts."""
-    answers = answers_to(model, batch, stop_tokens, max_new_tokens, sampling, on_text)
+    """Return the texts that answer the prompts of a batch. `on_text` gets each new part of all texts.
+
+    `turns`: runs the requests, in place of a new engine.
+    """
+    answers = answers_to(model, batch, stop_tokens, max_new_tokens, sampling, on_text, turns)
     return [answer.text for answer in answers]
 
 
@@ -33,6 +38,7 @@ def answers_to(
     max_new_tokens: int,
     sampling: Sampling,
     on_text: Callable[[str], None] | None = None,
+    turns: ConversationEngine | None = None,
 ) -> list[Answer]:
     """Return the answers to the prompts of a batch. Raise the error of a request that failed."""
     host, generator = batch.to("cpu"), model.generator
@@ -44,9 +50,39 @@ def answers_to(
     ]
     if not requests:
         return []
+    on_delta = None if on_text is None else lambda delta: on_text(delta.text)
+    if turns is not None:
+        return turns.run(model, requests, on_delta)
     engine = Engine(model, EngineLimits(blocks=blocks_for(requests, EngineLimits.block_size)))
-    answers = engine.run(requests, None if on_text is None else lambda delta: on_text(delta.text))
-    return [checked(answer) for answer in answers]
+    return [checked(answer) for answer in engine.run(requests, on_delta)]
+
+
+class ConversationEngine:
+    """Keep an engine between the turns of a conversation, so that a turn reads only what the turns before have not.
+
+    The cache has room for twice the longest turn so far. A longer turn starts a larger one, and so does a turn after an
+    error or an interruption.
+    """
+
+    def __init__(self) -> None:
+        self.engine: Engine | None = None
+
+    def run(
+        self, model: EngineModel, requests: Sequence[Request], on_delta: Callable[[Delta], None] | None
+    ) -> list[Answer]:
+        """Answer requests to the end. Raise the error of a request that failed."""
+        blocks = blocks_for(requests, EngineLimits.block_size)
+        engine, self.engine = self.engine, None
+        if engine is None or engine.model is not model or blocks > (engine.limits.blocks or 0):
+            del engine  # before a new one measures the free memory
+            engine = Engine(model, EngineLimits(blocks=2 * blocks))
+        answers = [checked(answer) for answer in engine.run(requests, on_delta)]
+        self.engine = engine
+        return answers
+
+    def close(self) -> None:
+        """Free the cache. The next turn starts another one."""
+        self.engine = None
 
 
 def blocks_for(requests: Sequence[Request], block_size: int) -> int:

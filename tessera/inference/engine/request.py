@@ -128,15 +128,6 @@ def check_new_tokens(count: int) -> None:
         )
 
 
-def not_finite_error() -> TesseraError:
-    """Return the error of a request whose logits are not finite."""
-    return TesseraError(
-        "the logits of the model are not finite",
-        fix="the weights are damaged or training diverged: check the loss, or use an older checkpoint",
-        code="generation.output-not-finite",
-    )
-
-
 @dataclass(frozen=True)
 class Answer:
     """Hold a complete answer."""

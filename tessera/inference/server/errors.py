@@ -25,6 +25,7 @@ _STATUS = {
     "generation.engine-failed": 500,
     "generation.output-not-finite": 500,
     "generation.queue-full": 429,
+    "generation.request-failed": 500,
 }
 
 

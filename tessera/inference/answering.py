@@ -1,0 +1,134 @@
+"""Answer many prompts with one engine: prompts are prepared ahead, and requests join as others leave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from itertools import islice
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from tessera.core.batch import Batch
+from tessera.core.sample import Sample
+from tessera.core.spec import LanguageProcessor
+from tessera.errors import TesseraError
+from tessera.inference.engine.engine import Engine
+from tessera.inference.engine.request import Answer, Delta, Request
+from tessera.inference.engine.scheduler import EngineLimits
+from tessera.inference.loaded import LoadedModel, LoadedProcessor
+from tessera.inference.prepare import PromptPool
+
+T = TypeVar("T")
+
+_AHEAD = 64  # prompts that are prepared or being prepared, ahead of the engine
+_FEW = 256  # prompts that a thread of this process prepares: worker processes take seconds to start
+_STOPS = ("environment.workers-killed", "generation.engine-failed")
+
+
+class AnswersRequests(Protocol):
+    """Declare what a loop over many requests needs of the engine."""
+
+    @property
+    def busy(self) -> bool: ...
+
+    def add(self, request: Request) -> int: ...
+
+    def step(self) -> list[Delta]: ...
+
+
+def answers_to_all(
+    engine: AnswersRequests,
+    items: Iterable[T],
+    prepare: Callable[[T], Future[Batch]],
+    request: Callable[[T, Batch], Request],
+    at_once: int,
+    on_step: Callable[[int], None] = lambda tokens: None,
+) -> Iterator[tuple[T, Answer | BaseException]]:
+    """Yield each item with its answer, or with its own error, in the order in which they end.
+
+    `at_once`: requests that the engine has at a time, those that wait there included. `on_step` gets the number of new
+    tokens after each step. Raise an error that no item is the cause of.
+    """
+    source, more = iter(items), True
+    preparing: dict[Future[Batch], T] = {}
+    running: dict[int, tuple[T, list[Delta]]] = {}
+    while more or preparing or engine.busy:
+        chunk = list(islice(source, _AHEAD - len(preparing))) if more else []
+        more = len(chunk) + len(preparing) == _AHEAD
+        preparing |= {prepare(item): item for item in chunk}
+        for future in [future for future in preparing if future.done()][: at_once - len(running)]:
+            item = preparing.pop(future)
+            try:
+                running[engine.add(request(item, future.result()))] = item, []
+            except Exception as error:
+                yield item, _item_error(error)
+        if engine.busy:
+            deltas = engine.step()
+            on_step(sum(len(delta.tokens) for delta in deltas))
+            for delta in deltas:
+                running[delta.request][1].append(delta)
+                if delta.finish is not None:
+                    item, parts = running.pop(delta.request)
+                    failure = delta.finish.error
+                    yield item, Answer.of(parts) if failure is None else _item_error(failure)
+        elif preparing:
+            wait(preparing, return_when=FIRST_COMPLETED)
+    assert not running, "the engine has lost a request"
+
+
+def stops_all(error: BaseException) -> bool:
+    """Return whether no single request is the cause of an error, so that a new start may answer all of them."""
+    return isinstance(error, TesseraError) and error.code in _STOPS
+
+
+def _item_error(error: Exception) -> Exception:
+    """Return the error of an item. Raise one that is not the item's."""
+    if stops_all(error):
+        raise error
+    return error
+
+
+def answer_texts(
+    model: LoadedModel,
+    processor: LoadedProcessor,
+    items: Iterable[T],
+    sample: Callable[[T], tuple[Sample, Path]],
+    max_new_tokens: int,
+    *,
+    total: int,
+    at_once: int = 64,
+) -> Iterator[tuple[T, str]]:
+    """Yield each item with the likeliest answer to its question, in order. Raise the error of an item that fails.
+
+    `sample`: returns the question of an item, and the root folder of its media. `total`: how many items there are. A
+    class of transformers answers groups of `at_once` items with its own method.
+    """
+    if model.spec.generate is not None:
+        source = iter(items)
+        while group := list(islice(source, at_once)):
+            texts = model.generate(processor.prompt([sample(item) for item in group]), max_new_tokens)
+            yield from zip(group, [texts] if isinstance(texts, str) else texts, strict=True)
+        return
+    engine, inner = Engine(model, EngineLimits(rows=at_once)), processor.processor
+    stops = frozenset(inner.stop_tokens) if isinstance(inner, LanguageProcessor) else frozenset()
+    finished: dict[int, str] = {}
+    waiting: dict[int, T] = {}  # in order
+
+    def numbered() -> Iterator[int]:
+        for number, item in enumerate(items):
+            waiting[number] = item
+            yield number
+
+    with PromptPool(processor, "auto" if total > _FEW else 0) as prompts:
+        for number, answer in answers_to_all(
+            engine,
+            numbered(),
+            lambda number: prompts.submit(*sample(waiting[number])),
+            lambda _, batch: Request(batch, max_new_tokens=max_new_tokens, stop_tokens=stops),
+            at_once + _AHEAD,
+        ):
+            if isinstance(answer, BaseException):
+                raise answer
+            finished[number] = answer.text
+            while waiting and (first := next(iter(waiting))) in finished:
+                yield waiting.pop(first), finished.pop(first)

@@ -1,0 +1,59 @@
+"""Adapters are loaded and unloaded by the endpoints of a server with a real engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("prometheus_client")
+pytest.importorskip("httpx2")
+
+from starlette.testclient import TestClient
+
+import tessera
+from tessera.inference.server.app import make_app
+from tessera.inference.server.settings import Settings
+from tessera.inference.server.start import ModelOptions, start_service
+from tests.toys.banked import Banked, linear_layers
+from tests.toys.chat_service import write_model
+
+ASK = [{"role": "user", "content": "what is this"}]
+
+
+def answer(client: TestClient, model: str) -> Any:
+    body = {"model": model, "messages": ASK, "temperature": 0, "max_tokens": 6}
+    response = client.post("/v1/chat/completions", json=body)
+    return response.json()["choices"][0]["message"]["content"] if response.status_code == 200 else response.status_code
+
+
+def test_adapters_come_and_go_while_the_server_answers_with_them(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", layers=4.0)
+    base, processor = tessera.load(folder, device="cpu")
+    layers = linear_layers(base.module, "text.")
+    written = Banked(base.spec, base.config, base.module)
+    for seed, name in enumerate("ab"):
+        written.write(tmp_path / "adapters" / name, layers, seed)
+    expected = {"base": base.generate(processor(ASK), 6)}
+    for name in "ab":
+        merged, _ = tessera.load(folder, device="cpu", adapters=tmp_path / "adapters" / name)
+        expected[name] = merged.generate(processor(ASK), 6)
+    assert len(set(expected.values())) == 3, "adapters matter"
+    service = start_service(
+        ModelOptions(folder, "cpu"), Settings("base", max_length=0, allow_adapters=tmp_path / "adapters")
+    )
+    with TestClient(make_app(service)) as client:
+        for name in "ab":
+            assert answer(client, name) == 404
+            body = {"lora_name": name, "lora_path": name}
+            assert client.post("/v1/load_lora_adapter", json=body).status_code == 200
+        assert {name: answer(client, name) for name in ("a", "base", "b")} == expected
+        assert client.post("/v1/unload_lora_adapter", json={"lora_name": "a"}).status_code == 200
+        assert {name: answer(client, name) for name in ("a", "base", "b")} == {**expected, "a": 404}
+        # The name is free again, also for other weights: no block of the first is reused.
+        body = {"lora_name": "a", "lora_path": "b"}
+        assert client.post("/v1/load_lora_adapter", json=body).status_code == 200
+        assert answer(client, "a") == expected["b"]
+    service.close()
