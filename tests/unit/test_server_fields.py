@@ -199,7 +199,8 @@ def test_logprobs_have_tokens_bytes_and_alternatives(client: TestClient) -> None
     assert all(len(entry["top_logprobs"]) == 2 for entry in entries)
 
 
-def test_offsets_of_streamed_tokens_are_those_of_the_whole_answer(client: TestClient) -> None:
+def test_offsets_of_streamed_tokens_are_those_of_the_whole_answer(client: TestClient, service: Service) -> None:
+    service.engine.delay_s = 0.02  # type: ignore[attr-defined]  # several chunks
     ask = {"prompt": "hi", "logprobs": 1, "n": 2}
     whole = [choice["logprobs"] for choice in client.post("/v1/completions", json=ask).json()["choices"]]
     offsets: list[list[int]] = [[], []]
