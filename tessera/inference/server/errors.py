@@ -28,6 +28,13 @@ _STATUS = {
 }
 
 
+# What a client is told instead of an error that names paths or addresses around this server.
+_MESSAGES = {
+    "media.outside-root": "the file is outside of the folder of --allow-files",
+    "media.private-address": "the host of the URL has an address that is not public",
+}
+
+
 class ApiError(Exception):
     """Report a request that the server refuses. `param`: the wrong field; `code`: a stable word for programs."""
 
@@ -46,6 +53,8 @@ class ApiError(Exception):
 def of_tessera(error: TesseraError) -> ApiError:
     """Return the answer to a request that Tessera refuses. Paths of this machine (`where`) are left out."""
     status = _STATUS.get(error.code or "", 400)
+    if error.code in _MESSAGES:
+        return ApiError(status, _MESSAGES[error.code], code=error.code)
     message = error.what
     if error.allowed:
         message += f"; allowed: {', '.join(error.allowed)}"
