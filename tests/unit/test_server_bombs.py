@@ -17,11 +17,13 @@ pytest.importorskip("httpx2")
 
 from starlette.testclient import TestClient
 
+from tessera.errors import TesseraError
+from tessera.inference.engine.request import Request
 from tessera.inference.loaded import LoadedProcessor
 from tessera.inference.server import prompts
 from tessera.inference.server.app import make_app
 from tessera.inference.server.body import read_json
-from tessera.inference.server.errors import ApiError
+from tessera.inference.server.errors import ApiError, of_tessera
 from tests.toys.chat_service import make_processor, make_service
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -118,6 +120,42 @@ def test_slow_downloads_do_not_hold_up_plain_texts(processor: LoadedProcessor, m
         released.set()
         thread.join(60)
     assert answers == [400]
+
+
+def test_constraints_that_compile_slowly_do_not_hold_up_other_requests(processor: LoadedProcessor) -> None:
+    released, begun = threading.Event(), threading.Semaphore(0)
+    service = make_service(processor)
+    submit = service.engine.submit
+
+    def slow(request: Request, on_delta: Any) -> int:
+        if request.constraint is not None:
+            begun.release()
+            released.wait(30)
+        return submit(request, on_delta)
+
+    service.engine.submit = slow  # type: ignore[method-assign]
+    answers: list[int] = []
+    with TestClient(make_app(service)) as client:
+
+        def ask() -> None:
+            answers.append(client.post(CHAT, json={**HELLO, "structured_outputs": {"regex": "a"}}).status_code)
+
+        threads = [threading.Thread(target=ask) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        assert begun.acquire(timeout=30)
+        assert begun.acquire(timeout=30)
+        began = time.monotonic()
+        assert client.post(CHAT, json=HELLO).status_code == 200
+        assert time.monotonic() - began < 20, "the request waited for the constraints"
+        released.set()
+        for thread in threads:
+            thread.join(60)
+    assert answers == [200] * 6
+
+
+def test_killed_decoder_processes_are_not_the_mistake_of_a_client() -> None:
+    assert of_tessera(TesseraError("killed", fix="wait", code="environment.workers-killed")).status == 503
 
 
 def test_refusals_name_no_paths_and_addresses_around_the_server(processor: LoadedProcessor, tmp_path: Path) -> None:

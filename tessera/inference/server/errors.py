@@ -21,6 +21,7 @@ _TYPES = {
 
 # Errors of the engine that are not mistakes of a client.
 _STATUS = {
+    "environment.workers-killed": 503,
     "generation.engine-closed": 503,
     "generation.engine-failed": 500,
     "generation.output-not-finite": 500,

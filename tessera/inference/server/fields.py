@@ -128,7 +128,10 @@ Part = Annotated[
         custom_error_message="the type of a part must be text, image_url, video_url, audio_url or input_audio",
     ),
 ]
-Content = Annotated[Annotated[Text, Tag("<text>")] | Annotated[list[Part], Field(fail_fast=True), Tag("<list>")], Discriminator(_list_or_text)]
+Content = Annotated[
+    Annotated[Text, Tag("<text>")] | Annotated[list[Part], Field(fail_fast=True), Tag("<list>")],
+    Discriminator(_list_or_text),
+]
 
 
 class Called(Body):

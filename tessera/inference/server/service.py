@@ -16,7 +16,7 @@ from tessera.core.batch import Batch
 from tessera.data.media.urls import UrlPolicy
 from tessera.inference.engine.request import Constraint, Delta, Request, Sampling
 from tessera.inference.server.answer_parts import AnswerParts
-from tessera.inference.server.answers import AnswerGroup, EngineAccess, Mailbox
+from tessera.inference.server.answers import AnswerGroup, EngineAccess, Mailbox, Submitters
 from tessera.inference.server.content import chat_messages, text_length
 from tessera.inference.server.errors import ApiError
 from tessera.inference.server.fields import ChatMessage, ChatRequest, SamplingFields, Tool
@@ -67,8 +67,8 @@ class Service:
         return Mailbox(asyncio.get_running_loop())
 
     @cached_property
-    def submitters(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(4, "submit")
+    def submitters(self) -> Submitters:
+        return Submitters(ThreadPoolExecutor(4, "submit"), ThreadPoolExecutor(2, "compile"))
 
     @cached_property
     def _helpers(self) -> ThreadPoolExecutor:
@@ -283,7 +283,7 @@ class Service:
         self.prompts.close()
         self._helpers.shutdown(wait=False, cancel_futures=True)
         self._downloaders.shutdown(wait=False, cancel_futures=True)
-        self.submitters.shutdown(wait=False, cancel_futures=True)
+        self.submitters.close()
 
 
 def _sampling(request: SamplingFields) -> Sampling:
