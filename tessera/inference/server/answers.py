@@ -79,7 +79,7 @@ class Mailbox:
 
 @dataclass(frozen=True)
 class Submitters:
-    """Hold threads that pass requests to the engine. Compiling a constraint takes seconds, so others do not wait for it."""
+    """Hold threads that pass requests to the engine: compiling a constraint takes seconds, and others do not wait."""
 
     plain: Executor
     constrained: Executor

@@ -128,8 +128,9 @@ Part = Annotated[
         custom_error_message="the type of a part must be text, image_url, video_url, audio_url or input_audio",
     ),
 ]
+Parts = Annotated[list[Part], Field(fail_fast=True)]
 Content = Annotated[
-    Annotated[Text, Tag("<text>")] | Annotated[list[Part], Field(fail_fast=True), Tag("<list>")],
+    Annotated[Text, Tag("<text>")] | Annotated[Parts, Tag("<list>")],
     Discriminator(_list_or_text),
 ]
 
