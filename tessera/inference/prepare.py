@@ -193,6 +193,8 @@ class PromptPool:
         try:
             pool = Pool(self._work, self._workers, timeout_s=self._work.timeout_s)
         except Exception as error:
+            if isinstance(error, TesseraError) and error.code == "environment.workers-killed":
+                raise  # not the processor is the cause: the next conversation with media starts another pool
             _log.warning("prompts are prepared without worker processes: %s", first_line(error))
             with self._lock:
                 self._workers = 0

@@ -21,6 +21,7 @@ from tessera.core.sample import MediaSize, Message, Part, Sample
 from tessera.data.media.files import Limits
 from tessera.data.media.video_frames import VideoSampling
 from tessera.errors import TesseraError
+from tessera.inference import prepare
 from tessera.inference.loaded import LoadedProcessor
 from tessera.inference.prepare import PromptPool
 from tessera.models.qwen2_vl import SPEC
@@ -176,6 +177,20 @@ def test_a_processor_that_cannot_be_sent_works_here(caplog: pytest.LogCaptureFix
     with PromptPool(processor_of(probe), 1) as pool:
         assert [process(pool.submit(talk("look", jpeg()))) for _ in range(2)] == [os.getpid()] * 2
     assert len(caplog.records) == 1
+
+
+def test_after_processes_that_were_killed_at_their_start_the_next_prompt_starts_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def killed(*_: Any, **__: Any) -> Any:
+        raise TesseraError("died at its start", fix="try again", code="environment.workers-killed")
+
+    with PromptPool(processor_of(Probe()), 1) as pool:
+        with monkeypatch.context() as patch:
+            patch.setattr(prepare, "Pool", killed)
+            with raises("environment.workers-killed"):
+                pool.submit(talk("look", jpeg())).result(WAIT_S)
+        assert process(pool.submit(talk("look", jpeg()))) != os.getpid()
 
 
 def test_many_threads_may_submit_at_once(pool: PromptPool) -> None:

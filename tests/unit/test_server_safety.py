@@ -290,7 +290,7 @@ def test_an_answer_that_takes_too_long_is_ended(processor: LoadedProcessor) -> N
 def assert_all_aborted(service: Service) -> None:
     """Assert that no answer is computed any more. On a busy machine, some requests are never queued."""
     engine: Any = service.engine
-    service.submitters.shutdown()
+    service.submitters.plain.shutdown()
     engine.wait_until_idle()
     assert sorted(engine.aborted) == list(range(len(engine.requests)))
 

@@ -48,6 +48,7 @@ from tessera.runtime import device as devices
 _SHARE_OF_DEVICE = 0.85  # of the free memory of an accelerator becomes the cache: activations need the rest
 _SHARE_OF_HOST = 0.5
 _HASHING_THREADS = 8
+_MOST_GRAMMARS = 4  # sets of stop tokens whose compiled constraints are kept
 
 
 @dataclass
@@ -416,9 +417,12 @@ class Engine:
     def _grammar(self, stop_tokens: frozenset[int]) -> Grammars:
         processor = self.model.processor
         assert isinstance(processor, ConversationProcessor)
-        if stop_tokens not in self._grammars:
-            self._grammars[stop_tokens] = Grammars(processor.encoder, self._vocabulary, stop_tokens)
-        return self._grammars[stop_tokens]
+        grammars = self._grammars.get(stop_tokens)
+        if grammars is None:  # each set of stop tokens, which clients choose, needs megabytes
+            while len(self._grammars) >= _MOST_GRAMMARS:
+                self._grammars.pop(next(iter([*self._grammars])), None)  # another thread may do the same
+            grammars = self._grammars[stop_tokens] = Grammars(processor.encoder, self._vocabulary, stop_tokens)
+        return grammars
 
     # ------------------------------------------------------------------------------------------ memory
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self, TypeVar
 
 from tessera.inference.engine.request import Delta, Request
@@ -77,13 +77,28 @@ class Mailbox:
             deliver(delta)
 
 
+@dataclass(frozen=True)
+class Submitters:
+    """Hold threads that pass requests to the engine: compiling a constraint takes seconds, and others do not wait."""
+
+    plain: Executor
+    constrained: Executor
+
+    def of(self, request: Request) -> Executor:
+        return self.plain if request.constraint is None else self.constrained
+
+    def close(self) -> None:
+        for threads in (self.plain, self.constrained):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+
 class AnswerGroup:
     """Run the answers to one prompt. Whatever ends the block, answers that are not complete are aborted.
 
     Deltas that wait because the client reads slowly are merged, so a slow client costs no more than its answers.
     """
 
-    def __init__(self, engine: EngineAccess, mailbox: Mailbox, submitters: ThreadPoolExecutor) -> None:
+    def __init__(self, engine: EngineAccess, mailbox: Mailbox, submitters: Submitters) -> None:
         self._engine = engine
         self._mailbox = mailbox
         self._submitters = submitters
@@ -111,7 +126,8 @@ class AnswerGroup:
             def on_delta(delta: Delta, deliver: Callable[[Delta], None] = deliver) -> None:
                 self._mailbox.post(deliver, delta)
 
-            queued = self._submitters.submit(self._engine.submit, request, on_delta)
+            submitter = self._submitters.of(request)
+            queued = submitter.submit(self._engine.submit, request, on_delta)
             try:
                 number = await asyncio.shield(asyncio.wrap_future(queued))
             except asyncio.CancelledError:

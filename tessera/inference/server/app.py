@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from pydantic import ValidationError
-from pydantic_core import from_json
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -17,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from tessera.inference.server.body import read_json
 from tessera.inference.server.errors import ApiError, of_validation
 from tessera.inference.server.fields import (
     REFUSED,
@@ -54,10 +54,7 @@ class Json(Response):
 
 def parsed(body: bytes, kind: type[B]) -> B:
     """Return a body as a request. Raise if it is no JSON object, or has unknown, unsupported or wrong fields."""
-    try:
-        values = from_json(body, allow_inf_nan=False)
-    except ValueError as error:
-        raise ApiError(400, f"the body is not valid JSON: {str(error)[:200]}", code="invalid_json") from None
+    values = read_json(body)
     if not isinstance(values, dict):
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
     return checked(values, kind)
@@ -117,6 +114,10 @@ class Endpoints:
             if fields.echo and fields.stream:
                 raise ApiError(400, "echo cannot be streamed", param="echo", code="invalid_value")
             count = fields.n * len(_prompts(fields))
+            if count > self.settings.max_requests:  # it could never be answered beside others
+                most = self.settings.max_requests
+                message = f"the request asks for {count} answers; the limit is {most}"
+                raise ApiError(400, message, param="prompt", code="invalid_value")
             return self._sent(await self._answer(request, fields, count, self._text_job, text_completion, text_chunks))
 
         return await self._with_body(request, CompletionRequest, answer)
@@ -216,8 +217,7 @@ class Endpoints:
 
         async def answer(fields: DetokenizeRequest) -> Response:
             self.service.adapter_of(fields.model)
-            self.service.check_tokens(fields.tokens, "tokens")
-            return Json({"prompt": self.service.tokens.decode(fields.tokens, skip_special=False)})
+            return Json({"prompt": await self.service.text_of(fields.tokens)})
 
         return await self._with_body(request, DetokenizeRequest, answer)
 

@@ -21,11 +21,19 @@ _TYPES = {
 
 # Errors of the engine that are not mistakes of a client.
 _STATUS = {
+    "environment.workers-killed": 503,
     "generation.engine-closed": 503,
     "generation.engine-failed": 500,
     "generation.output-not-finite": 500,
     "generation.queue-full": 429,
     "generation.request-failed": 500,
+}
+
+
+# What a client is told instead of an error that names paths or addresses around this server.
+_MESSAGES = {
+    "media.outside-root": "the file is outside of the folder of --allow-files",
+    "media.private-address": "the host of the URL has an address that is not public",
 }
 
 
@@ -47,6 +55,8 @@ class ApiError(Exception):
 def of_tessera(error: TesseraError) -> ApiError:
     """Return the answer to a request that Tessera refuses. Paths of this machine (`where`) are left out."""
     status = _STATUS.get(error.code or "", 400)
+    if error.code in _MESSAGES:
+        return ApiError(status, _MESSAGES[error.code], code=error.code)
     message = error.what
     if error.allowed:
         message += f"; allowed: {', '.join(error.allowed)}"

@@ -12,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 Text = Annotated[str, Field(max_length=1 << 26)]
 Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
+Tokens = Annotated[list[Token], Field(fail_fast=True)]  # one mistake is reported, not a million
 
 # Accepted without effect: bookkeeping of a hosted service, and hints about its caches.
 IGNORED = (
@@ -127,7 +128,11 @@ Part = Annotated[
         custom_error_message="the type of a part must be text, image_url, video_url, audio_url or input_audio",
     ),
 ]
-Content = Annotated[Annotated[Text, Tag("<text>")] | Annotated[list[Part], Tag("<list>")], Discriminator(_list_or_text)]
+Parts = Annotated[list[Part], Field(fail_fast=True)]
+Content = Annotated[
+    Annotated[Text, Tag("<text>")] | Annotated[Parts, Tag("<list>")],
+    Discriminator(_list_or_text),
+]
 
 
 class Called(Body):
@@ -261,7 +266,7 @@ class SamplingFields(Body):
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    allowed_token_ids: list[Token] | None = Field(None, min_length=1)
+    allowed_token_ids: Annotated[list[Token], Field(min_length=1, max_length=1 << 20, fail_fast=True)] | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=20)
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -305,11 +310,11 @@ class SamplingFields(Body):
 class ChatRequest(SamplingFields):
     """Declare the body of /v1/chat/completions."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
-    tools: list[Tool] = Field(default_factory=list, max_length=1024)
+    tools: list[Tool] = Field(default_factory=list, max_length=1024, fail_fast=True)
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True
     add_generation_prompt: bool = True
@@ -337,9 +342,9 @@ def _prompt_kind(value: Any) -> str:
 
 PlainPrompt = Annotated[
     Annotated[Text, Tag("<text>")]
-    | Annotated[list[Text], Tag("<texts>")]
-    | Annotated[list[Token], Tag("<tokens>")]
-    | Annotated[list[list[Token]], Tag("<lists>")],
+    | Annotated[list[Text], Field(fail_fast=True), Tag("<texts>")]
+    | Annotated[Tokens, Tag("<tokens>")]
+    | Annotated[list[Tokens], Field(fail_fast=True), Tag("<lists>")],
     Discriminator(_prompt_kind),
 ]
 
@@ -357,8 +362,8 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: Text | None = None
-    messages: list[ChatMessage] | None = Field(None, min_length=1)
-    tools: list[Tool] = Field(default_factory=list, max_length=1024)
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] | None = Field(None, min_length=1)
+    tools: list[Tool] = Field(default_factory=list, max_length=1024, fail_fast=True)
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -375,7 +380,7 @@ class DetokenizeRequest(Body):
     """Declare the body of /detokenize."""
 
     model: str | None = None
-    tokens: list[Token]
+    tokens: Tokens
 
 
 class LoadAdapterRequest(Body):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,20 +24,37 @@ class Prompts(Protocol):
     def close(self) -> None: ...
 
 
-def download_media(messages: Sequence[Mapping[str, Any]], policy: UrlPolicy) -> list[dict[str, Any]]:
-    """Return messages with the bytes of media in place of http(s) URLs. Nothing is stored on disk."""
+async def download_media(
+    messages: Sequence[Mapping[str, Any]], policy: UrlPolicy, threads: Executor
+) -> list[dict[str, Any]]:
+    """Return messages with the bytes of media in place of http(s) URLs. Nothing is stored on disk.
+
+    Downloads that have not begun are cancelled with this.
+    """
+    loop = asyncio.get_running_loop()
+    urls = dict.fromkeys(part[part["type"]] for message in messages for part in message["content"] if _has_url(part))
+    waiting = [loop.run_in_executor(threads, download, url, policy) for url in urls]
+    try:
+        results = await asyncio.gather(*waiting)
+    finally:
+        for future in waiting:
+            future.cancel()
+    content = {url: data for url, (data, _) in zip(urls, results, strict=True)}
     return [
-        {"role": message["role"], "content": [_downloaded(part, policy) for part in message["content"]]}
+        {
+            "role": message["role"],
+            "content": [
+                {"type": part["type"], part["type"]: content[part[part["type"]]]} if _has_url(part) else dict(part)
+                for part in message["content"]
+            ],
+        }
         for message in messages
     ]
 
 
 def has_urls(messages: Sequence[Mapping[str, Any]]) -> bool:
-    return any(part["type"] != "text" and is_url(part[part["type"]]) for m in messages for part in m["content"])
+    return any(_has_url(part) for message in messages for part in message["content"])
 
 
-def _downloaded(part: Mapping[str, Any], policy: UrlPolicy) -> dict[str, Any]:
-    kind = part["type"]
-    if kind == "text" or not is_url(part[kind]):
-        return dict(part)
-    return {"type": kind, kind: download(part[kind], policy)[0]}
+def _has_url(part: Mapping[str, Any]) -> bool:
+    return part["type"] != "text" and is_url(part[part["type"]])

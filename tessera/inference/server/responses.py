@@ -172,7 +172,7 @@ class ResponseStreamOptions(_Body):
 class ResponsesRequest(_Body):
     """Declare the body of /v1/responses."""
 
-    input: _Text | list[Item] = Field(min_length=1)
+    input: _Text | Annotated[list[Item], Field(fail_fast=True)] = Field(min_length=1)
     model: str | None = None
     instructions: _Text | None = None
     tools: list[ResponseFunction] = Field(default_factory=list, max_length=1024)

@@ -8,12 +8,12 @@ from contextlib import aclosing
 from typing import Any, TypeAlias
 
 from pydantic import ValidationError
-from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from tessera.errors import TesseraError
+from tessera.inference.server.body import read_json
 from tessera.inference.server.errors import ApiError, of_tessera, of_validation
 from tessera.inference.server.response_events import Event, Events, as_chunk
 from tessera.inference.server.response_store import ResponseStore
@@ -154,10 +154,7 @@ def _json(value: Mapping[str, Any]) -> Response:
 
 
 def _parsed(body: bytes) -> ResponsesRequest:
-    try:
-        values = from_json(body, allow_inf_nan=False)
-    except ValueError as error:
-        raise ApiError(400, f"the body is not valid JSON: {str(error)[:200]}", code="invalid_json") from None
+    values = read_json(body)
     try:
         return ResponsesRequest.model_validate(values)
     except ValidationError as error:

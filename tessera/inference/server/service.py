@@ -9,14 +9,14 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from tessera.core.batch import Batch
 from tessera.data.media.urls import UrlPolicy
 from tessera.inference.engine.request import Constraint, Delta, Request, Sampling
 from tessera.inference.server.answer_parts import AnswerParts
-from tessera.inference.server.answers import AnswerGroup, EngineAccess, Mailbox
+from tessera.inference.server.answers import AnswerGroup, EngineAccess, Mailbox, Submitters
 from tessera.inference.server.content import chat_messages, text_length
 from tessera.inference.server.errors import ApiError
 from tessera.inference.server.fields import ChatMessage, ChatRequest, SamplingFields, Tool
@@ -67,13 +67,18 @@ class Service:
         return Mailbox(asyncio.get_running_loop())
 
     @cached_property
-    def submitters(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(4, "submit")
+    def submitters(self) -> Submitters:
+        return Submitters(ThreadPoolExecutor(4, "submit"), ThreadPoolExecutor(2, "compile"))
 
     @cached_property
     def _helpers(self) -> ThreadPoolExecutor:
-        """Return threads that tokenize plain texts and download media."""
-        return ThreadPoolExecutor(8, "helper")
+        """Return threads that tokenize plain texts."""
+        return ThreadPoolExecutor(4, "helper")
+
+    @cached_property
+    def _downloaders(self) -> ThreadPoolExecutor:
+        """Return threads that download media. Slow ones must not hold up texts."""
+        return ThreadPoolExecutor(32, "download")
 
     # ------------------------------------------------------------------------------------------ prompts
 
@@ -90,9 +95,8 @@ class Service:
             )
         listed = chat_messages(messages, tools, self.settings, continues=continues or not answer)
         self._check_characters(text_length(listed), "messages")
-        loop = asyncio.get_running_loop()
         if has_urls(listed):
-            listed = await loop.run_in_executor(self._helpers, download_media, listed, UrlPolicy())
+            listed = await download_media(listed, UrlPolicy(), self._downloaders)
         ending = "continue" if continues else "answer" if answer else "none"
         root = self.settings.allow_files or NO_FILES
         batch = await asyncio.wrap_future(self.prompts.submit(listed, root, ending=ending))
@@ -113,6 +117,14 @@ class Service:
         if len(tokens) >= self.settings.max_length:
             raise self._too_long(len(tokens), "prompt")
         return self._checked(TokenPrompt(self.tokens.batch(tokens), tokens), "prompt")
+
+    async def text_of(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens. There may be as many as the context has."""
+        self.check_tokens(tokens, "tokens")
+        if len(tokens) > self.settings.max_length:
+            raise self._too_long(len(tokens), "tokens")
+        decode = partial(self.tokens.decode, tokens, skip_special=False)
+        return await asyncio.get_running_loop().run_in_executor(self._helpers, decode)
 
     def check_tokens(self, tokens: Sequence[int], param: str) -> None:
         """Raise if a number is no token of the vocabulary."""
@@ -270,7 +282,8 @@ class Service:
         self.engine.close(0)
         self.prompts.close()
         self._helpers.shutdown(wait=False, cancel_futures=True)
-        self.submitters.shutdown(wait=False, cancel_futures=True)
+        self._downloaders.shutdown(wait=False, cancel_futures=True)
+        self.submitters.close()
 
 
 def _sampling(request: SamplingFields) -> Sampling:
