@@ -339,6 +339,17 @@ def test_wrong_values_are_refused_by_name(client: TestClient, fields: dict[str, 
     assert error["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "name", "near"),
+    [("/v1/chat/completions", "max_token", "max_tokens"), ("/v1/responses", "max_output_token", "max_output_tokens")],
+)
+def test_an_unknown_field_is_refused_with_the_nearest_one(client: TestClient, path: str, name: str, near: str) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}]} if "chat" in path else {"input": "hi"}
+    error = client.post(path, json={**body, name: 5}).json()["error"]
+    assert (error["param"], error["code"]) == (name, "unknown_parameter")
+    assert f"did you mean {near}?" in error["message"]
+
+
 @pytest.mark.parametrize("schema", [{}, None])
 def test_a_schema_is_needed_for_answers_with_a_schema(client: TestClient, schema: Any) -> None:
     refused(client, response_format={"type": "json_schema", "json_schema": schema})
