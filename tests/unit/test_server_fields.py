@@ -263,6 +263,10 @@ def test_local_files_are_read_below_the_allowed_folder(processor: LoadedProcesso
     with TestClient(make_app(make_service(processor, allow_files=folder))) as client:
         url = f"file://{folder}/cat.png".replace(" ", "%20")
         chat(client, messages=[{"role": "user", "content": [{"type": "image_url", "image_url": url}]}])
+        part = {"type": "image_url", "image_url": f"file://{tmp_path}/dog.png".replace(" ", "%20")}
+        error = refused(client, messages=[{"role": "user", "content": [part]}])
+    assert error["code"] == "media.outside-root"
+    assert "--allow-files" in error["message"]
 
 
 def test_text_completions_take_texts_and_tokens_and_echo(client: TestClient, service: Service) -> None:

@@ -29,6 +29,10 @@ _STATUS = {
 }
 
 
+# Cures for a client, where that of the error is meant for data sets.
+_CURES = {"media.outside-root": "name a file below the folder of --allow-files (tessera generate: of --root)"}
+
+
 class ApiError(Exception):
     """Report a request that the server refuses. `param`: the wrong field; `code`: a stable word for programs."""
 
@@ -52,8 +56,8 @@ def of_tessera(error: TesseraError) -> ApiError:
         message += f"; allowed: {', '.join(error.allowed)}"
     if error.nearest:
         message += f"; did you mean {error.nearest}?"
-    if error.fix:
-        message += f"; {error.fix}"
+    if cure := _CURES.get(error.code or "", error.fix):
+        message += f"; {cure}"
     return ApiError(status, message, code=error.code)
 
 
