@@ -39,8 +39,9 @@ class LoadedAdapters:
 
 def bank_of(model: LoadedModel, *, slots: int = 8, rank: int | None = None) -> AdapterBank:
     """Return a bank of adapters for requests to a loaded model. `slots`, `rank`: see `AdapterBank`."""
-    main = model.spec.main
-    return AdapterBank(model.module, main.plan(model.config), main.weight_map(model.config), slots=slots, rank=rank)
+    main, built = model.spec.main, build_on_meta(model.spec, model.config)
+    plan, weight_map = main.plan(model.config), main.weight_map(model.config)
+    return AdapterBank(model.module, plan, weight_map, slots=slots, rank=rank, built=built)
 
 
 def load_adapters(source: Path, base: Path | None, dtype: str | None, trust: Trust = False) -> LoadedAdapters:

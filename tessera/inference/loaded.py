@@ -102,7 +102,7 @@ class LoadedModel(nn.Module):
 
     def forward(self, batch: Batch, logits: bool = True) -> Any:
         """Return the outputs of the model as name -> tensor."""
-        # Only language models have the argument `logits`.
+        # Models for images and videos have no argument `logits`.
         options = {"logits": logits} if self.spec.task in ("language", "reward") else {}
         return self._run(batch.to(self.device), **options)
 

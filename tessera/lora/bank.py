@@ -44,12 +44,14 @@ class AdapterBank:
         *,
         slots: int = 8,
         rank: int | None = None,
+        built: nn.Module | None = None,
     ) -> None:
         """`model`: a loaded model of a native family. `slots`: how many adapters may be loaded at a time. `rank`: the
-        largest rank that is accepted; None: any."""
+        largest rank that is accepted; None: any. `built`: the model as its family builds it, without values; None:
+        `model`. Only there, weights that are never used are marked; in a loaded model, no weight is trained."""
         self.version = 0
         self.selection: Selection | None = None
-        self._model, self._plan, self._weight_map, self._rank = model, plan, weight_map, rank
+        self._built, self._plan, self._weight_map, self._rank = built or model, plan, weight_map, rank
         self._modules = {clean_name(f"{path}.")[:-1]: module for path, module in model.named_modules()}
         tensors = model_tensors(model)
         self._shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -170,7 +172,7 @@ class AdapterBank:
                 fix="serve the base model, and load the adapters of its run by name",
                 code="adapter.model-has-adapters",
             )
-        adapters = read_all(folder, self._model, self._shapes, self._plan, self._weight_map)
+        adapters = read_all(folder, self._built, self._shapes, self._plan, self._weight_map)
         for path, factors in adapters.items():
             self._check_layer(path, factors, str(folder))
             weight = weight_names(path, factors.adapter)[0]

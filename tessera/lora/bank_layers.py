@@ -25,7 +25,7 @@ _RANKS = 8  # ranks are padded to a multiple: rows of 16 bytes in half precision
 
 @dataclass(frozen=True)
 class Selection:
-    """Hold which slots the rows of a call use."""
+    """Hold which slots of adapters the tokens of a call use."""
 
     start: int  # first slot that is computed
     stop: int  # the slot after the last one

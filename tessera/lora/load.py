@@ -232,8 +232,8 @@ def read_all(
 ) -> dict[str, Factors]:
     """Read the adapters of a PEFT folder, a LoRA file, a run or a checkpoint for a loaded model without adapters.
 
-    Raise if parameters were trained in full beside them: those are not adapters. `shapes`: of all tensors of the model,
-    unsharded. All ranks call this together.
+    Raise if parameters were trained in full beside them: those are not adapters. `module`: the model as its family
+    builds it. `shapes`: of all tensors of the model, unsharded. All ranks call this together.
     """
     if is_adapters(path):
         _refuse_saved(list(read_saved(path, list(shapes), weight_map)), path)

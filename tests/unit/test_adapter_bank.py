@@ -13,6 +13,8 @@ from torch import Tensor
 
 import tessera
 from tessera.core.batch import Batch
+from tessera.inference.adapters import bank_of
+from tessera.inference.loaded import LoadedModel
 from tessera.lora.bank import AdapterBank
 from tests.close import assert_as_close
 from tests.errors import raises
@@ -193,6 +195,7 @@ def test_adapters_of_runs_and_checkpoints_are_loaded(tmp_path: Path) -> None:
     names = plain.model.state_dict()
     stored = {name: tensor for name, tensor in trained.module.state_dict().items() if name in names}
     plain.model.load_state_dict(stored)
+    served = LoadedModel(fresh(plain).model.requires_grad_(False), plain.spec, plain.config, None)
     bank, batch = plain.bank(), text_rows(plain, LENGTHS, 3)
     for name, folder in (("run", run.folder), ("checkpoint", run.checkpoint), ("export", run.folder / "adapter")):
         bank.load(name, folder)
@@ -202,6 +205,10 @@ def test_adapters_of_runs_and_checkpoints_are_loaded(tmp_path: Path) -> None:
     assert not torch.allclose(logits(plain.model, batch), logits(trained.module, batch), atol=1e-2)
     with raises("adapter.model-has-adapters"):
         AdapterBank(trained.module, plain.plan, plain.weight_map).load("run", run.folder)
+    of_served = bank_of(served)  # no weight of a loaded model is trained
+    of_served.load("run", run.folder)
+    of_served.select(["run"], [0])
+    torch.testing.assert_close(logits(served.module, batch), logits(trained.module, batch), rtol=1e-5, atol=1e-5)
 
 
 def changed(folder: Path, out: Path, tensors: dict[str, Tensor] | None = None, **config: object) -> Path:

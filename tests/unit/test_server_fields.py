@@ -275,6 +275,10 @@ def test_local_files_are_read_below_the_allowed_folder(processor: LoadedProcesso
     with TestClient(make_app(make_service(processor, allow_files=folder)), "http://localhost") as client:
         url = f"file://{folder}/cat.png".replace(" ", "%20")
         chat(client, messages=[{"role": "user", "content": [{"type": "image_url", "image_url": url}]}])
+        part = {"type": "image_url", "image_url": f"file://{tmp_path}/dog.png".replace(" ", "%20")}
+        error = refused(client, messages=[{"role": "user", "content": [part]}])
+    assert error["code"] == "media.outside-root"
+    assert "--allow-files" in error["message"]
 
 
 def test_text_completions_take_texts_and_tokens_and_echo(client: TestClient, service: Service) -> None:
@@ -349,6 +353,17 @@ def test_wrong_values_are_refused_by_name(client: TestClient, fields: dict[str, 
     error = refused(client, **fields)
     assert error["param"] == param, error
     assert error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "near"),
+    [("/v1/chat/completions", "max_token", "max_tokens"), ("/v1/responses", "max_output_token", "max_output_tokens")],
+)
+def test_an_unknown_field_is_refused_with_the_nearest_one(client: TestClient, path: str, name: str, near: str) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}]} if "chat" in path else {"input": "hi"}
+    error = client.post(path, json={**body, name: 5}).json()["error"]
+    assert (error["param"], error["code"]) == (name, "unknown_parameter")
+    assert f"did you mean {near}?" in error["message"]
 
 
 @pytest.mark.parametrize("schema", [{}, None])

@@ -82,7 +82,7 @@ def count_missing(numbers: list[range], answered: np.ndarray) -> int:
 
 
 def _missing(answered: np.ndarray, world: dist.World) -> Iterator[range]:
-    """Yield the ranges of rows that this rank reads: those of its blocks that have a row without an answer."""
+    """Yield the rows that this rank reads: of each of its blocks, from the first row without an answer to the last."""
     size = max(1, min(_BLOCK, len(answered) // (8 * world.size)))
     for first in range(world.rank * size, len(answered), world.size * size):
         missing = np.flatnonzero(~answered[first : first + size])

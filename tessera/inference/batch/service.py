@@ -101,7 +101,7 @@ class ServiceAnswers:
         except ApiError as error:
             refusal = error
         except ValidationError as error:
-            refusal = of_validation(error, REFUSED)
+            refusal = of_validation(error, REFUSED, ChatRequest.model_fields)
         except TesseraError as error:
             if stops_all(error):
                 raise

@@ -272,7 +272,7 @@ class Engine:
             state = result.state
             if state.finished:
                 continue
-            state.pending -= 1  # a later call may have sampled the next one
+            state.pending -= 1  # not 0: a later call may have sampled the next token already
             try:
                 if result.damaged:
                     raise not_finite_error()
@@ -360,7 +360,7 @@ class Engine:
         if self._bank is None:
             raise TesseraError(
                 "this engine serves one model without adapters",
-                fix="start it with room for adapters",
+                fix="create the engine with an AdapterBank",
                 code="adapter.engine-without-adapters",
             )
         self._bank.load(name, Path(folder))

@@ -65,7 +65,7 @@ def checked(values: dict[str, Any], kind: type[B]) -> B:
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        raise of_validation(error, REFUSED) from None
+        raise of_validation(error, REFUSED, kind.model_fields) from None
 
 
 class Endpoints:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from pydantic import ValidationError
 
-from tessera.errors import TesseraError
+from tessera.errors import TesseraError, nearest
 
 _TYPES = {
     401: "authentication_error",
@@ -37,6 +38,10 @@ _MESSAGES = {
 }
 
 
+# Cures for a client, where that of the error is meant for data sets.
+_CURES = {"media.outside-root": "name a file below the folder of --allow-files (tessera generate: of --root)"}
+
+
 class ApiError(Exception):
     """Report a request that the server refuses. `param`: the wrong field; `code`: a stable word for programs."""
 
@@ -62,22 +67,27 @@ def of_tessera(error: TesseraError) -> ApiError:
         message += f"; allowed: {', '.join(error.allowed)}"
     if error.nearest:
         message += f"; did you mean {error.nearest}?"
-    if error.fix:
-        message += f"; {error.fix}"
+    if cure := _CURES.get(error.code or "", error.fix):
+        message += f"; {cure}"
     return ApiError(status, message, code=error.code)
 
 
-def of_validation(error: ValidationError, fields: dict[str, str]) -> ApiError:
-    """Return the answer to a body that a pydantic model refuses. `fields`: known fields that are refused, with why."""
+def of_validation(error: ValidationError, refused: dict[str, str], fields: Iterable[str]) -> ApiError:
+    """Return the answer to a body that a pydantic model refuses.
+
+    `refused`: known fields that are not supported, with why. `fields`: those of the body that are supported.
+    """
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     # Pydantic adds the names of the alternatives of a union to the path; clients know only keys and numbers.
     path = [key for key in first["loc"] if isinstance(key, int) or not key.startswith(("<", "function-"))]
     param = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).removeprefix(".")[:200]
     if first["type"] == "extra_forbidden":
         name = str(first["loc"][-1])
-        reason = fields.get(name)
+        reason = refused.get(name)
         if reason is None:
-            return ApiError(400, f"unknown field {param or name[:200]!r}", param=param, code="unknown_parameter")
+            near = nearest(name, fields) if len(path) == 1 else None
+            hint = f"; did you mean {near}?" if near else ""
+            return ApiError(400, f"unknown field {param or name[:200]!r}{hint}", param=param, code="unknown_parameter")
         return unsupported(param, reason)
     message = first["msg"].removeprefix("Value error, ")
     return ApiError(400, f"{param}: {message}" if param else message, param=param or None, code="invalid_value")

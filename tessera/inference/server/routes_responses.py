@@ -158,7 +158,7 @@ def _parsed(body: bytes) -> ResponsesRequest:
     try:
         return ResponsesRequest.model_validate(values)
     except ValidationError as error:
-        raise of_validation(error, REFUSED_FIELDS) from None
+        raise of_validation(error, REFUSED_FIELDS, ResponsesRequest.model_fields) from None
 
 
 def _error_of(error: Exception) -> ApiError:

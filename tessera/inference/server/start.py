@@ -10,6 +10,7 @@ from pathlib import Path
 from tessera.config.reader import Section
 from tessera.core.spec import LanguageProcessor
 from tessera.errors import TesseraError
+from tessera.inference.adapters import bank_of
 from tessera.inference.engine.engine import Engine
 from tessera.inference.engine.scheduler import EngineLimits
 from tessera.inference.engine.thread import EngineThread
@@ -74,8 +75,7 @@ def _bank(model: LoadedModel, options: ModelOptions, settings: Settings) -> Adap
     """Return a bank for adapters, or None if there can be none."""
     if not options.adapters and settings.allow_adapters is None:
         return None
-    plan, weight_map = model.spec.main.plan(model.config), model.spec.main.weight_map(model.config)
-    return AdapterBank(model.module, plan, weight_map, slots=max(_SLOTS, len(options.adapters)))
+    return bank_of(model, slots=max(_SLOTS, len(options.adapters)))
 
 
 def _length(engine: Engine, config: Section, wanted: int | None) -> int:
