@@ -26,6 +26,7 @@ from tessera.inference.engine.engine import Engine
 from tessera.inference.engine.request import Answer, Constraint, Delta, Request, Sampling
 from tessera.inference.engine.sampler import Sampler
 from tessera.inference.server.tools import constraint_for
+from tessera.models.processing.chat import ChatSpan
 from tessera.models.processing.conversation import ConversationProcessor
 from tessera.models.processing.tokenizer import ChatEncoder, train_tokenizer
 from tests.errors import raises
@@ -85,6 +86,21 @@ def test_json_schema(temperature: float) -> None:
         assert len(person["name"]) <= 12
         assert 0 <= person["age"] <= 130
         assert set(person.get("tags", [])) <= {"a", "你好", 'q"'}
+
+
+def test_blanks_between_elements_of_json_are_limited() -> None:
+    """A weak model would write them until its answer is at its longest."""
+    for text, allowed in (('{"age": 1}', True), ('{\n  "age": 1\n}', True), ("{" + 33 * " ", False), ("{\r", False)):
+        matcher = grammars().start(Constraint("json_schema", json.dumps({"type": "object"})))
+        mask = torch.empty(-(-VOCABULARY // 32), dtype=torch.int32)
+        fits = True
+        for token in encoder().encode([ChatSpan(text, "assistant")])[0]:
+            matcher.fill(mask)
+            fits = fits and bool(mask[token // 32] >> (token % 32) & 1)
+            if not fits:
+                break
+            matcher.accept(token)
+        assert fits == allowed, text
 
 
 def test_json_object() -> None:

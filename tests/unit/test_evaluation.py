@@ -47,10 +47,10 @@ def test_one_engine_answers_all_samples_as_each_alone(model: Path, tmp_path: Pat
         file.write('{"messages": []}\n')
     score = evaluate(model, data=data, max_new_tokens=5, batch=2, device="cpu")
     loaded, processor = tessera.load(model, device="cpu")
-    asked = [q for q in questions(held_out_sources(model, data, None, None)) if isinstance(q, Question)]
-    alone = [loaded.generate(processor.prompt([question.prompt()]), 5) for question in asked]
+    samples = [q for q in questions(held_out_sources(model, data, None, None)) if isinstance(q, Question)]
+    alone = [loaded.generate(processor.prompt([question.prompt()]), 5) for question in samples]
     assert [row["answer"] for row in score.rows] == alone
-    assert [row["id"] for row in score.rows] == [question.sample.id for question in asked]
+    assert [row["id"] for row in score.rows] == [question.sample.id for question in samples]
     assert score.skipped == 1
     assert len(set(alone)) > 5, alone
     (engine,) = engines

@@ -107,10 +107,10 @@ def test_slow_downloads_do_not_hold_up_plain_texts(processor: LoadedProcessor, m
 
     monkeypatch.setattr(prompts, "download", slow)
     parts = [{"type": "image_url", "image_url": f"http://example.com/{number}"} for number in range(40)]
-    asked = {"messages": [{"role": "user", "content": parts}]}
+    body = {"messages": [{"role": "user", "content": parts}]}
     with TestClient(make_app(make_service(processor, allow_urls=True))) as client:
         answers: list[int] = []
-        thread = threading.Thread(target=lambda: answers.append(client.post(CHAT, json=asked).status_code))
+        thread = threading.Thread(target=lambda: answers.append(client.post(CHAT, json=body).status_code))
         thread.start()
         for _ in range(8):
             assert begun.acquire(timeout=30)

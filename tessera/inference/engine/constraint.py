@@ -24,6 +24,8 @@ _MOST_GRAMMARS = 32  # compiled grammars in the cache
 _LARGEST_MULTIPLE = 50_000  # the automaton of `multipleOf` has this many states
 _MOST_LEXER_STATES = 50_000  # 1 to 2 kB each, for each answer
 _STEP_FUEL = 100_000  # limits a step to about 10 ms, and the memory of its expressions
+# Between the elements of JSON. Without a limit, a weak model writes blanks until its answer is at its longest.
+_BLANKS = {"whitespace_pattern": r"\n?[ ]{0,32}"}
 _LONGEST_MESSAGE = 300  # characters of an error of the library, which repeats the grammar
 _TOO_LARGE = re.compile(r"too (?:big|large|many|complex|deep)|limit|max is|nest", re.IGNORECASE)
 
@@ -155,10 +157,11 @@ def _grammar(library: Any, constraint: Constraint) -> str:
     """Return a constraint in the form that the library compiles."""
     matcher, text = library.LLMatcher, constraint.text
     if constraint.kind == "json_object":
-        return str(matcher.grammar_from_json_schema('{"type": "object"}'))
+        return _from_schema(library, '{"type": "object"}', _BLANKS)
     if constraint.kind == "json_schema":
-        _check_schema(_json(text))  # text that is no JSON could add to the grammar
-        return str(matcher.grammar_from_json_schema(text))
+        schema = _json(text)  # text that is no JSON could add to the grammar
+        _check_schema(schema)
+        return _from_schema(library, text, _BLANKS if isinstance(schema, dict) else None)
     if constraint.kind == "regex":
         return str(matcher.grammar_from_regex(text))
     if constraint.kind == "choice":
@@ -171,6 +174,13 @@ def _grammar(library: Any, constraint: Constraint) -> str:
     else:
         _check_schemas_of_grammar(text)
     return str(matcher.grammar_from_lark(text))
+
+
+def _from_schema(library: Any, schema: str, defaults: dict[str, str] | None) -> str:
+    try:
+        return str(library.LLMatcher.grammar_from_json_schema(schema, defaults=defaults))
+    except ValueError as error:
+        raise _refusal(first_line(error)) from None
 
 
 def _json(text: str) -> Any:
