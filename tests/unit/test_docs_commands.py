@@ -270,7 +270,7 @@ def test_every_extra_is_used_by_something() -> None:
     for extra, packages in extras.items():
         for package in packages if extra != "dev" else []:
             name = re.split(r"[<>=\[]", package)[0]
-            word = imported.get(name, name)
+            word = imported.get(name, name.replace("-", "_"))
             assert re.search(rf"^\s*(?:import|from) {word}\b", code, re.MULTILINE), (
                 f"extra {extra}: nothing uses {name}"
             )
