@@ -21,6 +21,7 @@ from typing import Any
 from tessera.core.sample import Message, Part, Sample
 from tessera.errors import TesseraError, nearest
 from tessera.inference.answering import answer_texts
+from tessera.inference.engine.request import GREEDY, Sampling
 from tessera.inference.loaded import LoadedModel, LoadedProcessor
 from tessera.runtime.progress import WorkProgress
 
@@ -201,6 +202,7 @@ def score_table(
     max_samples: int | None = None,
     max_new_tokens: int = 32,
     batch: int = 64,
+    sampling: Sampling = GREEDY,
 ) -> list[dict[str, Any]]:
     """Generate answers to the questions of a table, and score them. `batch`: questions that are answered at once."""
     records: list[dict[str, Any]] = []
@@ -208,7 +210,7 @@ def score_table(
     rows = islice(read_rows(table), max_samples)
     with WorkProgress("evaluating", total, "questions") as progress:
         for row, answer in answer_texts(
-            model, processor, rows, BenchmarkRow.prompt, max_new_tokens, total=total, at_once=batch
+            model, processor, rows, BenchmarkRow.prompt, max_new_tokens, total=total, at_once=batch, sampling=sampling
         ):
             chosen = chosen_letter(answer, row.options) if benchmark.choice and row.options else answer
             score = benchmark.score(chosen, row.expected)

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from itertools import islice
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from tessera.core.batch import Batch
 from tessera.core.sample import Sample
 from tessera.core.spec import LanguageProcessor
 from tessera.errors import TesseraError
 from tessera.inference.engine.engine import Engine
-from tessera.inference.engine.request import Answer, Delta, Request
+from tessera.inference.engine.request import GREEDY, Answer, Delta, Request, Sampling
 from tessera.inference.engine.scheduler import EngineLimits
 from tessera.inference.loaded import LoadedModel, LoadedProcessor
 from tessera.inference.prepare import PromptPool
@@ -97,8 +97,9 @@ def answer_texts(
     *,
     total: int,
     at_once: int = 64,
+    sampling: Sampling = GREEDY,
 ) -> Iterator[tuple[T, str]]:
-    """Yield each item with the likeliest answer to its question, in order. Raise the error of an item that fails.
+    """Yield each item with the answer to its question, in order. Raise the error of an item that fails.
 
     `sample`: returns the question of an item, and the root folder of its media. `total`: how many items there are. A
     class of transformers answers groups of `at_once` items with its own method.
@@ -106,7 +107,8 @@ def answer_texts(
     if model.spec.generate is not None:
         source = iter(items)
         while group := list(islice(source, at_once)):
-            texts = model.generate(processor.prompt([sample(item) for item in group]), max_new_tokens)
+            prompts_of_group = processor.prompt([sample(item) for item in group])
+            texts = model.generate(prompts_of_group, max_new_tokens, **_options(sampling))
             yield from zip(group, [texts] if isinstance(texts, str) else texts, strict=True)
         return
     engine, inner = Engine(model, EngineLimits(rows=at_once)), processor.processor
@@ -124,7 +126,7 @@ def answer_texts(
             engine,
             numbered(),
             lambda number: prompts.submit(*sample(waiting[number])),
-            lambda _, batch: Request(batch, max_new_tokens=max_new_tokens, stop_tokens=stops),
+            lambda number, batch: Request(batch, sampling.nth(number), max_new_tokens, stop_tokens=stops),
             at_once + _AHEAD,
         ):
             if isinstance(answer, BaseException):
@@ -132,3 +134,10 @@ def answer_texts(
             finished[number] = answer.text
             while waiting and (first := next(iter(waiting))) in finished:
                 yield waiting.pop(first), finished.pop(first)
+
+
+def _options(sampling: Sampling) -> dict[str, Any]:
+    """Return the arguments of `LoadedModel.generate`. At temperature 0 the others have no effect and are refused."""
+    if not sampling.temperature:
+        return {}
+    return {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "seed")}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tessera.errors import TesseraError
 from tessera.evaluation.benchmarks import benchmark_of, score_table
+from tessera.inference.engine.request import Sampling
 from tessera_compat.mindspeed_mm.arguments import Args
 from tessera_compat.mindspeed_mm.inference_json import load_model, read_settings
 from tessera_compat.mindspeed_mm.report import JobReport
@@ -26,7 +27,10 @@ def evaluate(args: Args) -> float:
     settings = read_settings({key: value for key, value in data.items() if key not in OWN_KEYS}, source, report)
     report.check()
     model, processor = load_model(args, settings)
-    records = score_table(model, processor, benchmark, path, seed=args.seed, **settings.generation)
+    options = dict(settings.generation)
+    most = options.pop("max_new_tokens", 32)
+    sampling = Sampling(seed=args.seed, **options)
+    records = score_table(model, processor, benchmark, path, max_new_tokens=most, sampling=sampling)
     mean = float(sum(record["score"] for record in records) / len(records))
     folder = Path(str(data.get("result_output_path") or "evaluation_outputs"))
     folder.mkdir(parents=True, exist_ok=True)

@@ -93,7 +93,7 @@ class ColumnMap:
 
 def column_map(record_format: RecordFormat, columns: Mapping[str, str]) -> ColumnMap:
     """Return the keys of a record format, renamed by `columns`. `check_columns` must have accepted these."""
-    renamed = {
+    renamed: dict[str, Any] = {
         key: columns[key]
         for key in ("id", "system", "tools", *_ALPACA_KEYS, *_PAIR_KEYS, "path", "references")
         if key in columns

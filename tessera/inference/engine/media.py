@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -54,7 +55,8 @@ class Piece:
         """Return the piece with hashes of its bytes, which threads compute; None: computed here."""
         futures: list[Future[bytes]] = []
         for tensor in self._hashed_tensors.values():
-            data = memoryview(tensor.contiguous().view(torch.uint8).flatten().numpy()) if tensor.numel() else b""
+            data: Any = tensor.contiguous().view(torch.uint8).flatten().numpy() if tensor.numel() else b""
+            data = memoryview(data)
             for start in range(0, len(data), _HASHED_AT_ONCE):
                 part = data[start : start + _HASHED_AT_ONCE]
                 futures.append(_hash_here(part) if threads is None else threads.submit(_hash, part))

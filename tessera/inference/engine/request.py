@@ -58,6 +58,9 @@ class Sampling:
         return self if index == 0 else replace(self, seed=self.seed + 0x9E3779B97F4A7C15 * index & (1 << 63) - 1)
 
 
+GREEDY = Sampling()
+
+
 @dataclass(frozen=True)
 class Constraint:
     """Restrict an answer to a language: all answers are members of it, unless they end by their length."""

@@ -217,7 +217,7 @@ class Runner:
         return {**tensors, **{name: torch.cat(chosen) for name, chosen in embeddings.items()}}
 
     def _send(self, numbers: Sequence[int] | np.ndarray) -> Tensor:
-        return devices.send(numbers, torch.int64, self.device)
+        return devices.send(numbers, torch.int64, self.device)  # type: ignore[arg-type]  # torch takes arrays, too
 
 
 def _needed(parts: Sequence[CallPart]) -> list[int]:
