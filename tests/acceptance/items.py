@@ -248,9 +248,10 @@ ITEMS: list[Item] = [
             ),
             (
                 "online inference",
-                _lacks(
-                    f"batch files and a server: {EVERYDAY}",
+                _by(
                     "unit/test_two_faces.py::test_generate_streams_from_the_shell",
+                    "unit/test_batch_inference.py::test_answers_have_the_order_of_the_rows_and_bad_rows_have_their_reason",
+                    "unit/test_server_live.py::test_the_official_client_reads_answers_streams_and_errors",
                 ),
             ),
             ("Ascend NPU", _lacks(NO_ASCEND, "unit/test_device_fit.py")),
@@ -518,9 +519,9 @@ ITEMS: list[Item] = [
             ),
             (
                 "fast online inference",
-                _lacks(
-                    f"a server with continuous batching: {EVERYDAY}",
+                _by(
                     "unit/test_infer_generate.py::test_greedy_equals_transformers",
+                    "contract/test_engine_families.py::test_requests_at_random_times_get_the_tokens_of_transformers",
                 ),
             ),
             (

@@ -27,6 +27,7 @@ from tessera.runtime.log import logger
 
 _LENGTH = 32768  # context of models whose configuration does not state it
 _SLOTS = 8  # adapters that may be loaded at a time
+_LARGEST_RANK = 512  # the memory and time of every slot follow the largest rank
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def _bank(model: LoadedModel, options: ModelOptions, settings: Settings) -> Adap
     """Return a bank for adapters, or None if there can be none."""
     if not options.adapters and settings.allow_adapters is None:
         return None
-    return bank_of(model, slots=max(_SLOTS, len(options.adapters)))
+    return bank_of(model, slots=max(_SLOTS, len(options.adapters)), rank=_LARGEST_RANK)
 
 
 def _length(engine: Engine, config: Section, wanted: int | None) -> int:
