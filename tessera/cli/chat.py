@@ -60,6 +60,7 @@ def chat(
             code="generation.max-tokens-too-small",
         )
     loaded, processor = load(model, device=device, trust=trust)
+    loaded.freeze()
     Terminal(Chat(loaded, processor, system, max_new_tokens, sampling)).run()
 
 

@@ -75,6 +75,7 @@ def evaluate(
         return _benchmark(folder, Path(data), max_samples, max_new_tokens, batch, device, trust)
     sources = held_out_sources(folder, data, root, max_samples)
     loaded, processor = load(folder, device=device, trust=trust)
+    loaded.freeze()
     rows: list[dict[str, Any]] = []
     skipped = 0
 
@@ -117,6 +118,7 @@ def _benchmark(
     if not table.is_file():
         raise TesseraError(f"the table {table} does not exist", where="--data", code="evaluation.no-table")
     loaded, processor = load(folder, device=device, trust=trust)
+    loaded.freeze()
     answers = score_table(loaded, processor, benchmark, table, max_samples, max_new_tokens, batch)
     return Score([{**answer, "correct": answer["score"], "group": table.stem} for answer in answers], 0)
 

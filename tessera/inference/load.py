@@ -318,6 +318,7 @@ def generate(
     """
     sampling_of(**sampling)  # raise for wrong values before the model is loaded
     loaded, processor = load(model, device=device, adapters=adapters, family=family, trust=trust)
+    loaded.freeze()
     conversation = Chat(loaded, processor, system, max_new_tokens, sampling)
     return conversation.ask(question, images=images, videos=videos, on_text=on_text)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import nn
@@ -67,6 +67,11 @@ class LoadedModel(nn.Module):
         self.config = config
         self._processor = processor
         self._limits = limits or Limits()
+
+    def freeze(self) -> Self:
+        """Freeze all weights of a model that only answers: decoding may then make some adjacent in memory."""
+        self.module.requires_grad_(False)
+        return self
 
     @property
     def device(self) -> torch.device:

@@ -183,7 +183,7 @@ def allocated(module: nn.Module, device: torch.device, dtype: torch.dtype, float
         module.get_submodule(path).float()
     allocate(module, device)
     put_back_buffers(module, buffers)
-    return module.eval().requires_grad_(False)
+    return module.eval()
 
 
 def _wide(module: nn.Module, float32: Sequence[str]) -> list[str]:

@@ -44,7 +44,7 @@ def test_adapters_come_and_go_while_the_server_answers_with_them(tmp_path: Path)
     service = start_service(
         ModelOptions(folder, "cpu"), Settings("base", max_length=0, allow_adapters=tmp_path / "adapters")
     )
-    with TestClient(make_app(service)) as client:
+    with TestClient(make_app(service), "http://localhost") as client:
         for name in "ab":
             assert answer(client, name) == 404
             body = {"lora_name": name, "lora_path": name}

@@ -39,7 +39,7 @@ def processor(tmp_path_factory: pytest.TempPathFactory) -> LoadedProcessor:
 
 @pytest.fixture(scope="module")
 def client(processor: LoadedProcessor) -> Iterator[TestClient]:
-    with TestClient(make_app(make_service(processor, max_requests=8))) as client:
+    with TestClient(make_app(make_service(processor, max_requests=8)), "http://localhost") as client:
         yield client
 
 
@@ -108,7 +108,7 @@ def test_slow_downloads_do_not_hold_up_plain_texts(processor: LoadedProcessor, m
     monkeypatch.setattr(prompts, "download", slow)
     parts = [{"type": "image_url", "image_url": f"http://example.com/{number}"} for number in range(40)]
     body = {"messages": [{"role": "user", "content": parts}]}
-    with TestClient(make_app(make_service(processor, allow_urls=True))) as client:
+    with TestClient(make_app(make_service(processor, allow_urls=True)), "http://localhost") as client:
         answers: list[int] = []
         thread = threading.Thread(target=lambda: answers.append(client.post(CHAT, json=body).status_code))
         thread.start()
@@ -135,7 +135,7 @@ def test_constraints_that_compile_slowly_do_not_hold_up_other_requests(processor
 
     service.engine.submit = slow  # type: ignore[method-assign]
     answers: list[int] = []
-    with TestClient(make_app(service)) as client:
+    with TestClient(make_app(service), "http://localhost") as client:
 
         def ask() -> None:
             answers.append(client.post(CHAT, json={**HELLO, "structured_outputs": {"regex": "a"}}).status_code)
@@ -163,7 +163,7 @@ def test_refusals_name_no_paths_and_addresses_around_the_server(processor: Loade
     (tmp_path / "media").mkdir()
     (tmp_path / "media" / "link").symlink_to(tmp_path / "secret")
     service = make_service(processor, allow_urls=True, allow_files=tmp_path / "media")
-    with TestClient(make_app(service)) as client:
+    with TestClient(make_app(service), "http://localhost") as client:
         for url in (f"file://{tmp_path}/media/link/a.png", "http://localhost/a.png"):
             body = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": url}]}]}
             response = client.post(CHAT, json=body)

@@ -74,6 +74,7 @@ def generate_answers(
     @contextlib.contextmanager
     def begin_engine() -> Iterator[SampleAnswers]:
         loaded, processor = load(folder, device=device, adapters=strengths, family=family, trust=trust)
+        loaded.freeze()
         inner = processor.processor
         stop_tokens = frozenset(inner.stop_tokens) if isinstance(inner, LanguageProcessor) else frozenset()
         with PromptPool(processor) as prompts:

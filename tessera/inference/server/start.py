@@ -50,6 +50,7 @@ def start_service(options: ModelOptions, settings: Settings) -> Service:
     begun = time.perf_counter()
     logger().info(f"loading {options.path}")
     model, processor = load(options.path, options.device, options.dtype, family=options.family, trust=options.trust)
+    model.freeze()
     inner = processor.processor
     if not isinstance(inner, LanguageProcessor):
         raise TesseraError(
