@@ -1,0 +1,67 @@
+"""Define a benchmark: questions with known answers, and how a model's answers are scored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from tessera.core.sample import Sample
+from tessera.data.sources.container import RecordError
+from tessera.inference.engine.request import Sampling
+
+
+@dataclass(frozen=True)
+class BenchmarkQuestion:
+    """Hold one question, its accepted answers, and what its metric needs beside them."""
+
+    id: str
+    sample: Sample  # the messages to answer, with the prompt of the protocol
+    expected: tuple[str, ...]
+    options: Mapping[str, str] = field(default_factory=dict)  # of a multiple choice question: texts by letter
+    categories: Mapping[str, str] = field(default_factory=dict)  # by table of the report, such as {"subject": "Art"}
+    fields: Mapping[str, Any] = field(default_factory=dict)  # other columns that the metric reads
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Hold what an answer was taken for, and its values by name.
+
+    Values are such that figures of a benchmark are functions of their means over questions. So the number of errors and
+    the number of words are two values, and a word error rate is the ratio of their means.
+    """
+
+    extracted: str | None  # None: the answer contains nothing that can be scored
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """Score answers. `summary` returns figures from the means of values; the first figure is the score."""
+
+    name: str
+    mark: Callable[[str, BenchmarkQuestion], Mark]
+    summary: Callable[[Mapping[str, float]], Mapping[str, float]] = dict
+    higher_is_better: bool = True
+
+
+class Benchmark(Protocol):
+    """Declare what an evaluation reads from a benchmark: published ones, and the held-out data of a run."""
+
+    name: str
+    variant: str  # the name of the protocol, such as "lmms-eval"
+    metric: Metric
+    root: Path  # folder of media
+    max_new_tokens: int
+    sampling: Sampling
+
+    def __len__(self) -> int: ...
+
+    def questions(self, numbers: range) -> Iterator[tuple[int, BenchmarkQuestion | RecordError]]:
+        """Yield consecutive questions with their index. An unusable row is yielded as the reason."""
+        ...
+
+    def protocol(self) -> dict[str, Any]:
+        """Return JSON of what scores depend on: data hashes, prompt, extraction, metric, generation settings."""
+        ...
