@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable
@@ -28,12 +29,45 @@ class StoredTensors(ABC):
 
 
 @dataclass(frozen=True)
+class Region:
+    """Hold a box (x1, y1, x2, y2) or a point (x, y) in an image of a sample; without numbers, the name of an object."""
+
+    numbers: tuple[float, ...] = ()
+    label: str = ""  # name of the object; empty: unknown
+    image: int = 0  # index among the images of the sample
+    scale: int = 0  # coordinate of the right and the lower edge of the image: 1 or 1000; 0: pixels of the upright image
+
+    def pixels(self, size: MediaSize) -> tuple[float, ...]:
+        """Return the numbers in pixels of the image."""
+        if not self.scale:
+            return self.numbers
+        sides = (size.width, size.height)
+        return tuple(number * sides[n % 2] / self.scale for n, number in enumerate(self.numbers))
+
+
+REGION = re.compile("<(?:ref-object|bbox)>")  # placeholders of regions in a text
+
+
+@dataclass(frozen=True)
 class Part:
     """Hold one part of a message. `value`: text, or media as a path inside the data root, the location of its bytes in
-    another file, bytes, or a decoded object."""
+    another file, bytes, or a decoded object. `regions`: what the placeholders (`REGION`) of a text stand for."""
 
     kind: PartKind
     value: Any
+    regions: tuple[Region, ...] = ()
+
+    def spelled(self) -> str:
+        """Return the text with its regions as in the data set, which is independent of the model, for display."""
+        if not self.regions:
+            return str(self.value)
+        regions = iter(self.regions)
+
+        def word(_: re.Match[str]) -> str:
+            region = next(regions)
+            return str([round(number, 6) for number in region.numbers]) if region.numbers else region.label
+
+        return REGION.sub(word, self.value)
 
 
 @dataclass(frozen=True)

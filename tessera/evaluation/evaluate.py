@@ -81,7 +81,7 @@ def evaluate(
 
     def usable() -> Iterator[Question]:
         nonlocal skipped
-        for question in questions(sources):
+        for question in questions(sources, processor.processor):
             if isinstance(question, Question):
                 yield question
             else:
@@ -93,7 +93,7 @@ def evaluate(
         for question, answer in answer_texts(
             loaded, processor, usable(), Question.prompt, max_new_tokens, total=total, at_once=batch
         ):
-            rows.append(question.marked(answer))
+            rows.append(question.marked(answer, processor.processor))
             progress.count()
     if not rows:
         raise TesseraError(

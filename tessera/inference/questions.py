@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tessera.core.sample import Message, Sample
-from tessera.data.media.files import ArchiveMember, resolve
+from tessera.core.sample import MediaSize, Message, Region, Sample
+from tessera.data.media.files import ArchiveMember, Limits, resolve
+from tessera.data.media.read import probe
 from tessera.data.media.urls import is_url
+from tessera.data.media.video_frames import VideoSampling
 from tessera.data.sources.container import RecordError
+from tessera.data.sources.regions import check_regions
 from tessera.data.sources.source import Source
+from tessera.errors import TesseraError
+from tessera.models.processing.grounding import read_numbers
+from tessera.models.vision.processor import VisionProcessor
 
 
 @dataclass(frozen=True)
@@ -21,6 +27,8 @@ class Question:
     sample: Sample
     expected: str
     root: Path
+    regions: tuple[Region, ...] = ()  # boxes and points of the expected answer, in pixels of their images
+    size: MediaSize | None = None  # of the image that the first of them is in
 
     def prompt(self) -> tuple[Sample, Path]:
         """Return the sample and the root folder of its media."""
@@ -32,14 +40,31 @@ class Question:
         turns = [message for message in self.sample.messages if message.role == "user"]
         return " ".join(_text(turns[-1]).split()) if turns else ""
 
+    def boxes(self, answer: str, processor: object) -> list[Region]:
+        """Return the boxes and points that an answer names, in pixels, if the expected answer has any."""
+        if self.size is None or not isinstance(processor, VisionProcessor):
+            return []
+        points = any(len(region.numbers) == 2 for region in self.regions)
+        read = processor.read_boxes(answer, self.size, points)
+        return [replace(region, image=self.regions[0].image) for region in read]
+
     @property
     def group(self) -> str:
         """Return the number of images as text. Accuracy is reported per group."""
         count = len(self.sample.media())
         return "text only" if not count else "1 image" if count == 1 else f"{count} images"
 
-    def marked(self, answer: str) -> dict[str, Any]:
-        """Return the row of `answers.jsonl` for a model's answer, which is correct if it equals the expected text."""
+    def marked(self, answer: str, processor: object = None) -> dict[str, Any]:
+        """Return the row of `answers.jsonl` for a model's answer, which is correct if it equals the expected text.
+
+        With boxes or points, the row has `regions`: those that are expected and answered, in pixels of the image.
+        """
+        both = {"expected": self.regions, "answer": self.boxes(answer, processor)}
+        regions = [
+            {"of": name, "image": region.image, "numbers": list(region.numbers), "label": region.label}
+            for name, regions_of_text in both.items()
+            for region in regions_of_text
+        ]
         return {
             "id": self.sample.id,
             "group": self.group,
@@ -48,11 +73,15 @@ class Question:
             "answer": answer,
             "correct": answer.strip() == self.expected.strip(),
             "images": [_where(part.value, self.root) for part in self.sample.media() if part.kind == "image"],
+            **({"regions": regions} if regions else {}),
         }
 
 
-def questions(sources: Sequence[Source]) -> Iterator[Question | RecordError]:
-    """Yield every sample of data sets as a `Question`, or as the `RecordError` of an unusable record."""
+def questions(sources: Sequence[Source], processor: object = None) -> Iterator[Question | RecordError]:
+    """Yield every sample of data sets as a `Question`, or as the `RecordError` of an unusable record.
+
+    `processor`: writes the boxes and points of expected answers as its model does.
+    """
     for source in sources:
         for _, sample in source.scan(range(len(source))):
             if isinstance(sample, RecordError):
@@ -62,7 +91,34 @@ def questions(sources: Sequence[Source]) -> Iterator[Question | RecordError]:
             if not last:  # no assistant message, or only as the first message
                 yield RecordError("no question with an answer", where=sample.id, code="data.no-question")
                 continue
-            yield Question(Sample(sample.id, sample.messages[:last]), _text(sample.messages[last]), source.root)
+            question = Question(Sample(sample.id, sample.messages[:last]), _text(sample.messages[last]), source.root)
+            try:
+                yield _with_regions(question, sample.messages[last], processor)
+            except TesseraError as error:
+                yield RecordError(error.what, where=sample.id, code=error.code)
+
+
+def _with_regions(question: Question, answer: Message, processor: object) -> Question:
+    """Return a question with the boxes and points of its answer, which are regions, or text in the family's form."""
+    if not isinstance(processor, VisionProcessor):
+        return question
+    regions = [region for part in answer.parts for region in part.regions]
+    images = [part for part in question.sample.media() if part.kind == "image"]
+    if not regions and (len(images) != 1 or not any(True for _ in read_numbers(question.expected, points=False))):
+        return question
+    try:
+        sizes = [probe(part, question.root, Limits(), VideoSampling()) for part in images]
+    except (TesseraError, OSError):  # whoever reads the image for the prompt reports it
+        return question
+    if not regions:
+        read = processor.read_boxes(question.expected, sizes[0], points=False)
+        return replace(question, regions=tuple(read), size=sizes[0])
+    check_regions(Sample("", (Message("user", tuple(images)), answer)), sizes)
+    boxes = tuple(
+        Region(region.pixels(sizes[region.image]), region.label, region.image) for region in regions if region.numbers
+    )
+    expected = processor.answer_text(answer, sizes)
+    return replace(question, expected=expected, regions=boxes, size=sizes[boxes[0].image] if boxes else None)
 
 
 def _where(value: Any, root: Path) -> str:
@@ -75,4 +131,4 @@ def _where(value: Any, root: Path) -> str:
 
 
 def _text(message: Message) -> str:
-    return "".join(str(part.value) for part in message.parts if part.kind == "text")
+    return "".join(part.spelled() for part in message.parts if part.kind == "text")

@@ -49,7 +49,8 @@ line.share{stroke:var(--soft);stroke-dasharray:3 3}line.mark{stroke:var(--bad);s
 svg text.mark{fill:var(--bad)}.legend{font-size:12px;color:var(--soft)}.key{margin-right:14px}
 .key i{display:inline-block;width:14px;height:4px;margin-right:5px;vertical-align:middle;background:var(--main)}
 .key.raw i{opacity:.3}.key.held i{background:var(--held)}
-rect.over{fill:transparent}
+rect.over{fill:transparent}.drawn{position:relative}svg.shapes{position:absolute;inset:0;width:100%;height:100%}
+.shape{fill:transparent;stroke:var(--main);stroke-width:2}.shape.good{stroke:var(--good)}.shape.held{stroke:var(--held)}
 .wide{overflow-x:auto;padding:6px 14px}table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
 td,th{padding:5px 10px;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}
 th{font-weight:600;color:var(--soft);font-size:13px}
@@ -90,6 +91,37 @@ def escape(text: str) -> str:
     """Escape markup, and replace characters that are invalid in HTML or reverse the direction of text."""
     printable = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
     return html.escape(printable, quote=True)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Hold a box (x1, y1, x2, y2) or a point (x, y) to draw on an image, in pixels of the image."""
+
+    numbers: tuple[float, ...]
+    name: str = ""
+    kind: str = "main"  # colour: main, held or good
+
+
+MOST_SHAPES = 200  # at most so many boxes and points are drawn on an image
+
+
+def overlay(width: int, height: int, shapes: Sequence[Shape]) -> str:
+    """Return an SVG with boxes and points, to put over an image in an element of the class `drawn`."""
+    marks = []
+    for shape in shapes[:MOST_SHAPES]:
+        if len(shape.numbers) not in (2, 4) or not all(map(math.isfinite, shape.numbers)):
+            continue
+        x, y = shape.numbers[::2], shape.numbers[1::2]
+        if len(x) == 1:
+            name, at = "circle", f'cx="{x[0]:.6g}" cy="{y[0]:.6g}" r="{max(width, height) / 60:.4g}"'
+        else:
+            size = f'width="{abs(x[1] - x[0]):.6g}" height="{abs(y[1] - y[0]):.6g}"'
+            name, at = "rect", f'x="{min(x):.6g}" y="{min(y):.6g}" {size}'
+        title = f"<title>{escape(shape.name[:200])}</title>" if shape.name else ""
+        style = f'class="shape {escape(shape.kind)}" vector-effect="non-scaling-stroke"'
+        marks.append(f"<{name} {at} {style}>{title}</{name}>")
+    view = f'viewBox="0 0 {max(1, width)} {max(1, height)}"'
+    return f'<svg class="shapes" {view}>{"".join(marks)}</svg>' if marks else ""
 
 
 def section(title: str, body: str) -> str:

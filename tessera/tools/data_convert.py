@@ -15,6 +15,7 @@ from tessera.config.run_config import SourceSection
 from tessera.core.sample import PLAIN, BadSample, Part, Sample, count_codes
 from tessera.data.media.files import ArchiveMember, resolve
 from tessera.data.sources.container import RecordError, bad_sample
+from tessera.data.sources.regions import objects_of
 from tessera.data.sources.source import Source, open_source
 from tessera.errors import TesseraError
 
@@ -109,12 +110,12 @@ def _messages_row(sample: Sample) -> dict[str, Any]:
         if all(part.kind == "text" for part in message.parts):
             content = "".join(part.value for part in message.parts)
         messages.append({"role": message.role, "content": content})
-    return {"id": sample.id, "messages": messages}
+    return {"id": sample.id, "messages": messages, **objects_of(sample)}
 
 
 def _plain_row(sample: Sample) -> dict[str, Any]:
     """Return a row in the `text` format, for plain text without roles."""
-    row: dict[str, Any] = {"id": sample.id, "text": ""}
+    row: dict[str, Any] = {"id": sample.id, "text": "", **objects_of(sample)}
     for part in sample.messages[0].parts:
         if part.kind == "text":
             row["text"] += part.value

@@ -94,7 +94,7 @@ class GenerationEval(Callback):
         self.processor: ChatProcessor = processor
         self.model = model
         self.limits = limits_of(config.data)
-        records = questions([open_source(section) for section in config.data.eval])
+        records = questions([open_source(section) for section in config.data.eval], processor)
         usable = (record for record in records if isinstance(record, Question))
         self.questions = list(islice(usable, config.train.generate_samples))
         if not self.questions:
@@ -115,7 +115,7 @@ class GenerationEval(Callback):
                 for start in range(0, len(self.questions), BATCH):
                     batch = self.questions[start : start + BATCH]
                     texts = self._generate(batch, trainer.module, trainer.world.device)
-                    rows += [question.marked(text) for question, text in zip(batch, texts, strict=True)]
+                    rows += [question.marked(text, self.processor) for question, text in zip(batch, texts, strict=True)]
             finally:
                 trainer.module.train()
         exact = sum(bool(row["correct"]) for row in rows) / len(rows)

@@ -17,6 +17,7 @@ from tessera.config.run_config import DataSection, SourceSection
 from tessera.core.sample import Sample
 from tessera.data.kinds import KINDS, RowRequest
 from tessera.data.sources.fields import COLUMNS
+from tessera.data.sources.regions import regions_of
 from tessera.data.sources.source import Source, open_source
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -38,6 +39,14 @@ def test_rows_are_of_the_forms_they_stand_for(tmp_path: Path) -> None:
         forms.append(source.record_format)
         assert all(isinstance(found, Sample) for _, found in source.scan(range(len(source))))
     assert forms == ["messages", "sharegpt", "llava", "alpaca", "query_response", "question_answer", "text"]
+
+
+def test_rows_with_boxes_have_regions(tmp_path: Path) -> None:
+    (block,) = blocks("jsonl")
+    (tmp_path / "boxes.jsonl").write_text(block, encoding="utf-8")
+    source = open_source(SourceSection(path=tmp_path / "boxes.jsonl"))
+    boxes = [region for number in range(len(source)) for region in regions_of(source.read(number))]
+    assert [(region.label, region.image) for region in boxes] == [("the cat", 0), ("", 1)]
 
 
 def test_sections_can_be_read(tmp_path: Path) -> None:

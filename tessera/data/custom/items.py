@@ -25,6 +25,7 @@ from tessera.data.order.packed_rows import COUNTS, hole
 from tessera.data.sources.container import RecordError, bad_sample, bad_sample_error, excluded
 from tessera.data.sources.fields import RecordSchema
 from tessera.data.sources.formats import parse
+from tessera.data.sources.regions import with_regions
 from tessera.data.workers.worker import time_limit
 from tessera.errors import TesseraError, first_line
 
@@ -250,7 +251,8 @@ class ItemBatcher:
         if not self._is_chat(drawn.item):
             self._refuse(f"is a {type(drawn.item).__name__}, others are conversations", drawn.number)
         form = self.forms.decide(drawn.item) or "sharegpt"
-        return Sample(_name(drawn), parse(drawn.item, form, self.forms.names[form]))
+        names = self.forms.names[form]
+        return Sample(_name(drawn), with_regions(parse(drawn.item, form, names), drawn.item.get(names.objects)))
 
     def _encode(self, sample: Sample) -> Encoded:
         assert isinstance(self.processor, ChatProcessor), "`_chat` refuses others"

@@ -44,7 +44,7 @@ from tessera.errors import TesseraError
 
 log = logging.getLogger("tessera")
 
-FORMAT = 3  # version of index files: increase it when their layout or their meaning changes
+FORMAT = 4  # version of index files: increase it when their layout or their meaning changes
 Policy = Literal["skip", "fail"]
 _CONTENT = "content_hash"
 _COMPARED = 256  # 256 usable and 256 unusable samples are measured again before a cached index is used

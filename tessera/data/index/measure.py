@@ -93,6 +93,7 @@ def content_hash(sample: Sample) -> int:
                 crc = zlib.crc32(part.value, crc)
             elif isinstance(part.value, str):
                 words.append(part.value)
+                words += [repr(region) for region in part.regions]
             elif isinstance(part.value, StoredTensors):
                 words.append(part.value.content)
             elif isinstance(part.value, ArchiveMember):  # the spelling must stay: stored indexes have its hash

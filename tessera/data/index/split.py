@@ -17,6 +17,7 @@ from tessera.core.sample import PLAIN, BadSample, MediaSize, Message, Part, Samp
 from tessera.data.index.measure import MAX_BAD, BadRow, Measured, bad_rows, content_hash, id_hash
 from tessera.data.media.read import MediaProcessor
 from tessera.data.sources.container import RecordError
+from tessera.data.sources.regions import without_regions
 from tessera.data.sources.source import Source
 from tessera.data.tables import AnyTables, MemoryTables, narrow
 from tessera.errors import TesseraError
@@ -103,8 +104,10 @@ class TruncateToLength:
         media = np.cumsum([0, *(sum(part.kind != "text" for part in m.parts) for m in sample.messages)])
 
         def measured(first: int, last: int) -> dict[str, int]:
-            part = Sample(sample.id, sample.messages[first:last])
-            return self.processor.measure(part, sizes[media[first] : media[last]])
+            messages = sample.messages[first:last]
+            if first:  # the images of boxes are in earlier turns
+                messages = tuple(without_regions(message) for message in messages)
+            return self.processor.measure(Sample(sample.id, messages), sizes[media[first] : media[last]])
 
         count = len(sample.messages)
         turns_fit = _largest(0, count, lambda turns: turns == 0 or measured(0, turns)["tokens"] <= self.length)
@@ -157,7 +160,9 @@ def _largest(low: int, high: int, fits: Callable[[int], bool]) -> int:
 
 def _is_plain(sample: Sample) -> bool:
     messages = sample.messages
-    return len(messages) == 1 and messages[0].role == PLAIN and all(part.kind == "text" for part in messages[0].parts)
+    if len(messages) != 1 or messages[0].role != PLAIN:
+        return False
+    return all(part.kind == "text" and not part.regions for part in messages[0].parts)
 
 
 def _text(message: Message) -> str:

@@ -48,7 +48,7 @@ _TAGS = {
     "observation_tag": "tool",
     "function_tag": "assistant",
 }
-_KEYS = ("id", "messages", "role_tag", "content_tag", "system", "tools", "images", "videos", "audios")
+_KEYS = ("id", "messages", "role_tag", "content_tag", "system", "tools", "images", "videos", "audios", "objects")
 _ALPACA_KEYS = ("prompt", "query", "response", "history")
 # Keys of the formats with one question and one answer, where they differ from alpaca.
 _ASKED_BY: Mapping[RecordFormat, Mapping[str, str]] = {
@@ -77,6 +77,7 @@ class ColumnMap:
     id: str = "id"
     system: str = "system"
     tools: str = "tools"
+    objects: str = "objects"  # boxes, points and names of objects
     prompt: str = "instruction"
     query: str = "input"
     response: str = "output"
@@ -95,7 +96,7 @@ def column_map(record_format: RecordFormat, columns: Mapping[str, str]) -> Colum
     """Return the keys of a record format, renamed by `columns`. `check_columns` must have accepted these."""
     renamed: dict[str, Any] = {
         key: columns[key]
-        for key in ("id", "system", "tools", *_ALPACA_KEYS, *_PAIR_KEYS, "path", "references")
+        for key in ("id", "system", "tools", "objects", *_ALPACA_KEYS, *_PAIR_KEYS, "path", "references")
         if key in columns
     }
     for ours, theirs in _ASKED_BY.get(record_format, {}).items():

@@ -18,6 +18,7 @@ from tessera.data.sources.file_groups import METADATA, Metadata, open_files, ope
 from tessera.data.sources.file_names import source_files
 from tessera.data.sources.formats import parse
 from tessera.data.sources.parquet import open_parquet
+from tessera.data.sources.regions import with_regions
 from tessera.data.sources.text import TextKind, open_text_file
 from tessera.errors import TesseraError
 from tessera.hub.config import local_source
@@ -113,7 +114,7 @@ class Source:
         has_id = isinstance(value, (str, int)) and not isinstance(value, bool) and value != ""
         id = str(value) if has_id else self.location(number)
         try:
-            messages = parse(content, chosen, names)
+            messages = with_regions(parse(content, chosen, names), content.get(names.objects))
         except RecordError as error:
             raise RecordError(error.what, where=id, code=error.code) from None
         return Sample(id, _with_members(messages, record.members) if record.members else messages)

@@ -101,7 +101,7 @@ class SampleRows:
             identity: Row = {"index": index, "id": sample.id}
             messages = sample.messages
             if messages and messages[-1].role == "assistant":
-                identity["expected"] = "".join(str(part.value) for part in messages[-1].parts if part.kind == "text")
+                identity["expected"] = "".join(part.spelled() for part in messages[-1].parts if part.kind == "text")
                 messages = messages[:-1]
             if not any(message.role in ("user", "tool") for message in messages):
                 error = RecordError("the row has no question", where=sample.id, code="data.no-question")

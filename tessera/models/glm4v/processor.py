@@ -20,6 +20,7 @@ from tessera.models.files.side_files import BOTH_FILE, IMAGE_FILE, VIDEO_FILE
 from tessera.models.glm4v.config import Glm4vConfig
 from tessera.models.glm4v.model import bicubic_positions
 from tessera.models.processing.chat import ChatSpan, ChatTemplate, MediaWords, Turn
+from tessera.models.processing.grounding import Grounding
 from tessera.models.processing.streams import MediaLayout
 from tessera.models.vision.grid_processor import GridOptions, TimestampedVideoProcessor
 from tessera.models.vision.patches import Patches
@@ -109,6 +110,9 @@ class Glm4vProcessor(TimestampedVideoProcessor):
     tokenizer_kind: ClassVar[str | None] = "PreTrainedTokenizerFast"
     options: ClassVar[type[GridOptions]] = Glm4vOptions
     chat: ClassVar[ChatTemplate] = GLM4V
+    grounding: ClassVar[Grounding | None] = Grounding(
+        box="[[{}, {}, {}, {}]]", point="[[{}, {}]]", around=("<|begin_of_box|>", "<|end_of_box|>")
+    )
     files: ClassVar[GridFiles] = Glm4vFiles()
 
     ends: tuple[int, ...] = ()  # ids of further stop tokens, from the model's configuration

@@ -22,6 +22,7 @@ from tessera.models.internvl.config import InternVLConfig, InternVLVisionConfig
 from tessera.models.internvl.original import CONTEXT, is_original, system_message, tile_settings
 from tessera.models.processing.chat import ChatSpan, ChatTemplate, MediaWords
 from tessera.models.processing.conversation import check_rope_length, check_special_tokens, with_system
+from tessera.models.processing.grounding import Grounding
 from tessera.models.processing.streams import MediaLayout
 from tessera.models.processing.tokenizer import ChatEncoder, load_tokenizer, read_chat_template
 from tessera.models.vision.patches import Patches, block_positions
@@ -66,6 +67,12 @@ class InternVLProcessor(VisionProcessor):
     version: ClassVar[str] = "internvl 2"
     axes: ClassVar[int] = 1
     replaced_words: ClassVar[tuple[str, ...]] = (VIDEO,)
+    grounding: ClassVar[Grounding | None] = Grounding(
+        box="[[{}, {}, {}, {}]]",
+        point="[[{}, {}]]",
+        around=("<box>", "</box>"),
+        around_name=("<ref>", "</ref>"),
+    )
 
     image: TileCutter
     video: TileCutter

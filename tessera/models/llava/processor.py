@@ -26,6 +26,7 @@ from tessera.models.llava.preprocessing import (
 )
 from tessera.models.processing.chat import ChatTemplate, MediaWords, Turn
 from tessera.models.processing.conversation import check_special_tokens, first_template, with_system
+from tessera.models.processing.grounding import BoxScale, Grounding
 from tessera.models.processing.streams import MediaLayout
 from tessera.models.processing.tokenizer import (
     ChatEncoder,
@@ -81,6 +82,7 @@ class LlavaOptions(VideoOptions):
 class LlavaProcessor(VisionProcessor):
     version: ClassVar[str] = "llava 1"
     axes: ClassVar[int] = 1
+    grounding: ClassVar[Grounding | None] = Grounding(scale=1, decimals=2)
 
     config: LlavaConfig
     squares: SquareImages
@@ -169,6 +171,13 @@ class LlavaProcessor(VisionProcessor):
             "pixels": self.squares.cut(squares),
             "patch_index": np.tile(np.arange(self.config.vision.patches), len(squares)),
         }
+
+    def box_scale(self, size: MediaSize) -> BoxScale:
+        """Return the scale of boxes. Those of LLaVA 1.5 are shares of the image padded to a square."""
+        if self.tiles is not None or not self.squares.pad:
+            return super().box_scale(size)
+        side = max(size.width, size.height)
+        return BoxScale(1 / side, 1 / side, (side - size.width) // 2, (side - size.height) // 2)
 
     # ------------------------------------------------------------------------------------------ files
 

@@ -129,12 +129,13 @@ class ChatTemplate:
         last_only: bool = False,
         answer: bool = False,
         show: Callable[[Part, str], list[ChatSpan]] | None = None,
+        write: Callable[[Part, ChatSpan], list[ChatSpan]] | None = None,
     ) -> list[ChatSpan]:
         """Return a conversation as text spans.
 
         `last_only`: train only the last of the trained turns. `answer`: end with the header of an assistant's turn,
         which a model continues. `show`: returns the spans of a media part; default: its placeholder with the enclosing
-        tokens.
+        tokens. `write`: returns the spans of a text with regions, from the span of its unchanged text.
         """
         messages = self._with_own_prompt(messages)
         spans = self._words(self.begin, "system")
@@ -146,7 +147,7 @@ class ChatTemplate:
         before: Message | None = None
         for number, message in enumerate(messages):
             trained = number in trained_turns or message.role == PLAIN
-            content = self._content(message, trained, show or self.show)
+            content = self._content(message, trained, show or self.show, write)
             if message.role == PLAIN:
                 spans += [*content, ChatSpan(self.end_of_text, PLAIN, True, special=True)]
                 before = message
@@ -195,22 +196,33 @@ class ChatTemplate:
             )
         return self.media[part.kind]
 
-    def _content(self, message: Message, trained: bool, show: Callable[[Part, str], list[ChatSpan]]) -> list[ChatSpan]:
+    def _content(
+        self,
+        message: Message,
+        trained: bool,
+        show: Callable[[Part, str], list[ChatSpan]],
+        write: Callable[[Part, ChatSpan], list[ChatSpan]] | None,
+    ) -> list[ChatSpan]:
         spans: list[ChatSpan] = []
         parts = sorted(message.parts, key=lambda p: p.kind == "text") if self.media_first else message.parts
         for part in parts:
             if part.kind == "text":
-                spans += self._text(part.value, message.role, trained)
+                said = ChatSpan(part.value, message.role, trained)
+                written = write(part, said) if part.regions and write is not None else [said]
+                spans += self._enclosed(written, message.role)
             else:  # placeholders of media are not trained
                 spans += show(part, message.role)
         return spans
 
     def _text(self, text: str, role: str, trained: bool) -> list[ChatSpan]:
-        said = ChatSpan(text, role, trained)
+        return self._enclosed([ChatSpan(text, role, trained)], role)
+
+    def _enclosed(self, said: list[ChatSpan], role: str) -> list[ChatSpan]:
+        """Return the spans of a text with the words of the template around it."""
         if role == PLAIN:
-            return [said]
+            return said
         turn = self._turn(role)
-        return [*self._words(turn.text_before, role), said, *self._words(turn.text_after, role)]
+        return [*self._words(turn.text_before, role), *said, *self._words(turn.text_after, role)]
 
     def _turn(self, role: str) -> Turn:
         return self.turns[role] if role in self.turns else self.turns[_ANY]

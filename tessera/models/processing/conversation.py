@@ -24,6 +24,7 @@ from tessera.config.reader import Section
 from tessera.core.batch import IGNORE, Batch, Segments
 from tessera.core.sample import Encoded, EncodedStream, MediaSize, Part, PartKind, Sample
 from tessera.data.media.video_frames import VideoSampling
+from tessera.data.sources.regions import check_regions
 from tessera.errors import TesseraError
 from tessera.models.processing.chat import ChatSpan, ChatTemplate
 from tessera.models.processing.streams import (
@@ -118,6 +119,14 @@ class ConversationProcessor:
         """Return the text and placeholder tokens that stand for an image, video or recording in the prompt."""
         return self.template.show(part, role)
 
+    def write(self, part: Part, text: ChatSpan, images: Sequence[MediaSize]) -> list[ChatSpan]:
+        """Return the spans of a text with boxes, points or names of objects. `text`: its span with placeholders."""
+        raise TesseraError(
+            "this model has no words for boxes and points",
+            fix="remove such samples, or write the boxes into the text and leave out `objects`",
+            code="model.no-box-words",
+        )
+
     def fingerprint_fields(self) -> list[Any]:
         """Return further JSON values that `measure` depends on, besides tokenizer, template and sampling."""
         return []
@@ -140,7 +149,7 @@ class ConversationProcessor:
 
     def measure(self, sample: Sample, sizes: Sequence[MediaSize]) -> dict[str, int]:
         layouts = self._layouts(sample, sizes)
-        _, trained, _ = self.encoder.encode(self._chat_spans(sample, layouts), token_runs(layouts))
+        _, trained, _ = self.encoder.encode(self._chat_spans(sample, sizes, layouts), token_runs(layouts))
         measures = self._counts(sample, layouts, sizes, trained)
         for stream in self.streams.values():
             measures |= stream.measure(self._read_by(stream, sample, layouts))
@@ -149,7 +158,7 @@ class ConversationProcessor:
     def encode(self, sample: Sample, media: Sequence[Any], sizes: Sequence[MediaSize] | None = None) -> Encoded:
         sizes = [media_size(item) for item in media] if sizes is None else sizes
         layouts = self._layouts(sample, sizes)
-        return self._encode(sample, media, sizes, layouts, self._chat_spans(sample, layouts))
+        return self._encode(sample, media, sizes, layouts, self._chat_spans(sample, sizes, layouts))
 
     def _layouts(self, sample: Sample, sizes: Sequence[MediaSize]) -> list[MediaLayout]:
         parts = sample.media()
@@ -158,15 +167,18 @@ class ConversationProcessor:
             self.template.words_of(part)  # raises an error for media that the family does not support
         return self.layouts([part.kind for part in parts], sizes)
 
-    def _chat_spans(self, sample: Sample, layouts: Sequence[MediaLayout], prompt: bool = False) -> list[ChatSpan]:
+    def _chat_spans(
+        self, sample: Sample, sizes: Sequence[MediaSize], layouts: Sequence[MediaLayout], prompt: bool = False
+    ) -> list[ChatSpan]:
         """Return the rendered conversation as text spans. `prompt`: stop where the assistant's answer begins."""
-        remaining = iter(layouts)
+        remaining, images = iter(layouts), check_regions(sample, sizes)
         return self.template.render(
             sample.messages,
             () if prompt else self.train_on,
             last_only=self.last_only,
             answer=prompt,
             show=lambda part, role: self.show(part, role, next(remaining)),
+            write=lambda part, text: self.write(part, text, images),
         )
 
     def _encode(
@@ -247,7 +259,7 @@ class ConversationProcessor:
             objects = objects[: len(question.media())]
             read = [media_size(item) for item in objects] if sizes is None else sizes[number][: len(objects)]
             layouts = self._layouts(question, read)
-            spans = self._chat_spans(question, layouts, prompt=ending != "none")
+            spans = self._chat_spans(question, read, layouts, prompt=ending != "none")
             if ending == "continue":
                 spans += [span for message in sample.messages[count:] for span in self.template.beginning(message)]
             items.append(self._encode(question, objects, read, layouts, spans))

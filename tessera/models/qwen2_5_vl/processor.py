@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from tessera.core.sample import MediaSize, PartKind
+from tessera.models.processing.grounding import Grounding
 from tessera.models.processing.streams import MediaLayout
 from tessera.models.qwen2_5_vl.config import Qwen25VLConfig
 from tessera.models.qwen2_5_vl.model import window_order, window_sizes
@@ -23,6 +24,7 @@ from tessera.models.vision.preprocessor_files import GridFiles
 class Qwen25VLProcessor(GridProcessor):
     version: ClassVar[str] = "qwen2_5_vl 1"
     files: ClassVar[GridFiles] = GridFiles(processor="Qwen2_5_VLProcessor")
+    grounding: ClassVar[Grounding | None] = Grounding(scale=0, json=True)
 
     window: int = 4  # number of tokens (merged patches) along each side of an attention window
     tokens_per_second: int = 2  # rope time positions per second of a video

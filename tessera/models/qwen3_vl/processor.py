@@ -14,6 +14,7 @@ from pydantic import Field
 from tessera.core.sample import Part
 from tessera.data.media.video_frames import Rule
 from tessera.models.processing.chat import ChatSpan, ChatTemplate
+from tessera.models.processing.grounding import Grounding
 from tessera.models.processing.streams import MediaLayout
 from tessera.models.qwen2 import QWEN_TURNS
 from tessera.models.qwen3_vl.config import Qwen3VLConfig
@@ -38,6 +39,7 @@ class Qwen3VLProcessor(TimestampedVideoProcessor):
     frames_rule: ClassVar[Rule] = "ends"
     options: ClassVar[type[GridOptions]] = Qwen3VLOptions
     chat: ClassVar[ChatTemplate] = TEMPLATE
+    grounding: ClassVar[Grounding | None] = Grounding(json=True)
     files: ClassVar[GridFiles] = GridFiles(
         processor="Qwen3VLProcessor",
         video="Qwen3VLVideoProcessor",

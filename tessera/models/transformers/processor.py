@@ -224,6 +224,12 @@ def _as_images(sample: Sample, media: Sequence[Any]) -> tuple[Sample, list[Image
     for message in sample.messages:
         parts: list[Part] = []
         for part in message.parts:
+            if part.regions:
+                raise TesseraError(
+                    "how a class of transformers writes boxes and points is unknown",
+                    fix="write them into the text as the model expects them, and leave out `objects`",
+                    code="model.no-box-words",
+                )
             if part.kind == "text":
                 parts.append(part)
                 continue

@@ -47,7 +47,8 @@ def answers_section(run: RecordedRun) -> str:
     rows = wrong + right[::stride][: MOST_ANSWERS - len(wrong)]
     words = all(len(text) <= SHORT for row in rows for text in (row["answer"], row["expected"]))
     cards = "".join(_card(row, run) for row in rows)
-    note = f'<p class="soft">{len(rows)} of {len(run.answers)}; mistakes first.</p>'
+    legend = " Boxes: expected in green, answered in orange." if any(row["regions"] for row in rows) else ""
+    note = f'<p class="soft">{len(rows)} of {len(run.answers)}; mistakes first.{legend}</p>'
     generated = any(path.endswith(".gif") for row in rows for path in row["images"])
     title = "Judged samples" if generated else "Held-out answers"
     return html.section(title, f'{note}<div class="answers{" words" if words else ""}">{cards}</div>')
@@ -107,12 +108,29 @@ def _folded(text: str) -> str:
 
 def _images(row: Mapping[str, Any], run: RecordedRun) -> str:
     copies = [*row["copies"], *[None] * len(row["images"])]
-    images = "".join(_image(copy or path, run) for path, copy in zip(row["images"][:MOST_IMAGES], copies, strict=False))
+    sizes = [*row["sizes"], *[None] * len(row["images"])]
+    images = "".join(
+        _image(copy or path, run, _overlay(row, number, sizes[number]))
+        for number, (path, copy) in enumerate(zip(row["images"][:MOST_IMAGES], copies, strict=False))
+    )
     more = len(row["images"]) - MOST_IMAGES
     return f'<div class="images">{images}{f"<span>and {more} more</span>" if more > 0 else ""}</div>' if images else ""
 
 
-def _image(path: str, run: RecordedRun) -> str:
+def _overlay(row: Mapping[str, Any], image: int, size: tuple[int, int] | None) -> str:
+    """Return the expected and the answered boxes and points of an image as SVG. Rows of other users are not trusted."""
+    shapes = []
+    for region in row["regions"] if size is not None else ():
+        numbers, kind = region.get("numbers"), "good" if region.get("of") == "expected" else "held"
+        if region.get("image") != image or not isinstance(numbers, list):
+            continue
+        if all(type(number) in (int, float) and abs(number) < 1e9 for number in numbers):
+            label = f"{region.get('of')}: {region.get('label') or ''}".strip(": ")
+            shapes.append(html.Shape(tuple(map(float, numbers)), label, kind))
+    return html.overlay(*size, shapes) if size is not None else ""
+
+
+def _image(path: str, run: RecordedRun, overlay: str) -> str:
     """Return HTML that embeds an image file of the run folder; empty if the file cannot be read."""
     # Imported here because these modules import torch, which a page without images does not need.
     from tessera.data.media.files import Limits
@@ -131,7 +149,7 @@ def _image(path: str, run: RecordedRun) -> str:
     tiny = ' class="tiny"' if max(image.size) <= TINY else ""
     content, kind = small_copy(image)
     uri = f"data:image/{kind};base64," + base64.b64encode(content).decode()
-    return f'<div class="image"><img{tiny} alt="" src="{uri}"></div>'
+    return f'<div class="image drawn"><img{tiny} alt="" src="{uri}">{overlay}</div>'
 
 
 def _media(folder: Path, name: str) -> str | None:

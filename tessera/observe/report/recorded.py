@@ -106,6 +106,10 @@ def _answers(folder: Path) -> Iterator[dict[str, Any]]:
             "correct": bool(row.get("correct")),
             "images": [str(path) for path in images] if isinstance(images, list) else [],
             "copies": [_file(copy) for copy in copies] if isinstance(copies := row.get("shown"), list) else [],
+            "sizes": [_size(copy) for copy in copies] if isinstance(copies, list) else [],
+            "regions": [region for region in regions if isinstance(region, dict)]
+            if isinstance(regions := row.get("regions"), list)
+            else [],
         }
 
 
@@ -113,6 +117,13 @@ def _file(copy: object) -> str | None:
     """Return the file name of an image's copy in the run folder; None if the run stored no copy."""
     file = copy.get("file") if isinstance(copy, dict) else None
     return file if isinstance(file, str) else None
+
+
+def _size(copy: object) -> tuple[int, int] | None:
+    """Return width and height of the image that a copy was made of; None if they are unknown."""
+    sides = [copy.get(name) for name in ("width", "height")] if isinstance(copy, dict) else []
+    good = [side for side in sides if type(side) is int and 0 < side < 1 << 31]
+    return (good[0], good[1]) if len(good) == 2 else None
 
 
 def _read_metrics(path: Path) -> tuple[list[Mapping[str, Any]], int]:

@@ -224,6 +224,7 @@ article{padding:14px;margin:12px 0}article pre{margin:0;padding:0;border:0;font:
 white-space:pre-wrap;overflow-wrap:anywhere;max-height:420px;overflow-y:auto}
 mark{background:var(--trained);color:inherit;border-radius:3px}
 .media{background:var(--media);border-radius:3px;padding:0 4px}.problem{color:var(--loss)}
+.thumb .drawn{display:inline-block}
 .thumbs{display:flex;flex-wrap:wrap;gap:10px;margin:0 0 10px}.thumb{font-size:12px;text-align:center;max-width:152px}
 .thumb img,.none{display:block;max-width:144px;max-height:144px;margin:0 auto 2px;border-radius:6px;
 border:1px solid var(--line)}.none{padding:20px 12px;color:var(--soft)}
@@ -301,6 +302,8 @@ def _article(sample: Shown) -> str:
 
 def _thumb(thumb: Thumb) -> str:
     image = f'<img alt="" src="{escape(thumb.uri)}">' if thumb.uri else '<div class="none">no image</div>'
+    if thumb.uri and thumb.shapes:
+        image = f'<div class="drawn">{image}{html.overlay(*thumb.pixels, thumb.shapes)}</div>'
     tokens = "" if thumb.tokens is None else f"<br>{thumb.tokens:,} tokens"
     return (
         f'<div class="thumb" title="{escape(thumb.name)}">{image}'

@@ -60,6 +60,12 @@ KINDS: dict[str, Kind] = {
         "Placeholders that do not match the media",
         "write one <image>, <video> or <audio> for each file that the row lists",
     ),
+    "bad-boxes": Kind(
+        "loss",
+        "Boxes and points that cannot be used",
+        "correct `objects` of these rows: one bbox or ref for each placeholder, inside of the image, in the unit of "
+        "bbox_type",
+    ),
     "unknown-role": Kind(
         "loss",
         "Unknown roles",
@@ -91,8 +97,17 @@ KINDS: dict[str, Kind] = {
         "remove them: they are tokenized as plain text, and the model learns to write them",
     ),
     "loose-placeholder": Kind(
-        "warning", "Placeholders in texts without media", "list the media of these rows, or remove the placeholders"
+        "warning",
+        "Placeholders in texts without media or boxes",
+        "list the media (or `objects`) of these rows, or remove the placeholders",
     ),
+    "box-outside": Kind(
+        "warning",
+        "Boxes that reach beyond the image",
+        "correct them: they are cut to the image. Sizes count after the image is turned upright by its EXIF tag",
+    ),
+    "box-unit": Kind("warning", "Boxes in another unit than bbox_type", "set bbox_type to real, norm1 or norm1000"),
+    "box-swapped": Kind("warning", "Boxes with x and y exchanged", "write [x1, y1, x2, y2], with x from the left"),
     "mojibake": Kind(
         "warning", "Text decoded with the wrong encoding", "read the original as UTF-8 and export it again"
     ),
@@ -120,6 +135,9 @@ SAMPLE_KINDS = (
     "all-trained",
     "enlarged",
     "shrunk",
+    "box-outside",
+    "box-unit",
+    "box-swapped",
 )
 
 # Kind of finding -> codes of the errors that make a record unusable. `ExaminedSet.kind_of_bad` decides other codes.
@@ -129,6 +147,7 @@ _CODES = {
     "empty-caption": ("data.empty-caption", "generation.empty-caption"),
     "huge-caption": ("generation.caption-too-long", "generation.caption-over-tokens"),
     "placeholders": ("data.placeholder-count", "data.media-column-unknown"),
+    "bad-boxes": ("data.bad-objects", "data.region-count", "data.region-image", "data.region-outside"),
     "unknown-role": ("data.unknown-speaker", "data.no-role"),
     "missing-file": ("media.no-such-file", "media.not-a-file", "media.not-a-path"),
     "by-url": ("media.url-not-allowed",),
@@ -172,6 +191,7 @@ _MOJIBAKE = re.compile(r"â€|[ÃÂ][\u0080-\u00bf]|Ã[€‚ƒ„†‡ˆ‰Š
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ufeff]")
 _SPECIAL = re.compile(r"<\|[A-Za-z_][A-Za-z0-9_]{1,30}\|>|</?s>|\[/?INST\]|<<SYS>>|<(?:pad|unk|eos|bos)>")
 _LOOSE = re.compile(r"<(?:image|video|audio)>")
+_LOOSE_REGION = re.compile(r"<bbox>|<ref-object>")
 
 
 @dataclass
@@ -190,7 +210,7 @@ def check_texts(sample: Sample) -> TextFacts:
     loose: str | None = None
     has_media = bool(sample.media())
     for message in sample.messages:
-        texts = [part.value for part in message.parts if part.kind == "text"]
+        texts = [part.spelled() for part in message.parts if part.kind == "text"]
         length = sum(map(len, texts))
         facts.characters += length
         if message.role in ("assistant", PLAIN):
@@ -200,13 +220,15 @@ def check_texts(sample: Sample) -> TextFacts:
             if not facts.answer.strip() and len(texts) == len(message.parts):
                 facts.problems.setdefault("empty-answer", "the answer is empty")
         for text in texts:
+            if (region := _LOOSE_REGION.search(text)) is not None:
+                facts.problems.setdefault("loose-placeholder", _around(text, region))
             for kind, words in _oddities(text):
                 if kind == "loose-placeholder":
                     loose = loose or words
                 else:
                     facts.problems.setdefault(kind, words)
     if loose is not None and not has_media:
-        facts.problems["loose-placeholder"] = loose
+        facts.problems.setdefault("loose-placeholder", loose)
     order = _order(sample.messages)
     if order:
         facts.problems["turn-order"] = order
@@ -289,7 +311,7 @@ def content_hash(sample: Sample, media: list[int]) -> int:
         said.append(message.role)
         for part in message.parts:
             if part.kind == "text":
-                said.append(part.value)
+                said += [part.value, *map(repr, part.regions)]
             else:
                 said.append(media[at].to_bytes(8, "little"))
                 at += 1

@@ -26,11 +26,14 @@ from tessera.data.media.read import ChatProcessor, MediaSampling, decode, probe,
 from tessera.data.media.video_frames import VideoSampling
 from tessera.data.sources.container import RecordError, bad_sample
 from tessera.data.sources.formats import CHOSEN, REJECTED
+from tessera.data.sources.regions import check_regions, oddity, regions_of
 from tessera.data.sources.source import Source
 from tessera.data.workers.pool import Note
 from tessera.data.workers.worker import time_limit
 from tessera.diffusion.processor import GenerationProcessor
 from tessera.errors import TesseraError
+from tessera.models.vision.processor import VisionProcessor
+from tessera.runtime import html
 from tessera.tools.data_doctor.findings import (
     SAMPLE_KINDS,
     check_texts,
@@ -79,6 +82,7 @@ class Look:
             except (TesseraError, OSError) as error:
                 reason = bad_sample(sample.id, error).reason
                 raise TesseraError(f"cannot be decoded: {reason}", code="data.damaged-media") from error
+        check_regions(sample, sizes)
         spoken, parts = _as_spoken(sample), sample.media()
         texts = check_texts(spoken)
         marks = [media_hash(part, self.root) for part in parts]
@@ -107,6 +111,11 @@ class Look:
             problems = {kind: detail for kind, detail in problems.items() if kind in _OF_ANY_TEXT}
         elif {message.role for message in spoken.messages} == {"assistant"}:
             problems["all-trained"] = "every message is the assistant's"
+        images = [size for part, size in zip(sample.media(), sizes, strict=True) if part.kind == "image"]
+        for region in regions_of(sample):
+            kind, detail = oddity(region, images[region.image]) or ("", "")
+            if kind:
+                problems.setdefault(kind, detail)
         for part, size in zip(sample.media(), sizes, strict=True):
             target = None if self.processor is None or part.kind == "audio" else self.processor.target(part.kind, size)
             if target is not None:
@@ -162,6 +171,8 @@ class Thumb:
     size: str  # for display, such as "640 x 480"
     tokens: int | None
     uri: str | None  # data URI of a thumbnail
+    shapes: tuple[html.Shape, ...] = ()  # boxes and points in the image
+    pixels: tuple[int, int] = (0, 0)  # width and height of the image
 
 
 @dataclass(frozen=True)
@@ -226,11 +237,15 @@ def show(
     """Prepare a sample for display. Without a processor, messages of the assistant are marked as trained."""
     parts = sample.media()
     thumbs = []
+    shapes = _shapes(sample, sizes, processor) if media else {}
     for number, part in enumerate(parts[:MOST_MEDIA]):
         name = media_name(part)[-80:]
         if number < len(media):
-            tokens = None if processor is None else _media_tokens(processor, part, sizes[number])
-            thumbs.append(Thumb(name, _size_text(part, sizes[number]), tokens, _uri(media[number])))
+            size = sizes[number]
+            tokens = None if processor is None else _media_tokens(processor, part, size)
+            drawn = tuple(shapes.get(number, ()))
+            text = _size_text(part, size)
+            thumbs.append(Thumb(name, text, tokens, _uri(media[number]), drawn, (size.width, size.height)))
         else:
             thumbs.append(Thumb(name, "not read", None, None))
     more = max(0, len(parts) - MOST_MEDIA)
@@ -242,6 +257,26 @@ def show(
     spans = _token_spans(encoded.tokens.tolist(), marked.tolist(), processor)
     trained = encoded.counts.get("trained", int(marked.sum()))
     return Shown(location, sample.id, tuple(spans), tuple(thumbs), more, len(encoded.tokens), trained, problem)
+
+
+def _shapes(sample: Sample, sizes: Sequence[MediaSize], processor: ChatProcessor | None) -> dict[int, list[html.Shape]]:
+    """Return boxes and points to draw, by the index of their image among all media of a sample.
+
+    In a sample with one image, boxes that answers have as text in the form of the family are drawn, too.
+    """
+    images = [number for number, part in enumerate(sample.media()) if part.kind == "image"]
+    shapes: dict[int, list[html.Shape]] = {}
+    for region in regions_of(sample):
+        if region.image < len(images):
+            at = images[region.image]
+            shapes.setdefault(at, []).append(html.Shape(region.pixels(sizes[at]), region.label))
+    inner = processor.inner if isinstance(processor, PairProcessor) else processor
+    if not shapes and len(images) == 1 and isinstance(inner, VisionProcessor):
+        answers = [part.value for m in sample.messages if m.role == "assistant" for part in m.parts]
+        texts = [text for text in answers if isinstance(text, str)]
+        read = [region for text in texts for region in inner.read_boxes(text, sizes[images[0]], points=False)]
+        shapes[images[0]] = [html.Shape(region.numbers, region.label) for region in read]
+    return shapes
 
 
 def _media_tokens(processor: ChatProcessor, part: Part, size: MediaSize) -> int:
@@ -287,7 +322,7 @@ def _message_spans(sample: Sample) -> list[TextSpan]:
         for part in message.parts:
             if part.kind == "text":
                 trained = message.role in ("assistant", CHOSEN, PLAIN)
-                spans.append(TextSpan(_shortened(part.value), "trained" if trained else "context"))
+                spans.append(TextSpan(_shortened(part.spelled()), "trained" if trained else "context"))
             else:
                 spans.append(TextSpan(f"{part.kind} {media_name(part)[-80:]}", "media"))
         spans.append(TextSpan("\n", "context"))
