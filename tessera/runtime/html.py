@@ -49,7 +49,7 @@ line.share{stroke:var(--soft);stroke-dasharray:3 3}line.mark{stroke:var(--bad);s
 svg text.mark{fill:var(--bad)}.legend{font-size:12px;color:var(--soft)}.key{margin-right:14px}
 .key i{display:inline-block;width:14px;height:4px;margin-right:5px;vertical-align:middle;background:var(--main)}
 .key.raw i{opacity:.3}.key.held i{background:var(--held)}
-rect.over{fill:transparent}.drawn{position:relative}svg.shapes{position:absolute;inset:0;width:100%;height:100%}
+rect.over{fill:transparent}.drawn{position:relative;align-self:flex-start}svg.shapes{position:absolute;inset:0;width:100%;height:100%}
 .shape{fill:transparent;stroke:var(--main);stroke-width:2}.shape.good{stroke:var(--good)}.shape.held{stroke:var(--held)}
 .wide{overflow-x:auto;padding:6px 14px}table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
 td,th{padding:5px 10px;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}

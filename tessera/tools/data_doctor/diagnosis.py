@@ -224,7 +224,7 @@ article{padding:14px;margin:12px 0}article pre{margin:0;padding:0;border:0;font:
 white-space:pre-wrap;overflow-wrap:anywhere;max-height:420px;overflow-y:auto}
 mark{background:var(--trained);color:inherit;border-radius:3px}
 .media{background:var(--media);border-radius:3px;padding:0 4px}.problem{color:var(--loss)}
-.thumb .drawn{display:inline-block}
+.thumb .drawn{display:inline-block}.thumb .drawn img{margin:0}
 .thumbs{display:flex;flex-wrap:wrap;gap:10px;margin:0 0 10px}.thumb{font-size:12px;text-align:center;max-width:152px}
 .thumb img,.none{display:block;max-width:144px;max-height:144px;margin:0 auto 2px;border-radius:6px;
 border:1px solid var(--line)}.none{padding:20px 12px;color:var(--soft)}
