@@ -252,7 +252,7 @@ class SamplingFields(Body):
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=0)
     temperature: float = Field(1.0, ge=0, le=100)
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float = Field(1.0, ge=0, le=1)
     top_k: int = Field(0, ge=-1)  # -1 and 0: no limit
     min_p: float = Field(0.0, ge=0, le=1)
     seed: Seed | None = None
