@@ -70,6 +70,7 @@ OPTIONS = (
     {"temperature": 1.3, "top_k": 9, "top_p": 0.7},
     {"temperature": 1.3, "top_k": 12, "top_p": 0.95, "min_p": 0.15, "repetition_penalty": 1.6},
     {"temperature": 0.8, "top_p": 0.02},
+    {"temperature": 0.8, "top_p": 0.0},
 )
 
 

@@ -95,7 +95,7 @@ def test_no_prompts_and_no_tokens_need_no_call() -> None:
         new_tokens(Counter(), prompt(2), -1)
 
 
-@pytest.mark.parametrize("bad", [{"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}])
+@pytest.mark.parametrize("bad", [{"temperature": -1.0}, {"top_k": -1}, {"top_p": -0.1}, {"top_p": 1.5}])
 def test_senseless_settings_are_refused(bad: dict[str, Any]) -> None:
     with raises("generation.sampling-out-of-range", next(iter(bad))):
         sampling_of(**bad)

@@ -142,6 +142,16 @@ def test_sampling_fields_reach_the_engine(client: TestClient, service: Service) 
     assert request.stop_tokens == service.tokens.stops | {8}
 
 
+def test_top_p_0_is_accepted_as_in_openais_api(client: TestClient, service: Service) -> None:
+    """lmms-eval sends it for POPE and 15 other tasks, with temperature 0."""
+    parts = [{"type": "image_url", "image_url": {"url": picture()}}, {"type": "text", "text": "Is there a cat?"}]
+    messages = [{"role": "user", "content": parts}]
+    assert chat(client, messages=messages, max_tokens=128, temperature=0.0, top_p=0)["choices"]
+    body = client.post("/v1/responses", json={"input": "hi", "top_p": 0, "store": False})
+    assert (body.status_code, body.json().get("top_p")) == (200, 0), body.text
+    assert [request.sampling.top_p for request in service.engine.requests] == [0, 0]  # type: ignore[attr-defined]
+
+
 def test_defaults_are_those_of_openai_and_the_rest_of_the_context(client: TestClient, service: Service) -> None:
     body = chat(client, ignore_eos=True)
     (request,) = service.engine.requests  # type: ignore[attr-defined]
@@ -325,7 +335,7 @@ def test_fields_without_effect_are_accepted(client: TestClient) -> None:
         ({"surprise": 1}, "surprise"),
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": -1}, "temperature"),
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": -0.1}, "top_p"),
         ({"n": 0}, "n"),
         ({"n": 1000}, "n"),
         ({"stop": [""]}, "stop[0]"),

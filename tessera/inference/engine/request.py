@@ -23,7 +23,7 @@ class Sampling:
 
     temperature: float = 0.0
     top_k: int = 0  # 0: no limit
-    top_p: float = 1.0  # 1: no limit
+    top_p: float = 1.0  # 1: no limit; 0: the likeliest token, and those equal to it
     min_p: float = 0.0  # drop tokens less likely than this share of the likeliest; 0: no limit
     seed: int = 0
     repetition_penalty: float = 1.0  # over tokens of prompt and answer, as in transformers; 1: none
@@ -37,7 +37,7 @@ class Sampling:
         for name, in_range, allowed in (
             ("temperature", 0 <= self.temperature < finite, "0 and above"),
             ("top_k", self.top_k >= 0, "0 (no limit) and above"),
-            ("top_p", 0 < self.top_p <= 1, "above 0, up to 1"),
+            ("top_p", 0 <= self.top_p <= 1, "0 to 1 (no limit)"),
             ("min_p", 0 <= self.min_p <= 1, "0 (no limit) to 1"),
             ("repetition_penalty", 0 < self.repetition_penalty < finite, "above 0; 1 is none"),
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "-2 to 2"),

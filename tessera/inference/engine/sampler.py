@@ -353,7 +353,8 @@ def _threshold(scores: Tensor, limit: _Limit) -> Tensor:
     ranked = _weights(values)
     before = ranked.cumsum(dim=-1) - ranked
     inside = (before < (limit.top_p * total).to(torch.int64)) & (values >= last)
-    return values.gather(1, (inside.sum(dim=-1, keepdim=True) - 1).clamp(min=0))  # none is inside if there is a NaN
+    # None is inside if top_p is 0, or if there is a NaN: the highest score remains.
+    return values.gather(1, (inside.sum(dim=-1, keepdim=True) - 1).clamp(min=0))
 
 
 def _weights(scores: Tensor) -> Tensor:

@@ -181,7 +181,7 @@ class ResponsesRequest(_Body):
     text: TextSettings = TextSettings()
     max_output_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=100)
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: float | None = Field(None, ge=0, le=1)
     top_logprobs: int | None = Field(None, ge=0, le=20)
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = []
     truncation: Literal["disabled"] = "disabled"
