@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -289,12 +289,17 @@ class LoadedProcessor:
         encoded = [processor.encode(sample, *media) for sample, media in zip(samples, read, strict=True)]
         return processor.collate([encoded], sum(len(sample.tokens) for sample in encoded))
 
-    def prompt(self, samples: Sequence[tuple[Sample, Path]], ending: PromptEnding = "answer") -> Batch:
+    def prompt(
+        self, samples: Sequence[tuple[Sample, Path]], ending: PromptEnding = "answer", frames: int | None = None
+    ) -> Batch:
         """Return a batch of prompts for (sample of a data set, root folder of its media).
 
-        `ending`: see `ConversationProcessor.prompt`.
+        `ending`: see `ConversationProcessor.prompt`. `frames`: number of frames to sample from each video; None: as the
+        processor does.
         """
         processor = _needed(self.processor, self.spec)
+        if frames is not None:
+            processor = self._sampling(frames)
         if not isinstance(processor, ChatProcessor):  # its method raises an error with the reason
             return processor.prompt([sample for sample, _ in samples], [[] for _ in samples])
         read = [self._media(sample, root, processor) for sample, root in samples]
@@ -308,6 +313,16 @@ class LoadedProcessor:
                 code="generation.cannot-continue-answer",
             )
         return processor.prompt(items, media, sizes, ending)
+
+    def _sampling(self, frames: int) -> LanguageProcessor:
+        """Return a processor that samples this number of frames from each video."""
+        if not isinstance(self.processor, ConversationProcessor):
+            raise TesseraError(
+                f"the processor of {self.spec.name} chooses the number of frames itself",
+                fix="leave the number of frames out",
+                code="generation.option-without-effect",
+            )
+        return replace(self.processor, sampling=replace(self.processor.sampling, frames=frames))
 
     def _media(self, sample: Sample, root: Path, processor: ChatProcessor) -> tuple[list[Any], list[MediaSize]]:
         with with_fix("media of the conversation", "use a file that exists and can be decoded"):

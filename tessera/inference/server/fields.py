@@ -34,7 +34,6 @@ REFUSED: dict[str, str] = {
     "guided_json": "use structured_outputs.json",
     "guided_regex": "use structured_outputs.regex",
     "length_penalty": "there is no beam search",
-    "media_io_kwargs": "set the options of the processor where the model is loaded",
     "mm_processor_kwargs": "set the options of the processor where the model is loaded",
     "prediction": "there is no speculative decoding",
     "reasoning_effort": "the chat template of this model takes no arguments",
@@ -243,6 +242,14 @@ ToolChoice = Annotated[
 ]
 
 
+class FrameFields(Body):
+    num_frames: int = Field(ge=1, le=768)
+
+
+class MediaFields(Body):
+    video: FrameFields | None = None
+
+
 class SamplingFields(Body):
     """Declare the fields that chat and text completions share."""
 
@@ -320,6 +327,7 @@ class ChatRequest(SamplingFields):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     modalities: list[Literal["text"]] | None = None
+    media_io_kwargs: MediaFields | None = None
     add_special_tokens: Literal[False] | None = None  # the template writes them
 
     @model_validator(mode="after")

@@ -83,9 +83,18 @@ class Service:
     # ------------------------------------------------------------------------------------------ prompts
 
     async def chat_prompt(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Tool], *, answer: bool, continues: bool
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Tool],
+        *,
+        answer: bool,
+        continues: bool,
+        frames: int | None = None,
     ) -> TokenPrompt:
-        """Return the prompt of a conversation. `answer`: end with the header of the answer."""
+        """Return the prompt of a conversation. `answer`: end with the header of the answer.
+
+        `frames`: number of frames to sample from each video; None: as the processor does.
+        """
         if continues and answer:
             raise ApiError(
                 400,
@@ -99,7 +108,7 @@ class Service:
             listed = await download_media(listed, UrlPolicy(), self._downloaders)
         ending = "continue" if continues else "answer" if answer else "none"
         root = self.settings.allow_files or NO_FILES
-        batch = await asyncio.wrap_future(self.prompts.submit(listed, root, ending=ending))
+        batch = await asyncio.wrap_future(self.prompts.submit(listed, root, ending=ending, frames=frames))
         return self._checked(TokenPrompt(batch, prompt_tokens(batch)), "messages")
 
     async def text_prompt(self, prompt: str | Sequence[int], *, special: bool = True) -> TokenPrompt:
@@ -169,11 +178,13 @@ class Service:
         adapter = self.adapter_of(request.model)
         tools = () if request.tool_choice == "none" else request.tools
         forced = self._forced_calls(request)
+        video = request.media_io_kwargs and request.media_io_kwargs.video
         prompt = await self.chat_prompt(
             request.messages,
             tools,
             answer=request.add_generation_prompt,
             continues=request.continue_final_message,
+            frames=video.num_frames if video else None,
         )
         most = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         logprobs = request.top_logprobs if request.logprobs else None
