@@ -242,12 +242,12 @@ ToolChoice = Annotated[
 ]
 
 
-class VideoOptions(Body):
+class FrameFields(Body):
     num_frames: int = Field(ge=1, le=768)
 
 
-class MediaOptions(Body):
-    video: VideoOptions | None = None
+class MediaFields(Body):
+    video: FrameFields | None = None
 
 
 class SamplingFields(Body):
@@ -327,7 +327,7 @@ class ChatRequest(SamplingFields):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     modalities: list[Literal["text"]] | None = None
-    media_io_kwargs: MediaOptions | None = None
+    media_io_kwargs: MediaFields | None = None
     add_special_tokens: Literal[False] | None = None  # the template writes them
 
     @model_validator(mode="after")
