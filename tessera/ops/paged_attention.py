@@ -26,7 +26,7 @@ class AttentionLaunch(NamedTuple):
     stages: int  # of the pipeline of loads, of which the loads of the table take some; 1: no pipeline
 
 
-LAUNCH = AttentionLaunch(part=128, most=64, tile=64, warps=4, stages=4)
+LAUNCH = AttentionLaunch(part=128, most=64, tile=128, warps=4, stages=2)
 _TILE_BYTES = 32768  # the most bytes of the keys of a tile
 
 
