@@ -2,12 +2,15 @@
 
     python bench/serve.py                        # Qwen2.5-VL-3B shape, 64 requests and 1, 128 new tokens, bf16
     python bench/serve.py --skip-transformers --profile
+    python bench/serve.py --family qwen3_vl --preset 30b-a3b --skip-transformers
     python bench/serve.py --small                # the quick start's model, on a CPU too
 
-Each request has one image of 32 x 32 patches (256 tokens) and about 64 tokens of text. Weights are random: speed does
-not depend on them. One JSON line per case. `ms_per_step`: median time between two tokens while all requests decode.
+Each request has one image of 32 x 32 patches (256 tokens) or so, and about 64 tokens of text. Weights are random: speed
+does not depend on them. One JSON line per case. `ms_per_step`: median time of a step in which all requests decode.
 `tokens_per_s`: new tokens over the time from the first prompt to the last token, with the vision tower. The case "jpeg"
-also decodes the images. The limit is the time to read the weights of the language model at the bandwidth of a copy.
+also decodes the images. The limit of a step is the time to read the weights of the language model at the bandwidth of a
+copy: of experts, those that are active if they are chosen at random. `limit_tokens_per_s` also counts the products of
+the vision tower and of the prompts, at the speed of a large product.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +82,11 @@ class Bench:
         train_tokenizer(["a"], vocabulary, [f"<|{word}|>" for word in SPECIAL]).save(str(tokenizer / "tokenizer.json"))
         section = {"family": "qwen2_vl", "preset": "quickstart", "tokenizer": str(tokenizer)}
         if not options.small:
-            section = model_section("qwen2_5_vl", "3b", tokenizer)
+            section = model_section(options.family, options.preset, tokenizer)
         self.spec, self.config = resolve(ModelSection.model_validate(section))
         self.dtype = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
         self.side = 56 if options.small else 448
+        self.tokenizer = tokenizer
         sizes = {"min_pixels": 196, "max_pixels": 3136} if options.small else {"max_pixels": 448 * 448}
         assert self.spec.processor is not None
         self.processor = self.spec.processor(self.config, tokenizer, system=None, **sizes)
@@ -126,7 +131,7 @@ def answer(engine: Engine, prompts: Iterator[Batch], count: int, new_tokens: int
     began = time.perf_counter()
     steps, produced, unfinished, before, first = [], 0, 0, began, 0.0
     for prompt in prompts:
-        engine.add(Request(prompt, max_new_tokens=new_tokens))
+        engine.add(Request(prompt, max_new_tokens=new_tokens, stream=False))
         unfinished += 1
     prepared = time.perf_counter() - began
     while unfinished:
@@ -155,31 +160,78 @@ def answer(engine: Engine, prompts: Iterator[Batch], count: int, new_tokens: int
 # ---------------------------------------------------------------------------------------------- cases
 
 
-def limit(bench: Bench) -> dict[str, Any]:
-    size = sum(p.nbytes for name, p in bench.module.named_parameters() if name.startswith(("text.", "head.")))
-    a = torch.empty(2**26 if DEVICE.type == "cpu" else 2**31, dtype=torch.uint8, device=DEVICE)
+@dataclass(frozen=True)
+class Roofline:
+    """Hold what the device does in a second, and what the model needs at least."""
+
+    bandwidth: float  # bytes
+    speed: float  # multiply-adds
+    dense: int  # bytes of the language model without experts
+    experts: int  # bytes of all experts
+    inactive: float  # share of experts that a token does not choose
+    vision: int  # multiply-adds of a patch
+    text: float  # multiply-adds of a token of a prompt
+
+    def step(self, rows: int) -> float:
+        """Return the seconds to read the weights that a step of so many rows needs."""
+        return (self.dense + self.experts * (1 - self.inactive**rows)) / self.bandwidth
+
+    def tokens_per_s(self, batches: list[Batch], new_tokens: int) -> dict[str, float]:
+        """Return the most tokens per second at which requests can be answered together."""
+        patches = sum(batch["pixels"].shape[0] for batch in batches)
+        prompts = (self.vision * patches + self.text * sum(batch["tokens"].numel() for batch in batches)) / self.speed
+        steps = (new_tokens - 1) * self.step(len(batches))
+        most = round(len(batches) * new_tokens / (prompts + steps))
+        return {"limit_prompts_s": round(prompts, 3), "limit_steps_s": round(steps, 3), "limit_tokens_per_s": most}
+
+
+def roofline(bench: Bench) -> Roofline:
+    on_host = DEVICE.type == "cpu"
+    a = torch.empty(2**26 if on_host else 2**31, dtype=torch.uint8, device=DEVICE)
     b = torch.empty_like(a)
-    b.copy_(a)
-    wait()
-    began = time.perf_counter()
-    for _ in range(5):
-        b.copy_(a)
-    wait()
-    speed = 10 * a.nbytes / (time.perf_counter() - began)
+    copy = timed(lambda: b.copy_(a), 5)[0] / 1e3
+    side = 1024 if on_host else 8192
+    x = torch.randn(side, side, device=DEVICE, dtype=bench.dtype)
+    product = timed(lambda: x @ x, 10)[0] / 1e3
+    named = [(name, p) for name, p in bench.module.named_parameters() if p.dim() > 1 and "table" not in name]
+    experts = [p for name, p in named if name.startswith("text.") and p.dim() == 3]
+    plain = [p for name, p in named if name.startswith(("text.layers.", "head.")) and p.dim() == 2]
+    tied = [] if any(name.startswith("head.") for name, _ in named) else [bench.module.text.embed.weight]
+    shape = bench.module.text.experts
+    active = shape.top_k / shape.experts if shape else 1.0
+    # The head computes the last token of a prompt only. The projector has an input for each 2 x 2 patches.
+    layers = sum(p.numel() for name, p in named if name.startswith("text.layers.") and p.dim() == 2)
+    vision = sum(
+        p.numel() // (1 if name.startswith("vision.") else 4) for name, p in named if name[:4] in ("visi", "proj")
+    )
+    return Roofline(
+        2 * a.nbytes / copy,
+        side**3 / product,
+        sum(p.nbytes for p in [*plain, *tied]),
+        sum(p.nbytes for p in experts),
+        1 - active,
+        vision,
+        layers + active * sum(p.numel() for p in experts),
+    )
+
+
+def limit(bench: Bench, most: Roofline) -> dict[str, Any]:
     return {
-        "bandwidth_GB_s": round(speed / 1e9),
-        "language_weights_GB": round(size / 1e9, 3),
-        "limit_ms_per_step": round(size / speed * 1e3, 3),
+        "bandwidth_GB_s": round(most.bandwidth / 1e9),
+        "product_TFLOP_s": round(2 * most.speed / 1e12, 1),
+        "language_weights_GB": round((most.dense + most.experts) / 1e9, 3),
+        "limit_ms_per_step": {rows: round(most.step(rows) * 1e3, 3) for rows in (1, bench.requests)},
         "torch": torch.__version__,
     }
 
 
-def ours(bench: Bench, count: int) -> dict[str, Any]:
+def ours(bench: Bench, count: int, most: Roofline) -> dict[str, Any]:
     batches = bench.batches(count)
     engine = bench.engine(count, batches)
     warm = answer(engine, iter(batches), count, min(8, bench.new_tokens))  # compiles, and captures graphs
     fresh = bench.engine(count, batches) if DEVICE.type == "cpu" else engine
     line = answer(fresh, iter(new_images(batches)), count, bench.new_tokens)
+    line |= most.tokens_per_s(batches, bench.new_tokens)
     return {**line, "prompt_tokens": batches[0]["tokens"].numel(), "warm_up_s": warm["seconds"]}
 
 
@@ -314,6 +366,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--family", default="qwen2_5_vl")
+    parser.add_argument("--preset", default="3b")
     parser.add_argument("--small", action="store_true", help="the quick start's model")
     parser.add_argument("--skip-transformers", action="store_true")
     parser.add_argument("--profile", action="store_true", help="name the kernels of a decode call")
@@ -321,15 +375,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         bench = Bench(options, Path(scratch))
         count = bench.requests
-        report("limit", lambda: limit(bench))
-        together = report(f"ours, {count} at once", lambda: ours(bench, count))
+        most = roofline(bench)
+        report("limit", lambda: limit(bench, most))
+        together = report(f"ours, {count} at once", lambda: ours(bench, count, most))
         if DEVICE.type == "cpu":
             single = report("ours, one by one", lambda: one_by_one(bench, min(count, 8)))
             if "tokens_per_s" in together and "tokens_per_s" in single:
                 ratio = round(together["tokens_per_s"] / single["tokens_per_s"], 1)
                 print(json.dumps({"case": "at once over one by one", "ratio": ratio}), flush=True)
         else:
-            report("ours, 1", lambda: ours(bench, 1))
+            report("ours, 1", lambda: ours(bench, 1, most))
         report(f"ours, {count} at once, jpeg", lambda: jpeg(bench, count))
         for rows in (count, 1):
             report(f"a decode call of {rows}", lambda rows=rows: breakdown(bench, rows, options.profile))  # type: ignore[misc]

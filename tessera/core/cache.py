@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,8 +23,7 @@ from tessera.errors import TesseraError
 from tessera.runtime import device as devices
 
 
-@dataclass(frozen=True)
-class CacheRow:
+class CacheRow(NamedTuple):
     """Describe a row in a call: its blocks, and its number of cached and of new tokens."""
 
     blocks: Sequence[int]  # indices of its blocks, in the order of its tokens
@@ -58,7 +58,7 @@ class CacheStep:
         width = max(width, *(len(row.blocks) for row in rows))
         parts = _indices(rows, block_size, width)
         # Copy all index tensors to the device in one transfer.
-        packed = devices.send([number for part in parts for number in part], torch.int64, torch.device(device))
+        packed = devices.send(np.concatenate(parts), torch.int64, torch.device(device))
         on_device = packed.split([len(part) for part in parts])
         new = tuple(row.new for row in rows)
         return CacheStep(
@@ -77,11 +77,13 @@ class CacheStep:
     def refill(self, rows: Sequence[CacheRow]) -> None:
         """Overwrite the tensors by those of other rows, as many and with as many new tokens, in one transfer.
 
+        Blocks beyond the width of the table are left out.
+
         `longest` and `prefill` stay, so they must hold for these rows, too.
         """
         assert [row.new for row in rows] == list(self.segments.lengths)
         parts = _indices(rows, self.block_size, self.table.shape[1])
-        devices.send_to(self.packed, [number for part in parts for number in part])
+        devices.send_to(self.packed, np.concatenate(parts))
 
     @property
     def rows(self) -> int:
@@ -89,24 +91,25 @@ class CacheStep:
         return self.table.shape[0]
 
 
-def _indices(rows: Sequence[CacheRow], block_size: int, width: int) -> tuple[list[int], ...]:
+def _indices(rows: Sequence[CacheRow], block_size: int, width: int) -> tuple[np.ndarray, ...]:
     """Return the contents of bounds, lengths, table, slots and last, for a table with `width` columns."""
-    for row in rows:
-        if row.cached + row.new > len(row.blocks) * block_size:
-            raise TesseraError(
-                f"the cache has room for {len(row.blocks) * block_size} tokens of a row, and "
-                f"{row.cached + row.new} are needed",
-                fix="make the cache larger, or ask for fewer new tokens",
-                code="generation.cache-full",
-            )
-        assert row.new > 0, "a row without new tokens is no part of a call"
-    table = [block for row in rows for block in (*row.blocks, *[0] * (width - len(row.blocks)))]
-    slots = [
-        row.blocks[at // block_size] * block_size + at % block_size
-        for row in rows
-        for at in range(row.cached, row.cached + row.new)
-    ]
-    ends = [*accumulate(row.new for row in rows)]
-    lengths = [row.cached + row.new for row in rows]
-    last = [end - 1 for end, row in zip(ends, rows, strict=True) if row.sampled]
-    return [0, *ends], lengths, table, slots, last
+    cached = np.array([row.cached for row in rows])
+    new = np.array([row.new for row in rows])
+    lengths, room = cached + new, block_size * np.array([len(row.blocks) for row in rows])
+    if (lengths > room).any():
+        at = int((lengths > room).argmax())
+        raise TesseraError(
+            f"the cache has room for {room[at]} tokens of a row, and {lengths[at]} are needed",
+            fix="make the cache larger, or ask for fewer new tokens",
+            code="generation.cache-full",
+        )
+    assert new.min() > 0, "a row without new tokens is no part of a call"
+    table = np.zeros((len(rows), width), np.int64)
+    for line, row in zip(table, rows, strict=True):
+        line[: len(row.blocks)] = row.blocks[:width]
+    bounds = np.concatenate([[0], new.cumsum()])
+    member = np.repeat(np.arange(len(rows)), new)
+    token = np.arange(len(member)) + (cached - bounds[:-1])[member]  # in its row
+    slots = table[member, token // block_size] * block_size + token % block_size
+    last = bounds[1:][[row.sampled for row in rows]] - 1
+    return bounds, lengths, table.ravel(), slots, last

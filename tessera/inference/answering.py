@@ -126,7 +126,7 @@ def answer_texts(
             engine,
             numbered(),
             lambda number: prompts.submit(*sample(waiting[number])),
-            lambda number, batch: Request(batch, sampling.nth(number), max_new_tokens, stop_tokens=stops),
+            lambda number, batch: Request(batch, sampling.nth(number), max_new_tokens, stop_tokens=stops, stream=False),
             at_once + _AHEAD,
         ):
             if isinstance(answer, BaseException):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tessera.core.batch import Batch, Segments
 from tessera.nn.layers import LayerNorm, PackedAttention, RMSNorm
 from tessera.ops.linear import linear_pad_in, linear_pad_out, tensor_core_padding
-from tessera.ops.pointwise import Angles, axial_angles, rotate
+from tessera.ops.pointwise import Angles, axial_angles, rotate, swiglu
 from tessera.ops.registry import AUTO
 from tessera.runtime.modules import FusedLayers
 
@@ -141,9 +141,15 @@ class VisionMLP(FusedLayers):
         if self._plain() and (zeros := tensor_core_padding(x, self.up.out_features)):
             return self._aligned(x, zeros)
         inner = self.up(x)
-        inner = self.activation(inner) if self.gate is None else self.activation(self.gate(x)) * inner
+        inner = self.activation(inner) if self.gate is None else self._gated(self.gate(x), inner)
         out: Tensor = self.down(inner)
         return out
+
+    def _gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Return activation(gate) * up, without gradients by the kernel of SwiGLU, which rounds once."""
+        if self.activation is F.silu and not torch.is_grad_enabled():
+            return swiglu(gate, up)
+        return self.activation(gate) * up
 
     def _plain(self) -> bool:
         """Return whether all layers are plain `nn.Linear` layers, without adapters and sharding."""
@@ -158,7 +164,7 @@ class VisionMLP(FusedLayers):
         if self.gate is None:
             inner = self.activation(inner)
         else:
-            inner = self.activation(linear_pad_out(x, self.gate.weight, self.gate.bias, zeros)) * inner
+            inner = self._gated(linear_pad_out(x, self.gate.weight, self.gate.bias, zeros), inner)
         return linear_pad_in(inner, self.down.weight, self.down.bias, zeros)
 
 

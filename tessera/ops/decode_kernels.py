@@ -23,11 +23,11 @@ class LinearLaunch(NamedTuple):
     stages: int  # iterations whose loads are under way at once
 
 
-# By the kind of product. `bench/decode_kernels.py` compares others.
+# By the kind of product: the fastest on an H200 of those that `bench/decode_kernels.py` compares.
 LAUNCHES = {
-    "gate": LinearLaunch(2, 1024, 4, 2),  # gate and up projections at once
-    "wide": LinearLaunch(2, 1024, 4, 2),  # of more than 4,096 inputs, such as the down projection
-    "small": LinearLaunch(2, 1024, 4, 2),  # others: projections of attention
+    "gate": LinearLaunch(4, 1024, 4, 1),  # gate and up projections at once
+    "wide": LinearLaunch(2, 1024, 4, 1),  # of more than 4,096 inputs, such as the down projection
+    "small": LinearLaunch(2, 1024, 4, 1),  # others: projections of attention
 }
 
 

@@ -24,9 +24,10 @@ class AttentionLaunch(NamedTuple):
     tile: int  # tokens that a thread block reads at once
     warps: int
     stages: int  # of the pipeline of loads, of which the loads of the table take some; 1: no pipeline
+    combine_warps: int = 4  # of the kernel that combines parts
 
 
-LAUNCH = AttentionLaunch(part=128, most=64, tile=64, warps=4, stages=4)
+LAUNCH = AttentionLaunch(part=128, most=64, tile=128, warps=4, stages=2)
 _TILE_BYTES = 32768  # the most bytes of the keys of a tile
 
 
@@ -79,7 +80,7 @@ def paged_attention(
             PART=launch.part,
             MOST=launch.most,
             MANY=16,  # always: the order of sums depends on it
-            num_warps=4,
+            num_warps=launch.combine_warps,
         )
     return out
 

@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch.backends import cudnn
 from torch.profiler import ProfilerActivity
@@ -372,13 +373,13 @@ class HostCopy:
         return list(self._values.tolist())
 
 
-def send(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def send(values: Sequence[float] | np.ndarray, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return a tensor of these numbers on the device. The host does not wait for the copy."""
     tensor = torch.tensor(values, dtype=dtype)
     return tensor.pin_memory().to(device, non_blocking=True) if supports(device, "pinned_memory") else tensor.to(device)
 
 
-def send_to(target: torch.Tensor, values: Sequence[float]) -> None:
+def send_to(target: torch.Tensor, values: Sequence[float] | np.ndarray) -> None:
     """Copy these numbers into a tensor, after the work that is queued. The host does not wait for the copy."""
     tensor = torch.tensor(values, dtype=target.dtype)
     pinned = supports(target.device, "pinned_memory")

@@ -202,3 +202,13 @@ def test_special_tokens_are_text_where_the_request_wants_them() -> None:
 
     assert "".join(stream(tokens, spell)[0]) == "the<|end|> cat"
     assert "".join(stream(tokens, tokenizer.decode)[0]) == "the cat"
+
+
+def test_text_that_is_not_streamed_comes_at_the_end_and_stop_strings_end_it_all_the_same() -> None:
+    tokenizer = byte_level()
+    tokens = tokenizer.encode("the cat 🙂 sat END on", add_special_tokens=False).ids
+    parts, stop, _ = stream(tokens, tokenizer.decode, stream=False)
+    assert parts == [""] * len(tokens) + [tokenizer.decode(tokens)]
+    assert stop is None
+    parts, stop, _ = stream(tokens, tokenizer.decode, stream=False, stop=("END",))
+    assert ("".join(parts), stop) == ("the cat 🙂 sat ", "END")

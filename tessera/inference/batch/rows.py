@@ -115,7 +115,7 @@ class SampleRows:
         """Return what the engine is asked for a row."""
         options = self.options
         sampling = replace(options.sampling, seed=derive(options.sampling.seed, "row", prompt.index))
-        return Request(batch, sampling, options.max_new_tokens, stop_tokens=stop_tokens)
+        return Request(batch, sampling, options.max_new_tokens, stop_tokens=stop_tokens, stream=False)
 
     def answer(self, prompt: PromptRow, answer: Answer) -> Row:
         """Return the output row of an answered row."""

@@ -6,9 +6,9 @@ host handles text. So a row that has ended runs once more, and its last token is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tessera.checkpoint.state import model_tensors
 from tessera.checkpoint.weights import replace_tensors
-from tessera.core.spec import EncodesMedia, LanguageProcessor
+from tessera.core.spec import EncodesMedia
 from tessera.errors import TesseraError, nearest
 from tessera.inference.engine.blocks import BlockPool
 from tessera.inference.engine.constraint import Grammars
@@ -40,7 +40,7 @@ from tessera.inference.engine.sampler import Sampler
 from tessera.inference.engine.scheduler import CallPart, EngineLimits, Scheduler
 from tessera.inference.engine.state import NEVER_PUBLISHED, RequestState
 from tessera.inference.engine.stats import EngineStats
-from tessera.inference.engine.text import AnswerText
+from tessera.inference.engine.text import AnswerText, decoder_of
 from tessera.lora.bank import AdapterBank
 from tessera.models.processing.conversation import ConversationProcessor
 from tessera.runtime import device as devices
@@ -80,6 +80,7 @@ class Engine:
         grow = partial(_grow, self._pool, self._runner, self._most_blocks)
         self._scheduler = Scheduler(self._pool, limits, grow, self._sampler.leave)
         self._grammars: dict[frozenset[int], Grammars] = {}
+        self._decoders = {skip: decoder_of(model.processor, skip) for skip in (True, False)}
         # They hash media while this thread goes on: an image of 0.2 megapixels takes 1 to 2 ms.
         self._threads = ThreadPoolExecutor(_HASHING_THREADS, thread_name_prefix="engine-hash")
         self._numbers = count()
@@ -114,7 +115,7 @@ class Engine:
         return RequestState(
             next(self._numbers),
             request,
-            AnswerText(request, self._decoder(request)),
+            AnswerText(request, self._decoders[request.skip_special]),
             None if request.constraint is None else self._grammar(request.stop_tokens).start(request.constraint),
             tokens.tolist(),
             split_media(request.prompt, self._encoders, self._threads),
@@ -157,7 +158,7 @@ class Engine:
 
     def run(self, requests: Iterable[Request], on_delta: Callable[[Delta], None] | None = None) -> list[Answer]:
         """Answer requests to the end, and return the answers in order."""
-        numbers = [self.add(request) for request in requests]
+        numbers = [self.add(replace(request, stream=on_delta is not None)) for request in requests]
         deltas: dict[int, list[Delta]] = {number: [] for number in numbers}
         while not all(parts and parts[-1].finish for parts in deltas.values()):
             for delta in self.step():
@@ -211,19 +212,18 @@ class Engine:
             return
         self._counters.steps += 1
         logits = self._runner.call(parts, *((None, {}) if previous is None else (previous.tokens, previous.sources)))
-        sampled = [part for part in parts if part.sampled]
-        constrained = any(part.state.matcher is not None for part in sampled)
+        constrained = any(part.sampled and part.state.matcher is not None for part in parts)
         for part in parts:
-            self._counters.prefilled += max(0, min(part.start + part.new, part.state.prompt_length) - part.start)
+            if part.start < part.state.prompt_length:
+                self._counters.prefilled += min(part.new, part.state.prompt_length - part.start)
         if constrained:  # masks depend on the tokens before; the call runs meanwhile
             self._read(previous)
-        self._flight = self._sample(parts, logits)
+        self._flight = self._sample(parts, logits, self._masks(parts) if constrained else {})
         if not constrained:
             self._read(previous)
 
-    def _sample(self, parts: Sequence[CallPart], logits: Tensor) -> Flight:
+    def _sample(self, parts: Sequence[CallPart], logits: Tensor, masks: Mapping[RequestState, Tensor]) -> Flight:
         """Sample the next tokens, and count what the call has computed."""
-        masks = self._masks(parts)
         flight = Flight(parts, logits)
         # A request that ended when the call before was read has left the sampler, so its row is not sampled.
         rows = [part.state for part in flight.sampled]
@@ -239,11 +239,13 @@ class Engine:
             on_device = None if stacked is None else stacked.to(self.model.device, non_blocking=True)
             flight.take(self._sampler.sample(flight.logits, numbers, on_device))
         for part in parts:
-            if not part.state.finished:
-                part.state.advance(part.new)
-                part.state.pending += part.sampled
-                part.state.prompt_read |= part.with_logits and part.state.computed >= part.state.prompt_length
-                part.state.publish(self._pool)
+            state = part.state
+            if not state.finished:
+                state.advance(part.new)
+                state.pending += part.sampled
+                if part.start < state.prompt_length:  # later blocks are published when the request ends
+                    state.prompt_read |= part.with_logits and state.computed >= state.prompt_length
+                    state.publish(self._pool)
         return flight
 
     def _masks(self, parts: Sequence[CallPart]) -> dict[RequestState, Tensor]:
@@ -281,7 +283,7 @@ class Engine:
                 self._deltas.append(self._fail(state, error, damaged=result.damaged))
         for part in flight.parts:  # requests for log-probabilities of the prompt alone
             state = part.state
-            if not state.finished and not state.request.max_new_tokens and part.start + part.new == state.prompt_length:
+            if part.start + part.new == state.prompt_length and not (state.request.max_new_tokens or state.finished):
                 self._deltas.append(self._end(state, "length"))
 
     def _extend(self, state: RequestState, token: int, logprob: TokenLogprob | None) -> Delta:
@@ -289,7 +291,8 @@ class Engine:
         request = state.request
         self._counters.generated += 1
         state.tokens.append(token)
-        if token in request.stop_tokens and state.new_tokens >= request.min_new_tokens:
+        count = len(state.tokens) - state.prompt_length
+        if token in request.stop_tokens and count >= request.min_new_tokens:
             return self._end(state, "stop", stop=token)
         text, stop = state.text.add(token)
         tokens, logprobs = (token,), () if logprob is None else (logprob,)
@@ -297,9 +300,10 @@ class Engine:
             state.matcher.accept(token)
         if stop is not None or (state.matcher is not None and state.matcher.finished):
             return self._end(state, "stop", tokens, text, logprobs, stop=stop)
-        if state.new_tokens == request.max_new_tokens:
+        if count == request.max_new_tokens:
             return self._end(state, "length", tokens, text, logprobs)
-        return Delta(state.number, tokens, text, logprobs, self._prompt_logprobs(state))
+        prompt_logprobs = None if request.prompt_logprobs is None else self._prompt_logprobs(state)
+        return Delta(state.number, tokens, text, logprobs, prompt_logprobs)
 
     def _end(
         self,
@@ -314,7 +318,9 @@ class Engine:
     ) -> Delta:
         """Remove a request, and return its last delta."""
         prompt_logprobs = self._prompt_logprobs(state)
-        text += "" if reason == "error" else state.text.close()
+        if reason != "error":
+            text += state.text.close()
+            state.publish(self._pool)
         finish = Finish(
             reason,  # type: ignore[arg-type]
             stop,
@@ -407,12 +413,6 @@ class Engine:
         )
 
     # ------------------------------------------------------------------------------------------ parts of a request
-
-    def _decoder(self, request: Request) -> Callable[[Sequence[int]], str]:
-        processor = self.model.processor
-        if isinstance(processor, ConversationProcessor) and not request.skip_special:
-            return processor.spell
-        return processor.decode if isinstance(processor, LanguageProcessor) else lambda _: ""
 
     def _grammar(self, stop_tokens: frozenset[int]) -> Grammars:
         processor = self.model.processor

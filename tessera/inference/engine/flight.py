@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +15,7 @@ from tessera.inference.engine.state import RequestState
 from tessera.runtime.device import HostCopy
 
 
-@dataclass(frozen=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     """Hold the token that a call has sampled for a request."""
 
     state: RequestState
@@ -84,9 +83,12 @@ class Flight:
         """Wait for the sampled tokens, and yield them."""
         if self._host is None:
             return
-        tokens, damaged = (list(map(int, row)) for row in self._host())  # type: ignore[call-overload]
-        counts = [part.state.request.logprobs for part in self.sampled]
-        logprobs = [None] * len(tokens) if self._logprobs is None else self._logprobs.entries(tokens, counts)
+        tokens: list[int]
+        damaged: list[int]
+        tokens, damaged = self._host()  # type: ignore[assignment]
+        logprobs: Sequence[TokenLogprob | None] = [None] * len(tokens)
+        if self._logprobs is not None:
+            logprobs = self._logprobs.entries(tokens, [part.state.request.logprobs for part in self.sampled])
         for part, token, nan, logprob in zip(self.sampled, tokens, damaged, logprobs, strict=True):
             yield SampledToken(part.state, token, bool(nan), logprob)
 

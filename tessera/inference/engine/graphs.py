@@ -69,9 +69,9 @@ class DecodeGraphs:
         if captured is None:
             step = CacheStep.of(rows, self._cache.block_size, self._device)
             return self._call(tokens, positions, step)
-        width, count = captured.step.table.shape[1], len(rows)
+        count = len(rows)
         padding = [self._padding()] * (captured.step.rows - count)
-        captured.step.refill([*(CacheRow(row.blocks[:width], row.cached, 1) for row in rows), *padding])
+        captured.step.refill([*rows, *padding])
         captured.tokens[:count].copy_(tokens)
         captured.positions[..., :count].copy_(positions)
         return captured.graph.launch()[:count]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from tessera.core.batch import Batch
 from tessera.errors import TesseraError
@@ -80,6 +80,7 @@ class Request:
     stop_tokens: frozenset[int] = frozenset()  # all of them; the engine adds none
     stop: tuple[str, ...] = ()
     include_stop: bool = False  # whether a stop string is a part of the answer
+    stream: bool = True  # whether text is needed token by token; False: it may all come with the last delta
     logprobs: int | None = None  # None: none; 0: of sampled tokens; n: also of the n likeliest tokens
     prompt_logprobs: int | None = None  # the same for the tokens of the prompt
     constraint: Constraint | None = None
@@ -109,8 +110,7 @@ class Finish:
     new_tokens: int = 0  # including a stop token
 
 
-@dataclass(frozen=True)
-class Delta:
+class Delta(NamedTuple):
     """Hold the next part of an answer. Text may lag behind tokens: half characters and possible stop strings wait."""
 
     request: int

@@ -87,14 +87,16 @@ class Runner:
         missing: dict[str, dict[bytes, Piece]] = {}  # by adapter and content
         users: list[tuple[RequestState, Piece]] = []
         for part in parts:
-            state, adapter = part.state, part.state.root
-            for piece in state.pieces if part.start < state.media_end else ():
+            state = part.state
+            if part.start >= state.media_end:
+                continue
+            for piece in state.pieces:
                 if piece.first < part.start + part.new and piece.end > part.start and piece not in state.embeddings:
                     users.append((state, piece))
-                    if (adapter, piece.digest) in self._encoded:
+                    if (state.root, piece.digest) in self._encoded:
                         self.encoder_hits += 1
                     else:
-                        missing.setdefault(adapter, {})[piece.digest] = piece
+                        missing.setdefault(state.root, {})[piece.digest] = piece
         results: dict[tuple[str, bytes], Tensor | Exception] = {}
         for adapter, pieces in missing.items():
             name = next(state.request.adapter for state, _ in users if state.root == adapter)
@@ -154,7 +156,7 @@ class Runner:
         if self.bank is not None:
             self.bank.select([part.state.request.adapter for part in parts], [part.new for part in parts])
         tokens, positions = self._texts(parts, previous, sources)
-        media = self._media(parts)
+        media = self._media(parts) if any(part.state.embeddings for part in parts) else {}
         if not media and all(part.new == 1 and part.sampled for part in parts):
             return self.decode(tokens, positions, rows)
         step = CacheStep.of(rows, self.block_size, self.device)
@@ -177,21 +179,34 @@ class Runner:
         self, parts: Sequence[CallPart], previous: Tensor | None, sources: Mapping[RequestState, int]
     ) -> tuple[Tensor, Tensor]:
         """Return tokens and positions of a call. Tokens that the host has not read are copied on the device."""
-        tokens: list[int] = []
+        start, axes = 0, max(part.state.text_positions.ndim for part in parts)
         where, origin = [], []
-        for part in parts:
+        ends = np.cumsum([part.new for part in parts]).tolist()
+        tokens = np.zeros(ends[-1], np.int64)
+        # A position of text may be the same on all three axes.
+        positions = np.empty((3, ends[-1]) if axes == 2 else ends[-1], np.int64)
+        after, after_at = [], []
+        for part, end in zip(parts, ends, strict=True):
+            state = part.state
             if part.pending:
-                where.append(len(tokens))
-                origin.append(sources[part.state])
-            tokens += [0] if part.pending else part.state.tokens[part.start : part.start + part.new]
-        each = [part.state.positions(part.start, part.new) for part in parts]
-        axes = max(position.dim() for position in each)  # a position of text may be the same on all three axes
-        each = [position.expand(3, -1) if position.dim() < axes else position for position in each]
-        positions = torch.cat(each, dim=-1)
-        arrays = [np.array(each, np.int64) for each in (tokens, positions.flatten(), where, origin)]
+                where.append(start)
+                origin.append(sources[state])
+            elif part.new == 1:
+                tokens[start] = state.tokens[part.start]
+            else:
+                tokens[start:end] = state.tokens[part.start : part.start + part.new]
+            if part.new == 1 and part.start >= state.prompt_length:
+                after.append(part.start + state.offset)
+                after_at.append(start)
+            else:
+                state.write_positions(part.start, positions[..., start:end])
+            start = end
+        positions[..., after_at] = after
+        if previous is not None and where == origin == [*range(len(previous))] and len(where) == len(tokens):
+            return previous, self._send(positions)  # rows that decode go on together
+        arrays = (tokens, positions.ravel(), np.array(where, np.int64), np.array(origin, np.int64))
         numbers = self._send(np.concatenate(arrays))
-        sizes = [len(tokens), positions.numel(), len(where), len(origin)]
-        on_device, flat, targets, indices = torch.split(numbers, sizes)
+        on_device, flat, targets, indices = torch.split(numbers, [len(each) for each in arrays])
         if where:
             assert previous is not None
             on_device = on_device.index_copy(0, targets, previous.index_select(0, indices))
@@ -217,7 +232,7 @@ class Runner:
         return {**tensors, **{name: torch.cat(chosen) for name, chosen in embeddings.items()}}
 
     def _send(self, numbers: Sequence[int] | np.ndarray) -> Tensor:
-        return devices.send(numbers, torch.int64, self.device)  # type: ignore[arg-type]  # torch takes arrays, too
+        return devices.send(numbers, torch.int64, self.device)
 
 
 def _needed(parts: Sequence[CallPart]) -> list[int]:

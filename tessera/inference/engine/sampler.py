@@ -69,6 +69,7 @@ class _Plan:
     """Hold what a call does, until a row joins or leaves."""
 
     rows: tuple[int, ...]
+    barred: tuple[int, ...]  # rows that may not sample their stop tokens yet
     penalized: _Group | None
     penalties: Tensor  # [m, 3, 1] float32: repetition, presence, frequency
     biased: _Group | None
@@ -176,9 +177,9 @@ class Sampler:
             self._counts.view(-1).scatter_add_(0, positions, torch.ones_like(positions, dtype=torch.int32))
         plan.indices.add_(1)
         for row in plan.rows:
-            was_biased = self._is_biased(row)
             self._lengths[row] += 1
-            if was_biased and self._lengths[row] == self._requests[row].min_new_tokens:
+        for row in plan.barred:
+            if self._lengths[row] == self._requests[row].min_new_tokens:
                 self._plan = None
                 if self._is_biased(row):
                     self._write_bias(row)
@@ -202,6 +203,7 @@ class Sampler:
         lowest = [[math.log(s.min_p) if s.min_p else -math.inf] for s in options]
         return _Plan(
             rows=rows,
+            barred=tuple(row for row in rows if self._barred_stops(row)),
             penalized=penalized,
             penalties=self._upload(penalties, torch.float32),
             biased=group(self._is_biased),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tessera.core.cache import CacheRow
 from tessera.inference.engine.blocks import BlockPool
@@ -26,8 +28,7 @@ class EngineLimits:
     encoder_cache_bytes: int = 1 << 30  # embeddings of media that later requests can reuse
 
 
-@dataclass(frozen=True)
-class CallPart:
+class CallPart(NamedTuple):
     """Describe what one call computes for a request: `new` tokens after the first `start`."""
 
     state: RequestState
@@ -35,15 +36,11 @@ class CallPart:
     new: int
     sampled: bool  # whether the call samples the next token
     pending: bool  # whether the host has not read the token yet
+    with_logits: bool  # whether the logits of all its tokens are needed, for log-probabilities of the prompt
 
     @property
     def row(self) -> CacheRow:
         return CacheRow(self.state.blocks, self.start, self.new, self.sampled)
-
-    @property
-    def with_logits(self) -> bool:
-        """Return whether the logits of all its tokens are needed, for log-probabilities of the prompt."""
-        return self.state.reads_prompt and self.start < self.state.prompt_length
 
 
 class Scheduler:
@@ -88,35 +85,41 @@ class Scheduler:
     def plan(self) -> list[CallPart]:
         """Return the parts of the next call: first rows with one new token, then chunks of prompts."""
         parts: list[CallPart] = []
+        chunks: list[RequestState] = []
         budget, preemptions = self.limits.tokens, self.preemptions
         for state in list(self.running):
-            if state.row is not None and state.remaining == 1 and budget and self._has_room(state):
-                parts.append(self._part(state, 1))
+            remaining = 0 if state.row is None else state.remaining
+            if remaining > 1:
+                chunks.append(state)
+            elif remaining and budget and self._has_room(state):
+                parts.append(self._part(state, 1, 1))
                 budget -= 1
-        for state in self.running:
-            if state.remaining > 1 and budget:
-                parts.append(self._part(state, budget))
+        for state in chunks:
+            if budget and state.row is not None:  # not preempted above
+                parts.append(self._part(state, state.remaining, budget))
                 budget -= parts[-1].new
         while self.waiting and budget and self._rows and self.preemptions == preemptions:
             state = self.waiting[0]
             # A preempted request may wait for a token of the call in flight.
             if state.pending or not self._join(state):
                 break
-            parts.append(self._part(state, budget))
+            parts.append(self._part(state, state.remaining, budget))
             budget -= parts[-1].new
         return parts
 
-    def _part(self, state: RequestState, budget: int) -> CallPart:
-        new = min(state.remaining, budget, CHUNK_WITH_LOGITS if state.reads_prompt else budget)
-        sampled = state.computed + new == state.length and state.request.max_new_tokens > 0
-        return CallPart(state, state.computed, new, sampled, pending=state.computed + new > len(state.tokens))
+    def _part(self, state: RequestState, remaining: int, budget: int) -> CallPart:
+        start, with_logits = state.computed, state.reads_prompt and state.computed < state.prompt_length
+        new = min(remaining, budget, CHUNK_WITH_LOGITS) if with_logits else min(remaining, budget)
+        end, tokens = start + new, len(state.tokens)
+        sampled = end == tokens + state.pending and state.request.max_new_tokens > 0
+        return CallPart(state, start, new, sampled, end > tokens, with_logits)
 
     def _has_room(self, state: RequestState) -> bool:
         """Give a running request the block of its next token. Return False if it was preempted instead."""
         while state.computed >= len(state.blocks) * self.pool.block_size:
             blocks = self._allocate(1)
             if blocks is not None:
-                state.blocks += blocks
+                state.blocks.extend(blocks)
                 continue
             last = self.running[-1]
             self.preempt(last)
@@ -127,6 +130,7 @@ class Scheduler:
     def preempt(self, state: RequestState) -> None:
         """Release the blocks of a running request, which continues later with the same tokens."""
         self.preemptions += 1
+        state.publish(self.pool)
         self.remove(state)
         self.add(state)
 
@@ -143,7 +147,7 @@ class Scheduler:
         if more is None:
             self.pool.release(blocks)
             return False
-        state.blocks, state.published, state.computed = blocks + more, len(blocks), len(blocks) * size
+        state.blocks, state.published, state.computed = array("q", blocks + more), len(blocks), len(blocks) * size
         self.hits += state.computed
         if state.cached_tokens is None:
             state.cached_tokens = state.computed

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from tessera.inference.engine.blocks import BlockKeys, BlockPool
@@ -32,12 +32,14 @@ class RequestState:
     root: str  # what keys of blocks depend on besides tokens, positions and media
     block_size: int
     prompt_length: int = field(init=False)
-    following: int = field(init=False)  # position of the first new token
+    offset: int = field(init=False)  # what positions of new tokens exceed their indices by
+    needed: int = field(init=False)  # tokens of a complete answer and its prompt that the cache needs: not the last
+    text_positions: np.ndarray = field(init=False)  # of the prompt: [axes, tokens] or [tokens]
     media_end: int = field(init=False)  # the token after the last one that media replace
     waits: bool = False
     row: int | None = None  # its row of the sampler while it runs
     in_sampler: bool = False
-    blocks: list[int] = field(default_factory=list)
+    blocks: array[int] = field(default_factory=lambda: array("q"))
     computed: int = 0  # tokens in the cache, counting those of the call in flight
     pending: int = 0  # tokens that calls in flight sample
     published: int = 0  # blocks that other requests can reuse
@@ -50,20 +52,21 @@ class RequestState:
     def __post_init__(self) -> None:
         positions = self.request.prompt["positions"]
         self.prompt_length = len(self.tokens)
-        self.following = int(positions.max()) + 1
+        self.text_positions = positions.numpy()
+        self.offset = int(positions.max()) + 1 - self.prompt_length
+        self.needed = self.prompt_length + max(self.request.max_new_tokens, 1) - 1
         self.media_end = max((piece.end for piece in self.pieces), default=0)
 
     @cached_property
     def keys(self) -> BlockKeys:
         """Return the keys of its blocks, as far as they are computed. The first call waits for the hashes of media."""
-        positions = self.request.prompt["positions"]
         media = np.zeros((self.prompt_length, 3), np.int64)
         for piece in self.pieces:
             slots = piece.slots.numpy()
             media[slots, :2] = np.frombuffer(piece.digest, np.int64)
             media[slots, 2] = np.arange(len(slots))
         tokens = np.array(self.tokens[: self.prompt_length])
-        columns = [tokens[:, None], positions.reshape(-1, self.prompt_length).T.numpy(), media]
+        columns = [tokens[:, None], self.text_positions.reshape(-1, self.prompt_length).T, media]
         return BlockKeys(self.root, np.concatenate(columns, axis=1), self.block_size)
 
     @property
@@ -88,19 +91,15 @@ class RequestState:
 
     @property
     def remaining(self) -> int:
-        """Return how many tokens the cache lacks. The last token of a complete answer is not needed there."""
-        return min(self.length, self.prompt_length + max(self.request.max_new_tokens, 1) - 1) - self.computed
+        """Return how many tokens the cache lacks."""
+        return min(len(self.tokens) + self.pending, self.needed) - self.computed
 
-    def positions(self, start: int, count: int) -> Tensor:
-        """Return the positions of some tokens, [axes, count] or [count]."""
-        positions = self.request.prompt["positions"]
-        inside = positions[..., start : start + count]
-        missing = count - inside.shape[-1]
-        if not missing:
-            return inside
-        begin = self.following + max(start - self.prompt_length, 0)
-        after = torch.arange(begin, begin + missing).expand(*positions.shape[:-1], missing)
-        return torch.cat([inside, after], dim=-1) if inside.shape[-1] else after
+    def write_positions(self, start: int, target: np.ndarray) -> None:
+        """Write the positions of the tokens from `start` to `target`, [axes, tokens] or [tokens]."""
+        count = target.shape[-1]
+        inside = max(min(self.prompt_length - start, count), 0)
+        target[..., :inside] = self.text_positions[..., start : start + inside]
+        target[..., inside:] = np.arange(start + inside, start + count) + self.offset
 
     def block_keys(self, count: int) -> list[bytes]:
         """Return the keys of the first `count` blocks, which have tokens that the host has read."""
@@ -109,7 +108,7 @@ class RequestState:
         if new:
             contents = np.zeros((len(new), self.keys.width), np.int64)
             contents[:, 0] = new
-            contents[:, 1:-3] = (self.following + start - self.prompt_length + np.arange(len(new)))[:, None]
+            contents[:, 1:-3] = (self.offset + start + np.arange(len(new)))[:, None]
             self.keys.extend(contents)
         return self.keys.upto(count)
 
@@ -131,6 +130,6 @@ class RequestState:
     def leave(self, pool: BlockPool) -> None:
         """Release the blocks. A request that continues later computes its tokens again, or reuses the blocks."""
         pool.release(self.blocks)
-        self.blocks, self.computed, self.published = [], 0, 0
+        self.blocks, self.computed, self.published = array("q"), 0, 0
         self.row, self.in_sampler = None, False
         self.embeddings.clear()

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol, Self, TypeVar
 
 from tessera.inference.engine.request import Delta, Request
@@ -162,8 +162,7 @@ class AnswerGroup:
 
 def merged(first: Delta, second: Delta) -> Delta:
     """Return two consecutive deltas of one request as one."""
-    return replace(
-        second,
+    return second._replace(
         tokens=first.tokens + second.tokens,
         text=first.text + second.text,
         logprobs=first.logprobs + second.logprobs,

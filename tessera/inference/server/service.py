@@ -261,6 +261,7 @@ class Service:
             stop_tokens=stops,
             stop=tuple(request.stop),
             include_stop=request.include_stop_str_in_output,
+            stream=request.stream,
             logprobs=logprobs,
             prompt_logprobs=request.prompt_logprobs,
             constraint=_constraint(request),
