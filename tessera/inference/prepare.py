@@ -31,7 +31,7 @@ from tessera.inference.messages import sample_of
 
 Conversation = Sample | Sequence[Mapping[str, Any]]  # a sample of a data set, or messages {role, content}
 
-_MAX_WORKERS = 16
+_MIN_WORKERS, _MAX_WORKERS = 2, 16
 _log = logging.getLogger("tessera")
 
 
@@ -65,15 +65,16 @@ class PromptPool:
     """Prepare prompts for the engine. All methods may be called from any thread.
 
     `workers`: processes for conversations with media. 0: everything is prepared in one thread of this process, where an
-    image that crashes its decoder ends the process. "auto": the CPUs of this rank, minus one, up to 16. A prompt that
-    takes longer than `timeout_s` is given up. The first conversation with media starts the processes, which takes
+    image that crashes its decoder ends the process. "auto": the CPUs of this rank, minus one, from 2 to 16: a video that
+    is slow to decode does not hold up all other prompts. A prompt that takes longer than `timeout_s` is given up. The first conversation with media starts the processes, which takes
     seconds; `start` does it in advance.
     """
 
     def __init__(
         self, processor: LoadedProcessor, workers: int | Literal["auto"] = "auto", *, timeout_s: float = 60.0
     ) -> None:
-        share = min(workers_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", 1))), _MAX_WORKERS)
+        share = workers_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        share = max(_MIN_WORKERS, min(share, _MAX_WORKERS))
         self._work = _Prepare(processor, timeout_s)
         self._workers = share if workers == "auto" else workers
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tessera-prompts")
