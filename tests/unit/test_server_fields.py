@@ -142,6 +142,15 @@ def test_sampling_fields_reach_the_engine(client: TestClient, service: Service) 
     assert request.stop_tokens == service.tokens.stops | {8}
 
 
+def test_log_probabilities_of_prompts_have_ranks(client: TestClient) -> None:
+    first, *rest = chat(client, prompt_logprobs=1)["prompt_logprobs"]
+    assert first is None
+    for entries in rest:
+        token, *others = entries.values()
+        assert token["rank"] == 7, "that of the fake engine"
+        assert all(other["rank"] == 1 for other in others)
+
+
 def test_defaults_are_those_of_openai_and_the_rest_of_the_context(client: TestClient, service: Service) -> None:
     body = chat(client, ignore_eos=True)
     (request,) = service.engine.requests  # type: ignore[attr-defined]

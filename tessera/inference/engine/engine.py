@@ -290,7 +290,7 @@ class Engine:
         self._counters.generated += 1
         state.tokens.append(token)
         if token in request.stop_tokens and state.new_tokens >= request.min_new_tokens:
-            return self._end(state, "stop", stop=token)
+            return self._end(state, "stop", stop=token, stop_logprob=logprob)
         text, stop = state.text.add(token)
         tokens, logprobs = (token,), () if logprob is None else (logprob,)
         if state.matcher is not None:
@@ -310,19 +310,14 @@ class Engine:
         logprobs: tuple[TokenLogprob, ...] = (),
         *,
         stop: str | int | None = None,
+        stop_logprob: TokenLogprob | None = None,
         error: TesseraError | None = None,
     ) -> Delta:
         """Remove a request, and return its last delta."""
         prompt_logprobs = self._prompt_logprobs(state)
         text += "" if reason == "error" else state.text.close()
-        finish = Finish(
-            reason,  # type: ignore[arg-type]
-            stop,
-            error,
-            prompt_tokens=state.prompt_length,
-            cached_tokens=state.cached_tokens or 0,
-            new_tokens=state.new_tokens,
-        )
+        prompt, cached = state.prompt_length, state.cached_tokens or 0
+        finish = Finish(reason, stop, error, prompt, cached, state.new_tokens, stop_logprob)  # type: ignore[arg-type]
         self._remove(state)
         return Delta(state.number, tokens, text, logprobs, prompt_logprobs, finish)
 
