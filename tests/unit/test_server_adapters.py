@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import io
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ pytest.importorskip("httpx2")
 from starlette.testclient import TestClient
 
 import tessera
+from tessera.cli.main import main
 from tessera.inference.server.app import make_app
 from tessera.inference.server.settings import Settings
 from tessera.inference.server.start import ModelOptions, start_service
@@ -59,6 +62,24 @@ def test_adapters_come_and_go_while_the_server_answers_with_them(tmp_path: Path)
         assert client.post("/v1/load_lora_adapter", json=body).status_code == 200
         assert answer(client, "a") == expected["b"]
     service.close()
+
+
+def test_a_conversation_has_the_adapters_that_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, adapter = write_model(tmp_path / "model", layers=4.0), tmp_path / "adapter"
+    base, processor = tessera.load(folder, device="cpu")
+    Banked(base.spec, base.config, base.module).write(adapter, linear_layers(base.module, "text."), 0)
+    halved, _ = tessera.load(folder, device="cpu", adapters={adapter: 0.5})
+    expected = halved.generate(processor(ASK), 6)
+    assert expected != base.generate(processor(ASK), 6)
+    assert tessera.chat(folder, device="cpu", adapters={adapter: 0.5}, max_new_tokens=6).ask("what is this") == expected
+    words = ["chat", folder, "--adapter", adapter, "--strength", 0.5, "--max-new-tokens", 6, "--device", "cpu"]
+    monkeypatch.setattr("sys.argv", ["tessera", *map(str, words)])
+    monkeypatch.setattr("sys.stdin", io.StringIO("what is this\n"))
+    with contextlib.suppress(SystemExit):
+        main()
+    assert capsys.readouterr().out == f"{expected}\n"
 
 
 def test_a_long_animation_holds_no_decoder(tmp_path: Path) -> None:
