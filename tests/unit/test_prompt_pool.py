@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -51,6 +52,8 @@ class Probe:
             os._exit(9)
         if "hang" in text:
             time.sleep(60)
+        if "nap" in text:
+            time.sleep(0.3)
         if "wait" in text:
             Probe.go_on.wait(WAIT_S)
         widths = [image.width for image in media[0]]
@@ -162,6 +165,16 @@ def test_a_prompt_that_kills_its_worker_costs_only_itself(pool: PromptPool) -> N
     with raises("media.ends-worker"):
         futures[3].result(WAIT_S)
     assert all(process(future) for n, future in enumerate(futures) if n != 3)
+
+
+@pytest.mark.slow
+def test_a_server_of_processes_that_is_killed_now_and_then_costs_no_prompt(pool: PromptPool) -> None:
+    for _ in range(4):
+        worker = process(pool.submit(talk("look", jpeg())))
+        server = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])
+        waiting = pool.submit(talk("nap", jpeg()))
+        os.kill(server, signal.SIGKILL)
+        assert process(waiting) != worker
 
 
 def test_a_prompt_that_takes_too_long_is_given_up() -> None:

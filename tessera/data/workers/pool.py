@@ -195,6 +195,8 @@ class Pool:
             with self._surviving_server():
                 self._dispatch()
             ready = [pending for pending in self._pending.values() if pending.done]
+            if ready:
+                self._lost_servers = 0  # a service runs for months: only kills without a result between them count
             for pending in ready:
                 del self._pending[pending.number]
                 reports.pop(pending.number)(pending.value, pending.failed)
