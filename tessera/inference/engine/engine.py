@@ -23,7 +23,7 @@ from tessera.core.spec import EncodesMedia, LanguageProcessor
 from tessera.errors import TesseraError, nearest
 from tessera.inference.engine.blocks import BlockPool
 from tessera.inference.engine.constraint import Grammars
-from tessera.inference.engine.failures import call_failed, not_finite_error, request_failed
+from tessera.inference.engine.failures import call_failed, not_finite_error, request_failed, still_used_error
 from tessera.inference.engine.flight import Flight
 from tessera.inference.engine.media import split_media
 from tessera.inference.engine.model import EngineModel
@@ -118,14 +118,15 @@ class Engine:
             None if request.constraint is None else self._grammar(request.stop_tokens).start(request.constraint),
             tokens.tolist(),
             split_media(request.prompt, self._encoders, self._threads),
-            f"{request.adapter} {self._versions.get(request.adapter, 0)} {self._versions.get(None, 0)}",
             self.limits.block_size,
         )
 
     def enqueue(self, state: RequestState) -> int:
         """Let a prepared request wait for its turn, and return its number."""
         self.check_room()
-        self._check_adapter(state.request)  # it may have been unloaded since `prepare`
+        adapter = state.request.adapter
+        self._check_adapter(state.request)  # it may have been unloaded since `prepare`, or loaded with other weights
+        state.root = f"{adapter} {self._versions.get(adapter, 0)} {self._versions.get(None, 0)}"
         self._states[state.number] = state
         if state.request.max_new_tokens == 0 and state.request.prompt_logprobs is None:
             self._deltas.append(self._end(state, "length"))
@@ -358,6 +359,8 @@ class Engine:
                 fix="create the engine with an AdapterBank",
                 code="adapter.engine-without-adapters",
             )
+        if name in self._leaving:
+            raise still_used_error(name)
         self._bank.load(name, Path(folder))
         self._versions[name] = self._versions.get(name, 0) + 1
 
