@@ -13,7 +13,7 @@ from tessera.evaluation.evaluate import evaluate
 from tessera.hub.config import load_local_config
 from tessera.inference.batch.run import generate_answers
 from tessera.inference.chat import Chat
-from tessera.inference.load import generate, load
+from tessera.inference.load import AdapterPaths, generate, load
 from tessera.inference.load_pipeline import load_pipeline as pipeline
 from tessera.observe.report.page import report
 from tessera.parallel.plan_text import DescribedPlan
@@ -59,13 +59,14 @@ def chat(
     max_new_tokens: int = 512,
     device: str = "auto",
     trust: bool = False,
+    adapters: AdapterPaths | None = None,
     **sampling: Any,
 ) -> Chat:
     """Load a model and start a conversation: `tessera.chat(folder).ask("What is this?", images=["a.jpg"])`.
 
-    `sampling`: temperature, top_k, top_p, seed.
+    `adapters`: as of `load`. `sampling`: temperature, top_k, top_p, seed.
     """
-    return Chat(*load(model, device=device, trust=trust), system, max_new_tokens, sampling)
+    return Chat(*load(model, device=device, trust=trust, adapters=adapters), system, max_new_tokens, sampling)
 
 
 def plan(

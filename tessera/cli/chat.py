@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tessera.cli.run import TrustFlag, check_path
+from tessera.cli.run import AdapterOption, StrengthOption, TrustFlag, check_path, parse_strengths
 from tessera.errors import TesseraError, nearest
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ def chat(
     seed: Annotated[int, typer.Option("--seed", help="of sampled answers")] = 0,
     device: Annotated[str, typer.Option("--device", help="auto, cpu or an accelerator")] = "auto",
     trust: TrustFlag = False,
+    adapter: AdapterOption = None,
+    strength: StrengthOption = None,
 ) -> None:
     """Chat with a model in the terminal. /image PATH adds an image to the next question, /help lists all commands.
 
@@ -59,7 +61,8 @@ def chat(
             allowed=["1 and above"],
             code="generation.max-tokens-too-small",
         )
-    loaded, processor = load(model, device=device, trust=trust)
+    adapters = parse_strengths(adapter, strength)
+    loaded, processor = load(model, device=device, trust=trust, adapters=adapters)
     loaded.freeze()
     Terminal(Chat(loaded, processor, system, max_new_tokens, sampling)).run()
 

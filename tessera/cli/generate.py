@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tessera.cli.run import FamilyOption, TrustFlag, check_output, check_path
+from tessera.cli.run import (
+    AdapterOption,
+    FamilyOption,
+    StrengthOption,
+    TrustFlag,
+    check_output,
+    check_path,
+    parse_strengths,
+)
 from tessera.errors import TesseraError
 
 if TYPE_CHECKING:
@@ -47,12 +55,8 @@ def generate(
     device: Annotated[str, typer.Option("--device")] = "auto",
     trust: TrustFlag = False,
     family: FamilyOption = None,
-    adapter: Annotated[
-        list[Path] | None, typer.Option("--adapter", help="LoRA file or PEFT folder; may be given again")
-    ] = None,
-    strength: Annotated[
-        list[float] | None, typer.Option("--strength", help="strength of each --adapter, in order; default: 1")
-    ] = None,
+    adapter: AdapterOption = None,
+    strength: StrengthOption = None,
     video: Annotated[list[Path] | None, typer.Option("--video", help="text: video to ask about")] = None,
     system: Annotated[str | None, typer.Option("--system", help="text: system prompt")] = None,
     max_new_tokens: Annotated[int | None, typer.Option("--max-new-tokens", help="text: 256 by default")] = None,
@@ -131,7 +135,7 @@ def _run(options: Mapping[str, Any]) -> None:
     check_path(options["model"])
     from tessera.inference.load_pipeline import generates_media
 
-    adapters = _strengths(options.get("adapter"), options.get("strength"), "--strength")
+    adapters = parse_strengths(options.get("adapter"), options.get("strength"), "--strength")
     if not generates_media(options["model"], trust, options.get("family")):
         data = "data" in options
         _refuse(options, "with --data" if data else "this model generates text", BATCH if data else (*SHARED, *ANSWERS))
@@ -154,7 +158,7 @@ def _run(options: Mapping[str, Any]) -> None:
     request = _request(options)  # check the request before ranks start
     loading = {name: options[name] for name in ("dtype", "family", "parts") if name in options}
     loading |= {"device": device, "trust": trust, "adapters": adapters}
-    loading["adapters_2"] = _strengths(options.get("adapter_2"), options.get("strength_2"), "--strength-2")
+    loading["adapters_2"] = parse_strengths(options.get("adapter_2"), options.get("strength_2"), "--strength-2")
     if _started(nproc):
         return
     with _ranks(layout, device) as parallel:
@@ -221,28 +225,6 @@ def _ranks(layout: Mapping[str, int], device: str) -> Iterator[dict[str, int] | 
         axes["cp"] = ranks // axes.get("tp", 1)
     with dist.world(device):
         yield axes
-
-
-def _strengths(adapters: list[Path] | None, strengths: list[float] | None, where: str) -> dict[Path, float]:
-    """Return adapters with their strengths. The default strength is 1."""
-    paths, values = adapters or [], strengths or []
-    if len(values) > len(paths):
-        option = where.replace("strength", "adapter")
-        raise TesseraError(
-            f"there are {len(values)} strengths for {len(paths)} adapters",
-            where=where,
-            fix=f"give an {option} for each strength",
-            code="adapter.strengths-mismatch",
-        )
-    twice = next((path for path in paths if paths.count(path) > 1), None)
-    if twice is not None:
-        raise TesseraError(
-            f"the adapter {twice} is named twice",
-            where=where,
-            fix="name it once, with the sum of its strengths",
-            code="adapter.named-twice",
-        )
-    return dict(zip(paths, [*values, *[1.0] * (len(paths) - len(values))], strict=True))
 
 
 def _refuse(options: Mapping[str, Any], why: str, allowed: Sequence[str]) -> None:

@@ -19,6 +19,12 @@ if TYPE_CHECKING:
 TrustFlag = Annotated[
     bool, typer.Option("--trust", help="import and call what a folder names that you did not make; see SECURITY.md")
 ]
+AdapterOption = Annotated[
+    list[Path] | None, typer.Option("--adapter", help="LoRA file or PEFT folder; may be given again")
+]
+StrengthOption = Annotated[
+    list[float] | None, typer.Option("--strength", help="strength of each --adapter, in order; default: 1")
+]
 FamilyOption = Annotated[
     str | None, typer.Option("--family", help="as in a recipe: a built-in, or the import path of your own")
 ]
@@ -253,3 +259,27 @@ def write_output(path: Path, text: str, option: str) -> None:
             f"cannot write {path}: {first_line(error)}", where=option, code="output.not-writable"
         ) from None
     typer.echo(f"wrote {path}")
+
+
+def parse_strengths(
+    adapters: list[Path] | None, strengths: list[float] | None, where: str = "--strength"
+) -> dict[Path, float]:
+    """Return adapters with their strengths. The default strength is 1."""
+    paths, values = adapters or [], strengths or []
+    if len(values) > len(paths):
+        option = where.replace("strength", "adapter")
+        raise TesseraError(
+            f"there are {len(values)} strengths for {len(paths)} adapters",
+            where=where,
+            fix=f"give an {option} for each strength",
+            code="adapter.strengths-mismatch",
+        )
+    twice = next((path for path in paths if paths.count(path) > 1), None)
+    if twice is not None:
+        raise TesseraError(
+            f"the adapter {twice} is named twice",
+            where=where,
+            fix="name it once, with the sum of its strengths",
+            code="adapter.named-twice",
+        )
+    return dict(zip(paths, [*values, *[1.0] * (len(paths) - len(values))], strict=True))

@@ -1,8 +1,9 @@
 """Prepare prompts beside the process that drives the device: read and decode media, apply the chat template, tokenize.
 
 Conversations with media are prepared in worker processes with memory limits. An image that kills its worker costs only
-its own prompt. Conversations without media are prepared in a thread: tokenizing takes less time than a message to
-another process, and the tokenizer releases the lock of the interpreter.
+its own prompt. Conversations without media are prepared in threads: tokenizing takes less time than a message to
+another process, and the tokenizer releases the lock of the interpreter. Long ones have a thread of their own: a million
+characters take 2 s, for which short ones do not wait.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from tessera.inference.messages import sample_of
 
 Conversation = Sample | Sequence[Mapping[str, Any]]  # a sample of a data set, or messages {role, content}
 
-_MAX_WORKERS = 16
+_MIN_WORKERS, _MAX_WORKERS = 2, 16
+LONG_TEXT = 32_768  # characters: about 50 ms of tokenizing
 _log = logging.getLogger("tessera")
 
 
@@ -64,19 +66,21 @@ class _Prepare:
 class PromptPool:
     """Prepare prompts for the engine. All methods may be called from any thread.
 
-    `workers`: processes for conversations with media. 0: everything is prepared in one thread of this process, where an
-    image that crashes its decoder ends the process. "auto": the CPUs of this rank, minus one, up to 16. A prompt that
-    takes longer than `timeout_s` is given up. The first conversation with media starts the processes, which takes
-    seconds; `start` does it in advance.
+    `workers`: processes for conversations with media. 0: everything is prepared in threads of this process, where an
+    image that crashes its decoder ends the process. "auto": the CPUs of this rank, minus one, from 2 to 16: a video
+    that is slow to decode does not hold up all other prompts. A prompt that takes longer than `timeout_s` is given up.
+    The first conversation with media starts the processes, which takes seconds; `start` does it in advance.
     """
 
     def __init__(
         self, processor: LoadedProcessor, workers: int | Literal["auto"] = "auto", *, timeout_s: float = 60.0
     ) -> None:
-        share = min(workers_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", 1))), _MAX_WORKERS)
+        share = workers_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        share = max(_MIN_WORKERS, min(share, _MAX_WORKERS))
         self._work = _Prepare(processor, timeout_s)
         self._workers = share if workers == "auto" else workers
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tessera-prompts")
+        self._long_texts = ThreadPoolExecutor(1, thread_name_prefix="tessera-long-prompts")
         self._lock = threading.Lock()  # of the attributes below
         self._waiting: deque[tuple[_Item, Future[Batch]]] = deque()
         self._unfinished: set[Future[Batch]] = set()
@@ -102,7 +106,8 @@ class PromptPool:
             if self._closed:
                 raise RuntimeError("the pool is closed")
             if not (self._workers and _has_media(conversation)):
-                return self._thread.submit(self._work, item, no_note)
+                threads = self._thread if _text_characters(conversation) <= LONG_TEXT else self._long_texts
+                return threads.submit(self._work, item, no_note)
             future: Future[Batch] = Future()
             self._waiting.append((item, future))
             self._unfinished.add(future)
@@ -146,7 +151,8 @@ class PromptPool:
             serving = self._serving
         if serving is not None:
             serving.join()
-        self._thread.shutdown(cancel_futures=True)
+        for threads in (self._thread, self._long_texts):
+            threads.shutdown(cancel_futures=True)
 
     def __enter__(self) -> PromptPool:
         return self
@@ -241,3 +247,13 @@ def _has_media(conversation: Conversation) -> bool:
     contents = [message.get("content") for message in conversation if isinstance(message, Mapping)]
     parts = [part for content in contents if isinstance(content, (list, tuple)) for part in content]
     return any(isinstance(part, Mapping) and part.get("type") != "text" for part in parts)
+
+
+def _text_characters(conversation: Conversation) -> int:
+    """Return the number of characters in the texts of a conversation."""
+    if isinstance(conversation, Sample):
+        return sum(len(str(part.value)) for message in conversation.messages for part in message.parts)
+    contents = [message.get("content") for message in conversation if isinstance(message, Mapping)]
+    parts = [part for content in contents for part in (content if isinstance(content, (list, tuple)) else [content])]
+    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    return sum(len(text) for text in texts if isinstance(text, str))

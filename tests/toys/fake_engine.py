@@ -132,4 +132,4 @@ class FakeEngine:
 
 
 def _logprob(token: int, count: int) -> TokenLogprob:
-    return TokenLogprob(token, -0.5, tuple((other, -0.5 - other) for other in range(count)))
+    return TokenLogprob(token, -0.5, tuple((other, -0.5 - other) for other in range(count)), 7)

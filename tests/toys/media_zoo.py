@@ -251,3 +251,10 @@ def mutations(sound_files: dict[str, bytes], start: int, stop: int, seed: int) -
         data = bytearray(sound_files[name])
         DAMAGE[kind](data, rng)
         yield name, kind, bytes(data)
+
+
+def animation_of_dots(side: int, frames: int) -> bytes:
+    """Return a GIF whose frames change one pixel each: it is small, and large once decoded."""
+    still = saved(Image.new("P", (side, side)), "GIF")
+    dot = b"\x2c" + bytes(4) + b"\x01\x00\x01\x00\x00" + b"\x02\x02\x44\x01\x00"
+    return still[:-1] + dot * (frames - 1) + b";"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import random
@@ -358,6 +359,16 @@ def test_two_batches_may_not_write_one_file(tmp_path: Path) -> None:
     data, out = rows_of(tmp_path), tmp_path / "a.jsonl"
     with BatchOutput.claimed(out, 11, {}), raises("output.in-use"):
         answer(data, out)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_an_error_of_the_file_that_cannot_be_written(tmp_path: Path) -> None:
+    path = tmp_path / "rank-00000.jsonl"
+    with output_module.PartFile(path) as part, open("/dev/full", "wb", buffering=0) as full:
+        part._file = full
+        with pytest.raises(OSError) as error:  # the number is compared
+            part.write(0, {"index": 0})
+    assert (error.value.errno, error.value.filename) == (errno.ENOSPC, str(path))
 
 
 def test_an_empty_input_is_refused(tmp_path: Path) -> None:

@@ -286,6 +286,17 @@ def test_moving_pictures(tmp_path: Path, form: str) -> None:
         decode(Part("video", data[: len(data) // 2]), tmp_path, LIMITS, SAMPLING)
 
 
+def test_an_animation_of_too_many_pixels_in_all_frames_is_refused_before_they_are_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = Part("video", media_zoo.animation_of_dots(20, 30))
+    assert decode(part, tmp_path, Limits(max_animation_pixels=30 * 20 * 20), SAMPLING).shape[1:3] == (20, 20)
+    monkeypatch.setattr(Image.Image, "load", None)
+    for work in (probe, decode):
+        with raises("media.video-too-large", "30 frames of 20x20"):
+            work(part, tmp_path, Limits(max_animation_pixels=30 * 20 * 20 - 1), SAMPLING)
+
+
 def test_a_moving_png_with_another_still(tmp_path: Path) -> None:
     frames = [Image.fromarray(scene(at=9 * i)) for i in range(4)]
     data = saved(

@@ -233,6 +233,30 @@ def test_a_server_that_is_ended_from_outside_is_replaced_and_no_item_blamed() ->
         end_servers(pool, at=10)
 
 
+class EndsItsServer:
+    """Work that ends the first servers of its pool while they start."""
+
+    def __init__(self, file: Path, times: int) -> None:
+        self.file, self.times = file, times
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ = state
+        with self.file.open("a") as file:
+            file.write("x")
+        if self.file.stat().st_size <= self.times:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def __call__(self, item: int, note: Note) -> int:
+        return item
+
+
+def test_a_server_that_is_killed_while_it_starts_is_replaced(tmp_path: Path) -> None:
+    with Pool(EndsItsServer(tmp_path / "two", 2), 1) as pool:
+        assert [result for _, result in pool.map(range(3))] == [0, 1, 2]
+    with raises("environment.workers-killed"):
+        Pool(EndsItsServer(tmp_path / "always", 99), 1)
+
+
 def test_what_a_stopped_worker_was_at_is_tried_in_another(pool: Pool, tmp_path: Path) -> None:
     assert numbers(pool, [("nap", 1), (tmp_path / "stopped", 2), ("nap", 3)]) == [1, 2, 3]
     assert (tmp_path / "stopped").exists()

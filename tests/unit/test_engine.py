@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import threading
 import weakref
 from collections.abc import Sequence
@@ -384,6 +385,21 @@ def test_prompt_logprobs_are_those_of_the_model_also_in_chunks_and_with_a_cached
         assert all(len(entry.top) == 2 for entry in entries)
         assert len(answer.logprobs) == len(answer.tokens) == new
         assert all(entry.top[0][0] == entry.token for entry in answer.logprobs)
+        assert all(entry.rank == 1 for entry in answer.logprobs)
+        assert all((entry.rank <= 2) == (entry.token in dict(entry.top)) for entry in entries)
+
+
+def test_the_log_probability_of_the_stop_token_is_in_the_finish() -> None:
+    engine = engine_of(Counter())
+    request = Request(prompt([1]), max_new_tokens=9, stop_tokens=frozenset({5}), logprobs=2)
+    answer, silent = engine.run([request, replace(request, logprobs=None)])
+    assert answer.tokens == silent.tokens == (2, 3, 4)
+    assert silent.finish.logprob is None
+    entry = answer.finish.logprob
+    assert entry is not None
+    assert (entry.token, entry.rank, entry.top[0][0]) == (5, 1, 5)
+    assert entry.logprob == pytest.approx(-math.log1p((Counter.vocabulary - 1) * math.exp(-10)), rel=1e-2)
+    assert len(answer.logprobs) == 3
 
 
 # ---------------------------------------------------------------------------------------------- seams

@@ -329,6 +329,10 @@ def test_logprobs_are_those_of_the_model() -> None:
     assert sampled.top_values is not None
     assert sampled.top_tokens is not None
     assert sampled.logprobs.isnan().tolist() == [False, True, False]
+    assert sampled.ranks is not None
+    assert sampled.ranks[::2].tolist() == [
+        1 + int((row > row[t]).sum()) for row, t in ((logits[0], 4), (logits[2], int(sampled.tokens[2])))
+    ]
     close = {"rtol": 0, "atol": 8 * torch.finfo(torch.float32).eps * 20}
     torch.testing.assert_close(sampled.logprobs[0], expected[0, 4], **close)
     assert sampled.top_tokens[0].tolist() == expected[0].topk(2).indices.tolist()
@@ -345,6 +349,9 @@ def test_logprobs_of_prompts_of_any_length() -> None:
     assert sampled.top_values is not None
     torch.testing.assert_close(sampled.logprobs, expected.gather(1, tokens[:, None])[:, 0], rtol=0, atol=1e-5)
     assert sampled.top_values.shape == (150, 30), "no more than there are"
+    assert sampled.top_tokens is not None
+    assert sampled.ranks is not None
+    assert sampled.top_tokens.gather(1, sampled.ranks.long()[:, None] - 1).flatten().tolist() == tokens.tolist()
     assert prompt_logprobs(logits, tokens, 0).top_values is None
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -36,6 +37,7 @@ class Probe:
     """A processor whose prompt says in which process it was prepared; words in the text make it fail."""
 
     mark: str = "fine"
+    go_on: ClassVar[threading.Event] = threading.Event()  # of texts that wait
 
     fingerprint = "probe"
     sampling = SAMPLING
@@ -50,6 +52,10 @@ class Probe:
             os._exit(9)
         if "hang" in text:
             time.sleep(60)
+        if "nap" in text:
+            time.sleep(0.3)
+        if "wait" in text:
+            Probe.go_on.wait(WAIT_S)
         widths = [image.width for image in media[0]]
         return Batch({"tokens": torch.tensor([os.getpid(), len(text), *widths])}, {"text": Segments.of([2])})
 
@@ -161,6 +167,16 @@ def test_a_prompt_that_kills_its_worker_costs_only_itself(pool: PromptPool) -> N
     assert all(process(future) for n, future in enumerate(futures) if n != 3)
 
 
+@pytest.mark.slow
+def test_a_server_of_processes_that_is_killed_now_and_then_costs_no_prompt(pool: PromptPool) -> None:
+    for _ in range(4):
+        worker = process(pool.submit(talk("look", jpeg())))
+        server = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])
+        waiting = pool.submit(talk("nap", jpeg()))
+        os.kill(server, signal.SIGKILL)
+        assert process(waiting) != worker
+
+
 def test_a_prompt_that_takes_too_long_is_given_up() -> None:
     with PromptPool(processor_of(Probe()), 1, timeout_s=0.3) as pool, raises("data.sample-too-slow"):
         pool.submit(talk("hang", jpeg())).result(WAIT_S)
@@ -169,6 +185,19 @@ def test_a_prompt_that_takes_too_long_is_given_up() -> None:
 def test_without_workers_everything_is_prepared_here() -> None:
     with PromptPool(processor_of(Probe()), 0) as pool:
         assert process(pool.submit(talk("look", jpeg()))) == os.getpid()
+
+
+def test_a_short_text_does_not_wait_for_long_ones() -> None:
+    """Also as a sample of a data set, and with messages whose content is a plain text."""
+    pool = PromptPool(processor_of(Probe()), 0)
+    words = "wait" + "x" * prepare.LONG_TEXT
+    sample = Sample("a", (Message("user", (Part("text", words),)),))
+    held = [pool.submit(long) for long in (talk(words), [{"role": "user", "content": words}], sample)]
+    assert process(pool.submit(talk("short"))) == os.getpid()
+    assert not any(future.done() for future in held)
+    Probe.go_on.set()
+    assert [process(future) for future in held] == [os.getpid()] * 3
+    pool.close()
 
 
 def test_a_processor_that_cannot_be_sent_works_here(caplog: pytest.LogCaptureFixture) -> None:

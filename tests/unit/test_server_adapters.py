@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import io
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +17,13 @@ pytest.importorskip("httpx2")
 from starlette.testclient import TestClient
 
 import tessera
+from tessera.cli.main import main
 from tessera.inference.server.app import make_app
 from tessera.inference.server.settings import Settings
 from tessera.inference.server.start import ModelOptions, start_service
 from tests.toys.banked import Banked, linear_layers
 from tests.toys.chat_service import write_model
+from tests.toys.media_zoo import animation_of_dots
 
 ASK = [{"role": "user", "content": "what is this"}]
 
@@ -57,3 +62,33 @@ def test_adapters_come_and_go_while_the_server_answers_with_them(tmp_path: Path)
         assert client.post("/v1/load_lora_adapter", json=body).status_code == 200
         assert answer(client, "a") == expected["b"]
     service.close()
+
+
+def test_a_conversation_has_the_adapters_that_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, adapter = write_model(tmp_path / "model", layers=4.0), tmp_path / "adapter"
+    base, processor = tessera.load(folder, device="cpu")
+    Banked(base.spec, base.config, base.module).write(adapter, linear_layers(base.module, "text."), 0)
+    halved, _ = tessera.load(folder, device="cpu", adapters={adapter: 0.5})
+    expected = halved.generate(processor(ASK), 6)
+    assert expected != base.generate(processor(ASK), 6)
+    assert tessera.chat(folder, device="cpu", adapters={adapter: 0.5}, max_new_tokens=6).ask("what is this") == expected
+    words = ["chat", folder, "--adapter", adapter, "--strength", 0.5, "--max-new-tokens", 6, "--device", "cpu"]
+    monkeypatch.setattr("sys.argv", ["tessera", *map(str, words)])
+    monkeypatch.setattr("sys.stdin", io.StringIO("what is this\n"))
+    with contextlib.suppress(SystemExit):
+        main()
+    assert capsys.readouterr().out == f"{expected}\n"
+
+
+def test_a_long_animation_holds_no_decoder(tmp_path: Path) -> None:
+    """100 frames of 4 megapixels: a core decodes them in 10 to 60 seconds, and other images would wait."""
+    service = start_service(ModelOptions(write_model(tmp_path / "model"), "cpu"), Settings("base", max_length=0))
+    url = "data:video/mp4;base64," + base64.b64encode(animation_of_dots(2000, 100)).decode()
+    content = [{"type": "video_url", "video_url": {"url": url}}]
+    with TestClient(make_app(service), "http://localhost") as client:
+        response = client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": content}]})
+    service.close()
+    assert response.status_code == 400
+    assert "100 frames of 2000x2000" in response.json()["error"]["message"]

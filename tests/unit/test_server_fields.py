@@ -152,6 +152,15 @@ def test_top_p_0_is_accepted_as_in_openais_api(client: TestClient, service: Serv
     assert [request.sampling.top_p for request in service.engine.requests] == [0, 0]  # type: ignore[attr-defined]
 
 
+def test_log_probabilities_of_prompts_have_ranks(client: TestClient) -> None:
+    first, *rest = chat(client, prompt_logprobs=1)["prompt_logprobs"]
+    assert first is None
+    for entries in rest:
+        token, *others = entries.values()
+        assert token["rank"] == 7, "that of the fake engine"
+        assert all(other["rank"] == 1 for other in others)
+
+
 def test_defaults_are_those_of_openai_and_the_rest_of_the_context(client: TestClient, service: Service) -> None:
     body = chat(client, ignore_eos=True)
     (request,) = service.engine.requests  # type: ignore[attr-defined]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 import socket
@@ -108,6 +109,26 @@ def test_a_body_that_comes_too_slowly_is_refused(server: Live) -> None:
     head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     head += b"Content-Length: 99\r\n\r\n{"
     assert answer_to(server, head).startswith(b"HTTP/1.1 408")
+
+
+def test_hundreds_of_slow_clients_do_not_hold_up_others(server: Live) -> None:
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    body = b'{"stream": true, "messages": [{"role": "user", "content": "hi"}]}'
+    with contextlib.ExitStack() as stack:
+        slow = [stack.enter_context(server.connect()) for _ in range(600)]
+        for number, sock in enumerate(slow):
+            if number % 3 == 0:  # its header does not end
+                sock.sendall(head)
+            elif number % 3 == 1:  # nor its body
+                sock.sendall(head + b"Content-Length: 9999\r\n\r\n{")
+            else:  # it does not read
+                sock.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        client = server.client()
+        for number in range(10):
+            for sock in slow[number::3]:
+                with contextlib.suppress(OSError):  # given up meanwhile
+                    sock.sendall(b" ")
+            assert client.chat.completions.create(**ASK, timeout=20).choices[0].message.content == TEXT
 
 
 def test_hundreds_of_clients_at_once_are_answered(server: Live) -> None:

@@ -352,6 +352,18 @@ def test_the_answer_of_a_client_that_does_not_read_is_aborted(processor: LoadedP
     assert_all_aborted(service)
 
 
+def test_a_body_of_many_small_parts_has_a_time_limit_in_all(processor: LoadedProcessor) -> None:
+    connection = Connection(make_service(processor, slow_client_s=5.0, body_s=0.1), HELLO, 99)
+
+    async def dribble() -> Message:
+        await asyncio.sleep(0.02)
+        return {"type": "http.request", "body": b" ", "more_body": True}
+
+    connection.receive = dribble  # type: ignore[method-assign]
+    asyncio.run(connection.run())
+    assert connection.messages[0]["status"] == 408
+
+
 def test_more_answers_than_the_limit_get_429_and_the_others_are_complete(processor: LoadedProcessor) -> None:
     service = make_service(processor, max_requests=4)
     engine: Any = service.engine

@@ -13,6 +13,7 @@ from tessera.core.sample import MediaSize
 from tessera.data.media.files import Limits, Opened, Target, refusing, size_of
 from tessera.data.media.images import open_image, rgb_of
 from tessera.data.media.video_frames import Frames, VideoHeader, VideoSampling, checked_size
+from tessera.errors import TesseraError
 
 _MIN_DELAY = 0.011  # seconds: a frame with a shorter duration is shown for 0.1 s, as in every browser
 _DEFAULT_DELAY = 0.1
@@ -39,14 +40,14 @@ def is_animation(file: BinaryIO) -> bool:
 
 def probe(source: Opened, limits: Limits, sampling: VideoSampling, target: Target | None) -> MediaSize:
     with _opened(source, limits) as image:
-        return checked_size(_header(image), source.name, limits, sampling, target)
+        return checked_size(_header(image, source.name, limits), source.name, limits, sampling, target)
 
 
 def decode(
     source: Opened, limits: Limits, sampling: VideoSampling, target: Target | None
 ) -> tuple[np.ndarray, MediaSize]:
     with _opened(source, limits) as image:
-        header = _header(image)
+        header = _header(image, source.name, limits)
         size = checked_size(header, source.name, limits, sampling, target)
         frames = Frames(sampling.choose(header.total, header.rate), size, target, source.name)
         with suppress(EOFError):  # fewer frames than the header states: `Frames.stacked` repeats one or raises
@@ -57,10 +58,17 @@ def decode(
         return frames.stacked(), size
 
 
-def _header(image: Image.Image) -> VideoHeader:
+def _header(image: Image.Image, name: str, limits: Limits) -> VideoHeader:
     """Return size, number of frames and frame rate of an animation. The frame rate follows from the frame durations."""
     before = _still_images(image)
     total = max(1, getattr(image, "n_frames", 1) - before)  # a still image is a video of one frame
+    if total > 1 and total * image.width * image.height > limits.max_animation_pixels:
+        raise TesseraError(
+            f"too many pixels in an animation: {name} has {total} frames of {image.width}x{image.height}, "
+            f"the limit is {limits.max_animation_pixels} in all frames",
+            fix="scale the animation down, shorten it, or convert it to MP4",
+            code="media.video-too-large",
+        )
     seconds = 0.0
     for number in range(total if total > 1 else 0):
         image.seek(number + before)

@@ -40,6 +40,8 @@ class Limits:
 
     max_image_pixels: int = 64_000_000  # pixels of an image, or of one frame of a video
     max_video_pixels: int = 1_000_000_000  # pixels of all sampled frames of a video, which are in memory at once
+    # Pixels of all frames of an animated GIF, WebP or PNG. All frames are decoded, also those that are not sampled.
+    max_animation_pixels: int = 1_000_000_000
     urls: UrlPolicy | None = None  # rules for images by URL; None: URLs are refused
     jpeg_draft: bool = False  # decode large JPEGs at 1/2, 1/4 or 1/8 of their size: faster, but not exact
 

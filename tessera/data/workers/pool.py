@@ -141,12 +141,22 @@ class Pool:
         if not more:
             return
         if self._server is None:
-            self._server = PoolServer(self.work)
+            self._server = self._started_server()
             self._selector.register(self._server.control, selectors.EVENT_READ, None)
         self._wanted += more
         with self._surviving_server():
             for _ in range(more):
                 self._add_worker()
+
+    def _started_server(self) -> PoolServer:
+        """Start a server. Its start takes seconds, in which it may be killed, too: then another one is started."""
+        for _ in range(_SERVERS - 1):
+            try:
+                return PoolServer(self.work)
+            except TesseraError as error:
+                if error.code != "environment.workers-killed" or self._stopped:
+                    raise
+        return PoolServer(self.work)
 
     def map(self, items: Iterable[Any], again: Again | None = None) -> Iterator[tuple[Any, Any]]:
         """Yield (item, result) in the order of the items, which may be infinite.
@@ -195,6 +205,8 @@ class Pool:
             with self._surviving_server():
                 self._dispatch()
             ready = [pending for pending in self._pending.values() if pending.done]
+            if ready:
+                self._lost_servers = 0  # a service runs for months: only kills without a result between them count
             for pending in ready:
                 del self._pending[pending.number]
                 reports.pop(pending.number)(pending.value, pending.failed)

@@ -88,7 +88,7 @@ class BatchOutput:
         parts, starts = self._parts(), self._lines()
         assert (starts[0] >= 0).all(), "a row is not answered"
         fresh, content, errors = self._folder / "merged.jsonl", hashlib.sha256(), 0
-        with contextlib.ExitStack() as stack, fresh.open("wb") as file:
+        with _naming(fresh), contextlib.ExitStack() as stack, fresh.open("wb") as file:
             opened = [stack.enter_context(open_regular(part)) for part in parts]
             for part, start in zip(*(array.tolist() for array in starts), strict=True):
                 opened[part].seek(start)
@@ -129,6 +129,7 @@ class PartFile:
 
     def __init__(self, path: Path) -> None:
         keep_inside(path)
+        self._path = path
         self._file: BinaryIO = path.open("ab", buffering=0)
         if self._file.tell() and not _ends_line(path):
             self._file.write(b"\n")  # end the line that an earlier process did not finish
@@ -139,8 +140,9 @@ class PartFile:
         # Half of a surrogate pair becomes the escape sequence that JSON has for it.
         content = f"{index} {_ERROR if error else _ANSWER} {words}\n".encode(errors="backslashreplace")
         line = f"{zlib.crc32(content):08x} ".encode() + content
-        while line:
-            line = line[self._file.write(line) :]
+        with _naming(self._path):
+            while line:
+                line = line[self._file.write(line) :]
 
     def close(self) -> None:
         self._file.close()
@@ -207,7 +209,19 @@ def _folder_of(path: Path) -> Path:
 
 
 def _write(folder: Path, settings: Mapping[str, Any]) -> None:
-    replace_file(folder / SETTINGS, (json.dumps(settings, indent=1) + "\n").encode())
+    with _naming(folder / SETTINGS):
+        replace_file(folder / SETTINGS, (json.dumps(settings, indent=1) + "\n").encode())
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Name the file in errors of the block, such as those of a full disk: the system names none when a write fails."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def _row_of(line: bytes) -> tuple[int, str, bytes] | None:

@@ -23,7 +23,7 @@ from tessera.core.spec import EncodesMedia
 from tessera.errors import TesseraError, nearest
 from tessera.inference.engine.blocks import BlockPool
 from tessera.inference.engine.constraint import Grammars
-from tessera.inference.engine.failures import call_failed, not_finite_error, request_failed
+from tessera.inference.engine.failures import call_failed, not_finite_error, request_failed, still_used_error
 from tessera.inference.engine.flight import Flight
 from tessera.inference.engine.media import split_media
 from tessera.inference.engine.model import EngineModel
@@ -119,14 +119,15 @@ class Engine:
             None if request.constraint is None else self._grammar(request.stop_tokens).start(request.constraint),
             tokens.tolist(),
             split_media(request.prompt, self._encoders, self._threads),
-            f"{request.adapter} {self._versions.get(request.adapter, 0)} {self._versions.get(None, 0)}",
             self.limits.block_size,
         )
 
     def enqueue(self, state: RequestState) -> int:
         """Let a prepared request wait for its turn, and return its number."""
         self.check_room()
-        self._check_adapter(state.request)  # it may have been unloaded since `prepare`
+        adapter = state.request.adapter
+        self._check_adapter(state.request)  # it may have been unloaded since `prepare`, or loaded with other weights
+        state.root = f"{adapter} {self._versions.get(adapter, 0)} {self._versions.get(None, 0)}"
         self._states[state.number] = state
         if state.request.max_new_tokens == 0 and state.request.prompt_logprobs is None:
             self._deltas.append(self._end(state, "length"))
@@ -293,7 +294,7 @@ class Engine:
         state.tokens.append(token)
         count = len(state.tokens) - state.prompt_length
         if token in request.stop_tokens and count >= request.min_new_tokens:
-            return self._end(state, "stop", stop=token)
+            return self._end(state, "stop", stop=token, stop_logprob=logprob)
         text, stop = state.text.add(token)
         tokens, logprobs = (token,), () if logprob is None else (logprob,)
         if state.matcher is not None:
@@ -314,6 +315,7 @@ class Engine:
         logprobs: tuple[TokenLogprob, ...] = (),
         *,
         stop: str | int | None = None,
+        stop_logprob: TokenLogprob | None = None,
         error: TesseraError | None = None,
     ) -> Delta:
         """Remove a request, and return its last delta."""
@@ -321,14 +323,8 @@ class Engine:
         if reason != "error":
             text += state.text.close()
             state.publish(self._pool)
-        finish = Finish(
-            reason,  # type: ignore[arg-type]
-            stop,
-            error,
-            prompt_tokens=state.prompt_length,
-            cached_tokens=state.cached_tokens or 0,
-            new_tokens=state.new_tokens,
-        )
+        prompt, cached = state.prompt_length, state.cached_tokens or 0
+        finish = Finish(reason, stop, error, prompt, cached, state.new_tokens, stop_logprob)  # type: ignore[arg-type]
         self._remove(state)
         return Delta(state.number, tokens, text, logprobs, prompt_logprobs, finish)
 
@@ -369,6 +365,8 @@ class Engine:
                 fix="create the engine with an AdapterBank",
                 code="adapter.engine-without-adapters",
             )
+        if name in self._leaving:
+            raise still_used_error(name)
         self._bank.load(name, Path(folder))
         self._versions[name] = self._versions.get(name, 0) + 1
 

@@ -36,3 +36,12 @@ def not_finite_error() -> TesseraError:
         fix="the weights are damaged or training diverged: check the loss, or use an older checkpoint",
         code="generation.output-not-finite",
     )
+
+
+def still_used_error(name: str) -> TesseraError:
+    """Return the error of loading an adapter whose name is still in use by requests."""
+    return TesseraError(
+        f"the adapter {name} is being unloaded, and requests still use it",
+        fix="load it again when they are answered, or use another name",
+        code="adapter.name-in-use",
+    )

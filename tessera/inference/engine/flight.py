@@ -29,7 +29,8 @@ class _Logprobs:
 
     def __init__(self, sampled: Sampled) -> None:
         assert sampled.logprobs is not None
-        values, self._tops = sampled.logprobs[:, None], None
+        assert sampled.ranks is not None
+        values, self._tops = torch.stack([sampled.logprobs, sampled.ranks], dim=1), None
         if sampled.top_values is not None and sampled.top_tokens is not None:
             values = torch.cat([values, sampled.top_values], dim=1)
             self._tops = HostCopy(sampled.top_tokens)
@@ -40,7 +41,9 @@ class _Logprobs:
         rows: list[list[float]] = self._values()  # type: ignore[assignment]
         tops: list[list[int]] = [[]] * len(rows) if self._tops is None else self._tops()  # type: ignore[assignment]
         return [
-            None if count is None else TokenLogprob(token, row[0], tuple(zip(top[:count], row[1:], strict=False)))
+            None
+            if count is None
+            else TokenLogprob(token, row[0], tuple(zip(top[:count], row[2:], strict=False)), int(row[1]))
             for token, count, row, top in zip(tokens, counts, rows, tops, strict=True)
         ]
 

@@ -91,11 +91,12 @@ class Request:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """Hold a token, its log-probability, and the likeliest tokens at its position with theirs."""
+    """Hold a token, its log-probability and rank, and the likeliest tokens at its position with theirs."""
 
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0  # 1 and the number of tokens with a larger logit
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,7 @@ class Finish:
     prompt_tokens: int = 0
     cached_tokens: int = 0  # tokens of the prompt whose keys and values were reused
     new_tokens: int = 0  # including a stop token
+    logprob: TokenLogprob | None = None  # of the stop token that ended it, if log-probabilities were asked for
 
 
 class Delta(NamedTuple):

@@ -36,6 +36,7 @@ class Sampled:
     logprobs: Tensor | None = None  # [n] float32; None: no row asked
     top_values: Tensor | None = None  # [n, k] float32; None: no row asked
     top_tokens: Tensor | None = None  # [n, k] int64
+    ranks: Tensor | None = None  # [n] float32: 1 and the number of tokens with a larger logit
 
 
 @dataclass(frozen=True)
@@ -407,14 +408,15 @@ def log_exponentials(keys: Tensor, vocabulary: int) -> Tensor:
 def _with_logprobs(result: Sampled, logits: Tensor, group: _Group, top: int) -> Sampled:
     part = prompt_logprobs(group.take(logits), group.take(result.tokens), top)
     assert part.logprobs is not None
+    assert part.ranks is not None
     count = logits.shape[0]
     missing = torch.full((count,), torch.nan, device=logits.device)
-    logprobs = group.put(missing, part.logprobs)
+    logprobs, ranks = group.put(missing, part.logprobs), group.put(missing, part.ranks)
     if part.top_values is None or part.top_tokens is None:
-        return Sampled(result.tokens, result.not_finite, logprobs)
+        return Sampled(result.tokens, result.not_finite, logprobs, ranks=ranks)
     top_values = group.put(missing[:, None].expand(-1, top), part.top_values)
     top_tokens = group.put(part.top_tokens.new_zeros(count, top), part.top_tokens)
-    return Sampled(result.tokens, result.not_finite, logprobs, top_values, top_tokens)
+    return Sampled(result.tokens, result.not_finite, logprobs, top_values, top_tokens, ranks)
 
 
 @torch.no_grad()
@@ -423,15 +425,17 @@ def prompt_logprobs(logits: Tensor, tokens: Tensor, top: int) -> Sampled:
 
     `top`: also return this many likeliest tokens.
     """
-    logprobs, values, indices, finite = [], [], [], []
+    logprobs, values, indices, ranks, finite = [], [], [], [], []
     for part, ids in zip(torch.split(logits, _AT_ONCE), torch.split(tokens, _AT_ONCE), strict=True):
         part = part.float()
         norm = part.logsumexp(dim=-1, keepdim=True)
-        logprobs.append((part.gather(1, ids[:, None]) - norm).squeeze(1))
+        chosen = part.gather(1, ids[:, None])
+        logprobs.append((chosen - norm).squeeze(1))
+        ranks.append((part > chosen).sum(dim=-1, dtype=torch.float32) + 1)
         finite.append(norm.squeeze(1).isfinite())
         if top:
             likeliest = part.topk(min(top, part.shape[1]), dim=-1)
             values.append(likeliest.values - norm)
             indices.append(likeliest.indices)
-    result = (tokens, ~torch.cat(finite), torch.cat(logprobs))
-    return Sampled(*result, torch.cat(values), torch.cat(indices)) if top else Sampled(*result)
+    tops = {"top_values": torch.cat(values), "top_tokens": torch.cat(indices)} if top else {}
+    return Sampled(tokens, ~torch.cat(finite), torch.cat(logprobs), ranks=torch.cat(ranks), **tops)

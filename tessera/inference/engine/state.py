@@ -29,8 +29,8 @@ class RequestState:
     matcher: Matcher | None
     tokens: list[int]  # of the prompt and of the answer, as far as the host has read them
     pieces: Sequence[Piece]  # media of the prompt
-    root: str  # what keys of blocks depend on besides tokens, positions and media
     block_size: int
+    root: str = ""  # what keys of blocks depend on besides tokens, positions and media: versions of the weights
     prompt_length: int = field(init=False)
     offset: int = field(init=False)  # what positions of new tokens exceed their indices by
     needed: int = field(init=False)  # tokens of a complete answer and its prompt that the cache needs: not the last

@@ -190,9 +190,11 @@ class _Body:
         if length.isdecimal() and int(length[:20]) > settings.max_body:
             raise _too_large(settings)
         chunks = aiter(request.stream())
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + settings.body_s
         try:
             while True:
-                async with asyncio.timeout(settings.slow_client_s):
+                async with asyncio.timeout_at(min(clock() + settings.slow_client_s, deadline)):
                     chunk = await anext(chunks, None)
                 if chunk is None:
                     return bytes(self.content)

@@ -182,15 +182,19 @@ def _chat_logprobs(tokens: Tokens, logprobs: Sequence[TokenLogprob]) -> dict[str
 
 
 def _prompt_logprobs(tokens: Tokens, logprobs: Sequence[TokenLogprob | None] | None) -> list[Any]:
-    """Return {token id: logprob} of each token of the prompt; None for the first token."""
+    """Return {token id: log-probability and rank} of each token of the prompt; None for the first token."""
     result: list[Any] = []
     for entry in logprobs or ():
         if entry is None:
             result.append(None)
             continue
-        pairs = {entry.token: entry.logprob, **dict(entry.top)}
+        ranked = [(entry.token, entry.logprob, entry.rank)]
+        ranked += [(token, p, rank) for rank, (token, p) in enumerate(entry.top, 1) if token != entry.token]
         result.append(
-            {str(token): {"logprob": _finite(p), "decoded_token": tokens.spell(token)} for token, p in pairs.items()}
+            {
+                str(token): {"logprob": _finite(p), "rank": rank, "decoded_token": tokens.spell(token)}
+                for token, p, rank in ranked
+            }
         )
     return result
 

@@ -15,6 +15,7 @@ from typing import Any
 from tessera.core.batch import Batch
 from tessera.data.media.urls import UrlPolicy
 from tessera.inference.engine.request import Constraint, Delta, Request, Sampling
+from tessera.inference.prepare import LONG_TEXT
 from tessera.inference.server.answer_parts import AnswerParts
 from tessera.inference.server.answers import AnswerGroup, EngineAccess, Mailbox, Submitters
 from tessera.inference.server.content import chat_messages, text_length
@@ -76,6 +77,11 @@ class Service:
         return ThreadPoolExecutor(4, "helper")
 
     @cached_property
+    def _long_texts(self) -> ThreadPoolExecutor:
+        """Return the thread that tokenizes long texts, for which short ones do not wait."""
+        return ThreadPoolExecutor(1, "long-texts")
+
+    @cached_property
     def _downloaders(self) -> ThreadPoolExecutor:
         """Return threads that download media. Slow ones must not hold up texts."""
         return ThreadPoolExecutor(32, "download")
@@ -117,7 +123,8 @@ class Service:
             self._check_characters(len(prompt), "prompt")
             loop = asyncio.get_running_loop()
             text = prompt
-            tokens = await loop.run_in_executor(self._helpers, lambda: self.tokens.encode(text, special=special))
+            threads = self._helpers if len(text) <= LONG_TEXT else self._long_texts
+            tokens = await loop.run_in_executor(threads, lambda: self.tokens.encode(text, special=special))
         else:
             tokens = list(prompt)
             self.check_tokens(tokens, "prompt")
@@ -293,8 +300,8 @@ class Service:
         """End the engine and all helpers. Answers in progress are aborted."""
         self.engine.close(0)
         self.prompts.close()
-        self._helpers.shutdown(wait=False, cancel_futures=True)
-        self._downloaders.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._helpers, self._long_texts, self._downloaders):
+            threads.shutdown(wait=False, cancel_futures=True)
         self.submitters.close()
 
 

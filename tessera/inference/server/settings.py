@@ -25,4 +25,5 @@ class Settings:
     max_media: int = 64  # images, videos and recordings of a request
     max_answers: int = 128  # `n` of a request
     timeout_s: float = 600.0  # time until an answer is complete
-    slow_client_s: float = 30.0  # time in which a client must send its request, or read what waits for it
+    slow_client_s: float = 30.0  # time in which a client must send the next part of a body, or read what waits for it
+    body_s: float = 120.0  # time in which a client must send its whole body

@@ -27,6 +27,8 @@ from tessera.runtime.log import logger
 
 _LENGTH = 32768  # context of models whose configuration does not state it
 _SLOTS = 8  # adapters that may be loaded at a time
+# Of all frames of an animation. A slow core decodes 5 to 50 megapixels a second, and other prompts wait meanwhile.
+_ANIMATION_PIXELS = 200_000_000
 _LARGEST_RANK = 512  # the memory and time of every slot follow the largest rank
 
 
@@ -67,7 +69,7 @@ def start_service(options: ModelOptions, settings: Settings) -> Service:
     settings = replace(settings, max_length=_length(engine, model.config, options.max_length))
     adapters = {name: str(folder) for name, folder in options.adapters.items()}
     tokens = Tokens(inner)
-    prompts = PromptPool(processor)
+    prompts = PromptPool(replace(processor, limits=replace(processor.limits, max_animation_pixels=_ANIMATION_PIXELS)))
     if isinstance(inner, ConversationProcessor) and inner.streams:
         prompts.start()  # before the first image arrives
     return Service(settings, EngineThread(engine), prompts, tokens, Metrics(), adapters, model.spec.name)
