@@ -50,7 +50,8 @@ class RequestState:
     def __post_init__(self) -> None:
         positions = self.request.prompt["positions"]
         self.prompt_length = len(self.tokens)
-        self.following = int(positions.max()) + 1
+        # Of the last token: a moment of a video before it may have a later position.
+        self.following = int(positions[..., -1].max()) + 1
         self.media_end = max((piece.end for piece in self.pieces), default=0)
 
     @cached_property
