@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from random import Random
 from typing import Any, ClassVar
 
 import torch
@@ -129,12 +130,13 @@ def shared_processor(shape: Shape) -> LlavaProcessor:
 
 
 def conversation(media: list[Any], number: int = 0) -> Sample:
+    letters = "".join(Random(number).choices("abcdefghijklmnopqrstuvwxyz ", k=6))  # so that answers differ
     kinds = ["image" if isinstance(item, Image.Image) else "video" for item in media]
     parts = [Part(kind, None) for kind in kinds]  # type: ignore[arg-type]
     return Sample(
         f"sample-{number}",
         (
-            Message("user", (*parts, Part("text", f"What is in picture {number}?"))),
+            Message("user", (*parts, Part("text", f"What is in picture {number}? {letters}"))),
             Message("assistant", (Part("text", "A red square."),)),
         ),
     )

@@ -137,7 +137,7 @@ def prompt(banked: Banked, seed: int, image: bool = False) -> Batch:
 def alone(model: Any, batch: Batch) -> tuple[list[int], int]:
     """Return the tokens of one request, and how many of them no rounding can change."""
     (tokens,) = new_tokens(model, batch, NEW)
-    length, following = batch["tokens"].numel(), int(batch["positions"].max()) + 1
+    length, following = batch["tokens"].numel(), int(batch["positions"][..., -1].max()) + 1
     after = torch.arange(following, following + NEW - 1).expand(*batch["positions"].shape[:-1], -1)
     tensors = {
         **batch.tensors,

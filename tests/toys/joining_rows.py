@@ -38,7 +38,7 @@ class Request:
         """Return the next tokens of the prompt, or the last generated token, with their positions."""
         positions = self.prompt["positions"]
         if self.cached >= self.length:
-            following = positions.max() + 1 + self.cached - self.length
+            following = positions[..., -1].max() + 1 + self.cached - self.length
             return {"tokens": torch.tensor(self.tokens[-1:]), "positions": following.expand(*positions.shape[:-1], 1)}
         span = slice(self.cached, self.cached + size)
         return {"tokens": self.prompt["tokens"][span], "positions": positions[..., span]}

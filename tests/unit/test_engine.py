@@ -209,13 +209,18 @@ def test_rows_leave_by_their_own_stop_tokens_and_lengths() -> None:
     assert engine.stats().blocks_used == 0
 
 
-def test_positions_of_new_tokens_follow_the_largest_of_the_prompt() -> None:
+@pytest.mark.parametrize(
+    ("positions", "following"),
+    [
+        ([[0, 1], [0, 7], [0, 1]], 8),  # the prompt ends with an image
+        ([[0, 9, 3], [0, 2, 3], [0, 2, 3]], 4),  # text follows a video closer than its last moment, as in training
+    ],
+)
+def test_positions_of_new_tokens_follow_the_last_of_the_prompt(positions: list[list[int]], following: int) -> None:
     model = Counter()
-    batch = replace(
-        prompt([3, 5]), tensors={"tokens": torch.tensor([3, 5]), "positions": torch.tensor([[0, 1], [0, 7], [0, 1]])}
-    )
+    batch = prompt([3, 5, 4][: len(positions[0])]).with_tensors(positions=torch.tensor(positions))
     engine_of(model).run([Request(batch, max_new_tokens=3)])
-    assert [call["positions"].tolist() for call, _ in model.calls[2:]] == [[[8]] * 3, [[9]] * 3]
+    assert [call["positions"].tolist() for call, _ in model.calls[2:]] == [[[following]] * 3, [[following + 1]] * 3]
 
 
 def test_long_prompts_are_read_in_chunks_beside_rows_that_decode() -> None:

@@ -53,7 +53,8 @@ class RequestState:
         positions = self.request.prompt["positions"]
         self.prompt_length = len(self.tokens)
         self.text_positions = positions.numpy()
-        self.offset = int(positions.max()) + 1 - self.prompt_length
+        # After the last token: a moment of a video before it may have a later position.
+        self.offset = int(positions[..., -1].max()) + 1 - self.prompt_length
         self.needed = self.prompt_length + max(self.request.max_new_tokens, 1) - 1
         self.media_end = max((piece.end for piece in self.pieces), default=0)
 
