@@ -434,6 +434,14 @@ def test_unknown_names_and_variants(tmp_path: Path) -> None:
         open_task("ai2d:vlmevalkit", data=tmp_path)
 
 
+def test_a_published_file_name_and_a_variant_select_a_task(tmp_path: Path) -> None:
+    row = {"index": "1", "question": "q", "answer": "A", "A": "x", "B": "y", "image": picture()}
+    tsv(tmp_path / "AI2D_TEST.tsv", [row])
+    for name, variant in (("AI2D_test", None), ("ai2d", "vlmevalkit"), ("ai2d:vlmevalkit", None)):
+        benchmark = open_task(name, variant=variant, data=tmp_path)
+        assert (benchmark.name, benchmark.variant, len(benchmark)) == ("ai2d", "vlmevalkit", 1)
+
+
 def test_damaged_files_are_refused_or_their_rows_are(tmp_path: Path) -> None:
     whole = parquet(tmp_path / "a.parquet", [PUBLISHED["ai2d"][0]] * 3).read_bytes()
     for end in (0, 3, len(whole) // 2, len(whole) - 1):

@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
@@ -48,9 +49,13 @@ def is_code(name: str) -> bool:
 
 
 def metric_of(
-    name: str, options: Mapping[str, Any], where: str, references: overlap.References, folder: Path | None = None
+    name: str,
+    options: Mapping[str, Any] = MappingProxyType({}),
+    where: str = "--metric",
+    references: overlap.References = list,
+    folder: Path | None = None,
 ) -> Metric:
-    """Return a metric. `folder`: where the file of a user's function is.
+    """Return a metric. `references`: the expected answers of all questions. `folder`: of the file of a user's function.
 
     A function of the user must be trusted before this is called.
     """

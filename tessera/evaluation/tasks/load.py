@@ -119,22 +119,27 @@ def open_task(
     *,
     data: str | Path | None = None,
     root: str | Path | None = None,
+    variant: str | None = None,
     trust: Trust = False,
     where: str = "--tasks",
 ) -> TaskBenchmark:
     """Open a benchmark. `data`: its file or folder, in place of a download. `root`: folder of its media.
 
-    A file that is published for a variant selects this variant, unless `name` has one.
+    `name` may also be that of a published file, such as AI2D_TEST. A file that is published for a variant selects this
+    variant, unless `name` or `variant` has one.
     """
+    name = str(name) if variant is None else f"{name}:{variant}"
+    if not name.partition(":")[0].endswith(_SUFFIXES) and name.lower() not in task_names():
+        name = task_of_file(name) or name
     if data is not None and not Path(data).exists():
         raise TesseraError(f"the table {data} does not exist", where=where, code="evaluation.no-table")
-    if data is not None and ":" not in str(name):
-        name = task_of_file(Path(data).name, [str(name)]) or name
-    task, variant, folder = read_task(name, where)
+    if data is not None and not _divided(name)[1]:
+        name = task_of_file(Path(data).name, [name]) or name
+    task, chosen, folder = read_task(name, where)
     if is_code(task.metric_name):
         check_trusted(folder or _FOLDER, {task.metric_name: f"{name}: metric"}, trust)
     file, media = (None if path is None else Path(path) for path in (data, root))
-    return TaskBenchmark(task, variant, open_table(task.data, folder, file, media, where), folder)
+    return TaskBenchmark(task, chosen, open_table(task.data, folder, file, media, where), folder)
 
 
 def published_files(names: Sequence[str] | None = None) -> dict[str, str]:
