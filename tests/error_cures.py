@@ -73,9 +73,11 @@ _CODES_BY_CURE = {
     "use one format per data set, or give each format a data set of its own": "data.mixed-formats",
     "check the path and the format of the data": """
         data.empty-dataset data.no-records data.no-row-written data.no-questions evaluation.empty-table
-        evaluation.image-not-base64 evaluation.unreadable-table megatron.dataset-too-small
-        megatron.no-data-on-first-rank""",
-    "use a table with the columns of its benchmark": "evaluation.unknown-columns",
+        megatron.dataset-too-small megatron.no-data-on-first-rank""",
+    "use a table with the columns of its benchmark": """
+        evaluation.unknown-columns evaluation.bad-box evaluation.bad-instruction evaluation.bad-options
+        evaluation.no-answer evaluation.no-media evaluation.empty-question""",
+    "correct the task file": "evaluation.bad-pattern evaluation.bad-variant",
     "install the package that the message names": "environment.processor-needs-package",
     "use the folder that belongs to this model": """
         generation.edit-captions-mismatch generation.frame-size-mismatch generation.model-input-mismatch

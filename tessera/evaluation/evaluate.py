@@ -114,12 +114,10 @@ def evaluate(
 def _benchmark(
     folder: Path, table: Path, max_samples: int | None, max_new_tokens: int, batch: int, device: str, trust: Trust
 ) -> Score:
-    benchmark = benchmark_of(table.stem, "--data")
-    if not table.is_file():
-        raise TesseraError(f"the table {table} does not exist", where="--data", code="evaluation.no-table")
+    benchmark = benchmark_of(table.stem, table, "--data")
     loaded, processor = load(folder, device=device, trust=trust)
     loaded.freeze()
-    answers = score_table(loaded, processor, benchmark, table, max_samples, max_new_tokens, batch)
+    answers = score_table(loaded, processor, benchmark, max_samples, max_new_tokens, batch)
     return Score([{**answer, "correct": answer["score"], "group": table.stem} for answer in answers], 0)
 
 

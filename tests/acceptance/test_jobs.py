@@ -35,7 +35,6 @@ from tessera.cli.main import app
 from tessera.config.reader import dump_yaml
 from tessera.config.run_config import load_config
 from tessera.errors import TesseraError
-from tessera.evaluation.benchmarks import anls, chosen_letter, read_rows, relaxed
 from tessera.runtime.distributed import free_port
 from tessera_compat.mindspeed_mm.arguments import parse_args
 from tessera_compat.mindspeed_mm.config_files import read_job_yaml
@@ -796,27 +795,6 @@ def test_a_benchmark_is_evaluated(tiny: Path, monkeypatch: pytest.MonkeyPatch, c
     Path("evaluate.json").write_text(json.dumps(settings))
     with raises("evaluation.unknown-benchmark", "ai2d_test"):
         evaluate(["--mm-model", "evaluate.json", "--load", "ckpt/tiny/hf"])
-
-
-def test_an_image_cell_that_names_no_row_is_refused_with_table_and_row(tmp_path: Path) -> None:
-    image = base64.b64encode(bytes(60)).decode()
-    table = tmp_path / "bench.tsv"
-    for cell in ("7", ""):
-        table.write_text(f"index\tquestion\timage\tanswer\n0\ta\t{image}\tx\n1\tb\t0\tx\n2\tc\t{cell}\tx\n")
-        rows = read_rows(table)
-        assert next(rows).images == next(rows).images
-        with raises("evaluation.image-not-base64", f"{table}: index 2"):
-            next(rows)
-
-
-def test_scores_of_benchmarks() -> None:
-    assert [relaxed(answer, ["50"]) for answer in ("50", "52", "53", "48%", "fifty")] == [1, 1, 0, 0, 0]
-    assert relaxed("Blue", ["blue"]) == 1
-    assert anls("hello", ["hello"]) == 1
-    assert anls("helo", ["hello", "x"]) == 0.8
-    assert anls("zzz", ["hello"]) == 0
-    options = {"A": "red", "B": "deep blue"}
-    assert [chosen_letter(one, options) for one in ("B", "(A) red", "deep blue", "C", "Because")] == [*"BAB", "", ""]
 
 
 def test_modules_that_published_files_wrap_are_known(here: Path, tmp_path: Path) -> None:

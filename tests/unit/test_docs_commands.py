@@ -17,9 +17,10 @@ import typer.main
 from test_config_values import KEYS
 
 from tessera.cli.main import app
-from tessera.config.reader import parse_overrides, parse_yaml
+from tessera.config.reader import build, parse_overrides, parse_yaml
 from tessera.config.run_config import RunConfig, load_config
 from tessera.errors import TesseraError
+from tessera.evaluation.tasks.sections import TaskSection
 from tessera.models import FAMILIES
 from tessera.training.setup import build_meta_model
 
@@ -184,6 +185,9 @@ def test_every_recipe_of_the_pages_is_one(page: Path, monkeypatch: pytest.Monkey
     for text in blocks(page, "yaml"):
         tree = parse_yaml(text, str(page))
         assert isinstance(tree, dict), text
+        if {"prompt", "metric"} <= tree.keys():
+            build(TaskSection, tree, str(page))
+            continue
         assert is_recipe(tree) is None, f"{text}\n{is_recipe(tree)}"
         if isinstance(tree.get("model"), dict):
             assert not {"preset", "path"} <= set(tree["model"]), f"preset and path together:\n{text}"

@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 import tessera
-from tessera.evaluation import benchmarks
-from tessera.evaluation.benchmarks import read_rows, score_table
+from tessera.evaluation.benchmark import BenchmarkQuestion
+from tessera.evaluation.benchmarks import benchmark_of, score_table
 from tessera.evaluation.evaluate import evaluate, held_out_sources
 from tessera.inference import answering
 from tessera.inference.engine.engine import Engine
@@ -76,12 +76,12 @@ def test_a_table_is_scored_in_order_with_one_engine(model: Path, tmp_path: Path,
     table = tmp_path / "ChartQA_TEST.tsv"
     table.write_text("\n".join(lines) + "\n")
     loaded, processor = tessera.load(model, device="cpu")
-    rule = benchmarks.BENCHMARKS["chartqa_test"]
-    records = score_table(loaded, processor, rule, table, max_samples=4, max_new_tokens=5, batch=3)
+    benchmark = benchmark_of("chartqa_test", table, "--data")
+    records = score_table(loaded, processor, benchmark, max_samples=4, max_new_tokens=5, batch=3)
     alone = []
-    for row in list(read_rows(table))[:4]:
-        parts = [*({"type": "image", "image": image} for image in row.images), {"type": "text", "text": row.text}]
-        alone.append(loaded.generate(processor([{"role": "user", "content": parts}]), 5))
+    for _, question in benchmark.questions(range(4)):
+        assert isinstance(question, BenchmarkQuestion)
+        alone.append(loaded.generate(processor.prompt([(question.sample, tmp_path)]), 5))
     assert [record["answer"] for record in records] == alone
     assert [record["index"] for record in records] == ["0", "1", "2", "3"]
     assert len(engines) == 1

@@ -17,6 +17,8 @@ from tessera.config.hub_ids import HubId, find_hub_id, hub_spelling, parse_hub_i
 from tessera.config.reader import dump_yaml
 from tessera.config.run_config import SourceSection, load_config
 from tessera.data.sources.source import open_source
+from tessera.evaluation.benchmark import BenchmarkQuestion
+from tessera.evaluation.tasks.load import open_task
 from tessera.hub.config import local_model, local_source, with_local_folders
 from tessera.hub.download import downloaded, fetch
 from tessera.hub.files import data_files, model_files
@@ -428,3 +430,20 @@ def test_download_from_the_shell(
     assert capsys.readouterr().out == f"{tmp_path / 'copy'}\n"
     assert sorted(path.name for path in (tmp_path / "copy").glob("*.json")) == ["config.json", "tokenizer.json"]
     assert not (tmp_path / "copy" / "model.safetensors").exists()
+
+
+def test_a_benchmark_downloads_the_files_of_its_split_alone(hub: HubServer, tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    file = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"question": "1 + 1?", "answer": "#### 2"}]), file)
+    names = ("main/test-00000-of-00001.parquet", "main/train-00000-of-00001.parquet", "socratic/test-0.parquet")
+    hub.add("datasets/openai/gsm8k", dict.fromkeys(names, file.read_bytes()))
+    benchmark = open_task("gsm8k")
+    assert [path.name for path in benchmark.table.files] == ["test-00000-of-00001.parquet"]
+    assert hub.downloads() == ["test-00000-of-00001.parquet"]
+    assert "openai/gsm8k@" in benchmark.protocol()["data"]["source"]
+    ((_, question),) = benchmark.questions(range(1))
+    assert isinstance(question, BenchmarkQuestion)
+    assert benchmark.metric.mark("It is 2.", question).values["flexible"] == 1

@@ -11,7 +11,7 @@ import os
 import shutil
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
@@ -63,6 +63,28 @@ class ParquetFile(Container):
         if opened.problem is not None:
             raise RecordError(opened.problem.what, where=self.location(number), code=opened.problem.code)
         return self._raw(opened.table, group, number)
+
+    def column(self, name: str) -> Iterator[Any]:
+        """Yield the values of one column in order, without reading other columns, such as images."""
+        try:
+            with open_regular(self.path) as file:
+                reader = _reader(file, self._metadata)
+                for group in range(reader.num_row_groups):
+                    rows = min(self.starts[group + 1], len(self)) - self.starts[group]
+                    if rows <= 0:
+                        return
+                    if name not in reader.schema_arrow.names:
+                        yield from [None] * rows
+                        continue
+                    if name in _expanding_columns(reader.metadata.row_group(group)):
+                        raise ValueError(f"the column {name} has more than {MAX_GROUP_BYTES} bytes")
+                    table = reader.read_row_group(group, columns=[name], use_threads=False)
+                    yield from table.column(name).slice(0, rows).to_pylist()
+        except TesseraError:
+            raise
+        except Exception as error:  # pyarrow raises undocumented errors on damaged files
+            what = f"the column {name} is unreadable: {first_line(error)}"
+            raise TesseraError(what, where=str(self.path), code="data.damaged-parquet") from None
 
     def _group(self, group: int) -> _Group:
         """Return a row group: from memory, mapped from its spilled file, or read from the Parquet file."""

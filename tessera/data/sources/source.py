@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tessera.config.run_config import RecordFormat, SourceSection
@@ -159,16 +160,21 @@ def _open_all(paths: list[Path], base: Path, section: SourceSection, cache_folde
     remaining = section.max_samples
     for path in paths:
         name = str(path.relative_to(base))
-        parts.append(_open_file(path, name, remaining, section.columns, cache_folder))
+        parts.append(open_record_file(path, name, remaining, section.columns, cache_folder))
         remaining = None if remaining is None else remaining - len(parts[-1])
         if remaining is not None and remaining <= 0:
             break
     return parts[0] if len(parts) == 1 else Joined(parts)
 
 
-def _open_file(
-    path: Path, name: str, limit: int | None, columns: Mapping[str, str], cache_folder: Path | None
+def open_record_file(
+    path: Path,
+    name: str,
+    limit: int | None = None,
+    columns: Mapping[str, str] = MappingProxyType({}),
+    cache_folder: Path | None = None,
 ) -> Container:
+    """Open one file of records by its suffix. `name`: of the file in the locations of records."""
     _refuse_compressed(path)
     suffix = suffix_of(path.name)
     if suffix == "parquet":

@@ -83,6 +83,7 @@ class TextFile(Container):
         return RawRecord({"text": text} if self.kind == "text" else self._csv_fields(text, location))
 
     def _csv_fields(self, text: str, location: str) -> dict[str, Any]:
+        csv.field_size_limit(MAX_RECORD_BYTES)  # cells may contain images in base64
         try:
             fields = next(csv.reader(io.StringIO(text), strict=True, delimiter=_DELIMITERS[self.kind]))
         except (csv.Error, StopIteration) as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +22,7 @@ class BenchmarkQuestion:
     options: Mapping[str, str] = field(default_factory=dict)  # of a multiple choice question: texts by letter
     categories: Mapping[str, str] = field(default_factory=dict)  # by table of the report, such as {"subject": "Art"}
     fields: Mapping[str, Any] = field(default_factory=dict)  # other columns that the metric reads
+    group: str = ""  # questions of a group count as one: `together` joins their marks. "": a group of its own
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,21 @@ class Mark:
     """Hold what an answer was taken for, and its values by name.
 
     Values are such that figures of a benchmark are functions of their means over questions. So the number of errors and
-    the number of words are two values, and a word error rate is the ratio of their means.
+    the number of words are two values, and a word error rate is the ratio of their means. A value that a mark does not
+    have counts as 0.
     """
 
     extracted: str | None  # None: the answer contains nothing that can be scored
     values: Mapping[str, float]
+
+
+def together(marks: Sequence[Mark]) -> Mark:
+    """Return the mark of a group of questions, such as one question with its options rotated: the least of each value.
+
+    `marks`: in the order of the questions. What the answer to the first question was taken for is reported.
+    """
+    names = dict.fromkeys(name for mark in marks for name in mark.values)
+    return Mark(marks[0].extracted, {name: min(mark.values.get(name, 0.0) for mark in marks) for name in names})
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Score answers: one file per kind of metric, each with its own definition."""

@@ -1,0 +1,94 @@
+"""Ask a language model behind an OpenAI endpoint. The environment names it, so that no key is written into a file."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from tessera.errors import TesseraError
+
+URL, MODEL, KEY = "TESSERA_JUDGE_URL", "TESSERA_JUDGE_MODEL", "TESSERA_JUDGE_KEY"
+_MAX_REPLY_BYTES = 1 << 20
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Refuse redirects: the key would be sent to another host."""
+
+    def redirect_request(self, *arguments: Any) -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Describe the endpoint. `url`: up to and including /v1."""
+
+    url: str
+    model: str
+    key: str = field(default="", repr=False)
+    timeout_s: float = 60.0  # for one attempt, from the request to the last byte of the reply
+    attempts: int = 3
+    wait_s: float = 1.0  # before the second attempt; doubled before each further one
+    max_tokens: int = 256
+
+    def ask(self, prompt: str) -> str | None:
+        """Return the reply to a prompt without white space at its ends; None if no attempt had one."""
+        for attempt in range(self.attempts):
+            if attempt:
+                time.sleep(self.wait_s * 2 ** (attempt - 1))
+            try:
+                return self._reply(prompt)
+            except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, http.client.HTTPException):
+                continue
+        return None
+
+    def _reply(self, prompt: str) -> str:
+        body = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": prompt}],
+            "temperature": 0,
+            "max_tokens": self.max_tokens,
+        }
+        headers = {"Content-Type": "application/json"}
+        if self.key:
+            headers["Authorization"] = f"Bearer {self.key}"
+        request = urllib.request.Request(
+            f"{self.url.rstrip('/')}/chat/completions", json.dumps(body).encode(), headers, method="POST"
+        )
+        deadline = time.monotonic() + self.timeout_s
+        with urllib.request.build_opener(_NoRedirects).open(request, timeout=self.timeout_s) as answer:
+            content = b""
+            while chunk := answer.read1(1 << 16):  # a server that sends one byte a second ends at the deadline, too
+                content += chunk
+                if len(content) > _MAX_REPLY_BYTES or time.monotonic() > deadline:
+                    raise ValueError("the reply is too long")
+        text = json.loads(content)["choices"][0]["message"]["content"].strip()
+        if not text:
+            raise ValueError("the reply is empty")
+        return str(text)
+
+
+def judge_of_environment() -> Judge | None:
+    """Return the judge that the environment names; None if it names none."""
+    url, model = os.environ.get(URL, ""), os.environ.get(MODEL, "")
+    if not url:
+        return None
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and not parts.username
+    except ValueError:
+        usable = False
+    if not usable or not model:
+        raise TesseraError(
+            f"the judge needs an address and a model: {URL}={url!r:.200}, {MODEL}={model!r:.100}",
+            where="environment",
+            fix=f"set {URL}=http://host:port/v1 and {MODEL}; a key goes into {KEY}",
+            code="evaluation.no-judge",
+        )
+    return Judge(url, model, os.environ.get(KEY, ""))

@@ -1,0 +1,97 @@
+"""Define the keys of a task file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field
+
+from tessera.config.reader import Section
+
+
+class BenchmarkData(Section):
+    """Where the questions are. `hub` or `path` is needed, unless the user names a file or a folder."""
+
+    hub: str | None = None  # data set on Hugging Face, org/name
+    config: str | None = None  # configuration of it: a part of its file names
+    split: str | None = None
+    file: str | None = None  # published file name, such as ChartQA_TEST.tsv
+    path: str | None = None  # file, folder or pattern, relative to the task file
+    media: str | None = None  # folder of images and videos, relative to the data; default: the folder of the data
+    md5: tuple[str, ...] = ()  # of the published file
+    where: Mapping[str, str] = {}  # column -> value, with * for any text: use only these rows
+    explode: str | None = None  # column with a list: a question for each of its items
+
+
+class ColumnsSection(Section):
+    """Which columns are read."""
+
+    id: str | None = None  # template; default: the number of the row
+    empty: tuple[str, ...] = ()  # texts that stand for an empty cell, such as nan
+    answer: str | None = "answer"  # a text or a list of texts; null: questions without expected answers
+    answer_is: Literal["text", "list", "number"] = "text"  # list: also as text; number: of the option, from 0
+    options: str | list[str] | None = None  # a column with a list, or columns whose names are letters
+    images: tuple[str, ...] = ()  # columns or templates of paths
+    image_paths: str | None = None  # column with paths, used in place of `images` if the file has it
+    video: tuple[str, ...] = ()  # templates of paths, of which the first that exists is used
+    media_needed: bool = True  # a row without image or video is unusable
+    group: str | None = None  # template: questions with the same text count as one, by the worst
+    fields: Mapping[str, str | list[str]] = {}  # name for the metric -> column, or columns of a list
+    image_size: bool = False  # give the metric `width` and `height` of the first image
+
+
+class CasesSection(Section):
+    """A text that depends on the row: the first pattern that matches `of` decides."""
+
+    of: str
+    cases: Mapping[str, str]
+
+
+class ExtractionSection(Section):
+    """What of an answer is scored."""
+
+    reasoning: bool = True  # delete <think>...</think> and <analysis>...</analysis>
+    pattern: str | None = None  # regular expression: its first group (or all of it) in the last match
+    otherwise: Literal["all", "nothing"] = "all"  # without a match
+
+
+class MetricChoice(Section):
+    name: str
+    options: Mapping[str, Any] = {}
+
+
+class SamplingSection(Section):
+    temperature: float = Field(0.0, ge=0)
+    top_k: int = Field(0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    seed: int = 0
+
+
+class TaskSection(Section):
+    """A benchmark."""
+
+    name: str
+    about: str = ""
+    data: BenchmarkData = BenchmarkData()
+    columns: ColumnsSection = ColumnsSection()
+    option_line: str = "{letter}. {text}"
+    texts: Mapping[str, CasesSection] = {}  # further fields of the prompt
+    system: str | None = None
+    prompt: str | list[str]  # a list: texts with an empty field are left out
+    images: Literal["first", "last", "in order", "by number"] = "first"
+    extraction: ExtractionSection = ExtractionSection()
+    metric: str | MetricChoice
+    max_new_tokens: int = Field(1024, ge=1)
+    sampling: SamplingSection = SamplingSection()
+    categories: Mapping[str, str] = {}  # table of the report -> template
+    default_variant: str = "lmms-eval"
+    variants: Mapping[str, Mapping[str, Any]] = {}  # name -> keys of this file with other values
+
+    @property
+    def metric_name(self) -> str:
+        return self.metric if isinstance(self.metric, str) else self.metric.name
+
+    @property
+    def metric_options(self) -> Mapping[str, Any]:
+        return {} if isinstance(self.metric, str) else self.metric.options
