@@ -261,10 +261,12 @@ def _concatenated(parts: Sequence[Joined]) -> Joined | None:
 
 def _same_stride(left: Joined, right: Joined) -> tuple[Tensor, Tensor]:
     """Return the elements that both sides keep."""
-    assert left.tensor is not None and right.tensor is not None
     stride = max(left.stride, right.stride)
-    return tuple(side.tensor[:: stride // side.stride] if side.tensor.dim() else side.tensor  # type: ignore[return-value]
-                 for side in (left, right) if side.tensor is not None)
+    return tuple(
+        side.tensor[:: stride // side.stride] if side.tensor.dim() else side.tensor  # type: ignore[return-value]
+        for side in (left, right)
+        if side.tensor is not None
+    )
 
 
 def _replica(left: Joined, right: Joined, rounding: Rounding) -> Difference | None:
@@ -317,7 +319,7 @@ def _numbers(a: Recording, b: Recording) -> Iterator[Finding]:
 
 
 def _steps(recording: Recording) -> dict[int, StepNumbers]:
-    """Return the numbers of each step over all ranks. Sums of context parallel ranks cover a part of a row: not them."""
+    """Return the numbers of each step over all ranks. Sums of context parallel ranks are left out."""
     steps: dict[int, StepNumbers] = {}
     for record in recording.ranks:
         for row in record.steps:

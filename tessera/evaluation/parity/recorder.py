@@ -194,22 +194,26 @@ def moved_weights(module: nn.Module, compute: torch.dtype, seed: int) -> Iterato
 
     Weights of a wider type than `compute` are rounded to it before they are used, so they move by its rounding.
     """
-    with torch.no_grad():
-        before = [(p, local_shard(p).detach().to("cpu", copy=True)) for p in module.parameters()]
-        for name, parameter in module.named_parameters():
-            value = local_shard(parameter)
-            if not value.is_floating_point():
-                continue
+    before = [(p, local_shard(p).detach().to("cpu", copy=True)) for p in module.parameters()]
+    move_weights(module, compute, seed)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, value in before:
+                local_shard(parameter).copy_(value)
+
+
+@torch.no_grad()
+def move_weights(module: nn.Module, compute: torch.dtype, seed: int) -> None:
+    """Move every weight by one rounding, up or down. Copies of a weight on several ranks move alike."""
+    for name, parameter in module.named_parameters():
+        value = local_shard(parameter)
+        if value.is_floating_point():
             eps = max(torch.finfo(value.dtype).eps, torch.finfo(compute).eps)
             chance = generator("cpu", "rounding", seed, clean_name(name))
             signs = torch.randint(0, 2, value.shape, generator=chance, dtype=torch.int8) * 2 - 1
             value.addcmul_(value, signs.to(value), value=eps)
-        try:
-            with torch.enable_grad():
-                yield
-        finally:
-            for parameter, value in before:
-                local_shard(parameter).copy_(value)
 
 
 def record_call(
@@ -274,4 +278,6 @@ def _sampled(value: Tensor, entry: Entry) -> Tensor:
 
 def moved_scalars(plain: Mapping[str, float], passes: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return by how much each scalar differs from the plain pass, at most."""
-    return {name: max((abs(other[name] - plain[name]) for other in passes if name in other), default=0.0) for name in plain}
+    return {
+        name: max((abs(other[name] - plain[name]) for other in passes if name in other), default=0.0) for name in plain
+    }

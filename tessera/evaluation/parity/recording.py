@@ -20,7 +20,6 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from safetensors.torch import save_file
 
-
 from tessera.checkpoint.files import DTYPES, open_safetensors, remove_folder
 from tessera.errors import TesseraError
 from tessera.runtime.files import read_bytes, read_json_mapping

@@ -7,9 +7,8 @@ of the optimizer are restored afterwards.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,15 @@ from tessera.core.callback import Callback, OptimizerStep, StepOutcome, StepResu
 from tessera.core.engine import TrainingEngine
 from tessera.core.task import Counts, Losses, LossTotals, Reference, Task
 from tessera.evaluation.parity.recorder import Budget, Recorder, batch_key, hooked, moved_scalars, moved_weights
-from tessera.evaluation.parity.recording import RankRecord, StepNumbers, check_target, discard, publish, unfinished
-from tessera.evaluation.parity.recording import write_rank
+from tessera.evaluation.parity.recording import (
+    RankRecord,
+    StepNumbers,
+    check_target,
+    discard,
+    publish,
+    unfinished,
+    write_rank,
+)
 from tessera.observe.anomaly.attribution import kept_buffers
 from tessera.optim.adamw import AdamW
 from tessera.parallel.plan import Plan
@@ -31,7 +37,6 @@ from tessera.runtime import rng
 from tessera.runtime.collective import Ranks
 from tessera.runtime.gradients import scale_gradients
 from tessera.runtime.modules import clean_name, local_shard
-from tessera.runtime.torch_internals import is_compiled
 
 
 class RecordSteps(Callback):
@@ -98,9 +103,7 @@ class RecordSteps(Callback):
         Ranks.current().on_all(lambda: write_rank(record, part))
         made_by = {"device": trainer.world.device.type, "run": trainer.config.name}
         count = trainer.world.size
-        Ranks.current().on_rank0(
-            lambda: publish(self.folder, self.label or trainer.config.name, count, made_by, {})
-        )
+        Ranks.current().on_rank0(lambda: publish(self.folder, self.label or trainer.config.name, count, made_by, {}))
 
 
 class _RecordedTask(Task):
