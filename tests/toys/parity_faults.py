@@ -186,6 +186,8 @@ def record_variant(variant: Variant, data: Path, out: Path, reference: bool = Fa
     recipe["model"]["config"] = {**MODEL, "text": {**MODEL["text"], **WORDS}}
     recipe["data"]["eval"] = []
     recipe["optim"]["eps"] = 1e-3  # see tests/dist/layouts.py
+    if variant.base.get("optim.name") == "lion":
+        del recipe["optim"]["eps"]
     settings = {**variant.base, **({} if reference else variant.overrides), "checkpoint.at_end": False}
     plan = build_meta_model(load_config(recipe, settings), 1 if reference else variant.world).plan
     recorder = RecordSteps(out / "recording", plan=plan, budget=Budget(), label=variant.name)

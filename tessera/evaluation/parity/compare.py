@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ class Finding:
         return f"{_WORDS[self.phase]} {self.name}" if self.phase in _WORDS else self.name
 
     @property
-    def place(self) -> tuple[int, int, float]:
+    def position(self) -> tuple[int, int, float]:
         """Return a key that sorts findings by execution. Gradients of outputs and parameters are one phase."""
         phase = "output_gradient" if self.phase == "gradient" else self.phase
         return self.step, PHASES.index(phase), self.order
@@ -105,13 +105,15 @@ def compare_recordings(a: Recording, b: Recording, pairs: Mapping[str, str] | No
     findings = [finding for key in common for finding in judge.findings(key, ours[key], theirs[key])]
     findings += [] if names else list(_only_on_one_side(ours, theirs))
     findings += _numbers(a, b)
-    findings.sort(key=lambda finding: finding.place)
+    findings.sort(key=lambda finding: finding.position)
     return Comparison((a.label, b.label), findings, judge.skipped, _note(findings))
 
 
 class _Judge:
     def __init__(self, a: Recording, b: Recording) -> None:
         self._same_type = a.compute == b.compute
+        entries = [e for side in (a, b) for record in side.ranks for e in record.entries if e.moment == "weight"]
+        self._weights = {(entry.step, entry.name): max(abs(entry.max), abs(entry.min)) for entry in entries}
         self._batches = [batch for record in a.ranks for batch in record.batches]
         self.skipped: list[str] = []
         self._eps = eps_of(a.compute, b.compute)
@@ -120,21 +122,29 @@ class _Judge:
         self, key: tuple[int, str, str, int, int], ours: dict[str, list[Shard]], theirs: dict[str, list[Shard]]
     ) -> Iterator[Finding]:
         first = min((shard for shards in ours.values() for shard in shards), key=_position)
+        if not _comparable_batch(key, ours, theirs):
+            self.skipped.append(f"batch tensor {key[2]}: indices into micro-batches that are split in another way")
+            return
         if ours.keys() != theirs.keys():
             yield from self._split_otherwise(key, ours, theirs)
             return
         for rows, shards in ours.items():
             finding = Finding(key[0], key[1], key[2], _position(first)[0] * 1e7 + first.entry.order, rows)
             other = theirs[rows]
-            left = join(shards, other[0].entry.whole or other[0].entry.shape)
-            right = None if left is None else join(other, left.shape)
-            if right is not None and left is not None and left.shape != shards[0].entry.shape and len(shards) > 1:
-                left = join(shards, right.shape) or left
-            if left is None or right is None:
-                left = join(shards, shards[0].entry.whole or shards[0].entry.shape)
+            first_side = join(shards, other[0].entry.whole or other[0].entry.shape)
+            second_side = None if first_side is None else join(other, first_side.shape)
+            if (
+                second_side is not None
+                and first_side is not None
+                and first_side.shape != shards[0].entry.shape
+                and len(shards) > 1
+            ):
+                first_side = join(shards, second_side.shape) or first_side
+            if first_side is None or second_side is None:
+                first_side = join(shards, shards[0].entry.whole or shards[0].entry.shape)
                 self.skipped.append(f"{finding.what} (rows {rows}): {_shapes(shards)} and {_shapes(other)}")
                 continue
-            yield self._judged(finding, left, right)
+            yield self._judged(finding, first_side, second_side)
 
     def _split_otherwise(
         self, key: tuple[int, str, str, int, int], ours: dict[str, list[Shard]], theirs: dict[str, list[Shard]]
@@ -144,24 +154,24 @@ class _Judge:
         for groups in (ours, theirs):
             ordered = sorted(groups, key=_row_numbers)
             joined = [join(groups[rows], groups[rows][0].entry.shape) for rows in ordered]
-            sides.append((",".join(ordered), [one for one in joined if one is not None and one.tensor is not None]))
-        (rows, left), (other, right) = sides
-        if rows != other or not left or not right:
+            sides.append((",".join(ordered), [part for part in joined if part is not None and part.tensor is not None]))
+        (rows, first_side), (other, second_side) = sides
+        if rows != other or not first_side or not second_side:
             self.skipped.append(f"{key[1]} {key[2]}: rows {rows} and {other} in micro-batches that cannot be joined")
             return
-        one, two = _concatenated(left), _concatenated(right)
-        if one is None or two is None:
+        value, other_value = _concatenated(first_side), _concatenated(second_side)
+        if value is None or other_value is None:
             self.skipped.append(f"{key[1]} {key[2]}: micro-batches of different sizes")
             return
-        yield self._judged(Finding(key[0], key[1], key[2], one.entry.order, rows), one, two)
+        yield self._judged(Finding(key[0], key[1], key[2], value.entry.order, rows), value, other_value)
 
-    def _judged(self, finding: Finding, left: Joined, right: Joined) -> Finding:
-        entry, other = left.entry, right.entry
-        finding.dtypes, finding.shape = (entry.dtype, other.dtype), tuple(left.shape)
+    def _judged(self, finding: Finding, first_side: Joined, second_side: Joined) -> Finding:
+        entry, other = first_side.entry, second_side.entry
+        finding.dtypes, finding.shape = (entry.dtype, other.dtype), tuple(first_side.shape)
         finding.requires_grad = (entry.requires_grad, other.requires_grad)
-        if left.tensor is None or right.tensor is None:
-            return self._by_statistics(finding, left, right)
-        a, b = _same_stride(left, right)
+        if first_side.tensor is None or second_side.tensor is None:
+            return self._by_statistics(finding, first_side, second_side)
+        a, b = _same_stride(first_side, second_side)
         if a.shape != b.shape:
             if a.numel() != b.numel() or a.shape[-1:] != b.shape[-1:]:
                 self.skipped.append(f"{finding.what}: shapes {list(a.shape)} and {list(b.shape)}")
@@ -169,38 +179,52 @@ class _Judge:
             a, b = a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1])
         finding.sides = (statistics(a), statistics(b))
         if not (a.is_floating_point() or b.is_floating_point()):
-            return self._exact(finding, a, b, left.stride)
-        rounding = self._rounding(finding, left, right)
+            return self._exact(finding, a, b, first_side.stride)
+        rounding = self._rounding(finding, first_side, second_side)
         best = difference(a, b, rounding)
-        if best.differs and (left.partial or right.partial):
-            best = min((best, _summed(left, right, rounding)), key=lambda found: found.excess)
+        if best.differs and (first_side.partial or second_side.partial):
+            best = min((best, _summed(first_side, second_side, rounding) or best), key=lambda apart: apart.excess)
         finding.difference = best
         if best.differs:
             finding.reason = _how_far(best)
-            finding.samples = self._samples(finding, best.positions, max(left.stride, right.stride))
-        elif (apart := _replica(left, right, rounding)) is not None and not (left.partial or right.partial):
+            finding.samples = self._samples(finding, best.positions, max(first_side.stride, second_side.stride))
+        elif (apart := _replica(first_side, second_side, rounding)) is not None and not (
+            first_side.partial or second_side.partial
+        ):
             finding.reason, finding.difference = f"ranks have different values: {_how_far(apart)}", apart
         return finding
 
-    def _rounding(self, finding: Finding, left: Joined, right: Joined) -> Rounding:
-        eps = eps_of(left.entry.dtype, right.entry.dtype)
+    def _rounding(self, finding: Finding, first_side: Joined, second_side: Joined) -> Rounding:
+        eps = eps_of(first_side.entry.dtype, second_side.entry.dtype)
         if finding.phase in ("data", "weight"):
             return Rounding(0.0, 0.0, eps)
+        if finding.phase == "update":  # the difference of two weights has the rounding of the weights
+            size = self._weights.get((finding.step, finding.name), 0.0)
+            return replace(self._measured(first_side, second_side, eps), floor=eps * size)
+        return self._measured(first_side, second_side, eps)
+
+    def _measured(self, first_side: Joined, second_side: Joined, eps: float) -> Rounding:
         moved = []
         for which in ("moved_max", "moved_rms"):
-            values = [side.moved(which) for side in ((left, right) if not self._same_type else (left,))]
+            values = [
+                side.moved(which) for side in ((first_side, second_side) if not self._same_type else (first_side,))
+            ]
             measured = [value for value in values if value is not None]
-            moved.append(max(measured) if measured else right.moved(which))
-        return Rounding(moved[0], moved[1], eps, max(1.0, left.entry.order % 1e7))
+            moved.append(max(measured) if measured else second_side.moved(which))
+        return Rounding(moved[0], moved[1], eps, max(1.0, first_side.entry.order % 1e7))
 
-    def _by_statistics(self, finding: Finding, left: Joined, right: Joined) -> Finding:
-        moved = max(left.moved("moved_norm") or 0.0, 0.0 if self._same_type else right.moved("moved_norm") or 0.0)
-        if left.moved("moved_norm") is None and finding.phase != "weight":
-            moved = self._eps * math.sqrt(max(1.0, left.entry.order)) * left.norm
-        limit = ROUNDINGS * moved + 2 * eps_of(left.entry.dtype, right.entry.dtype) * left.norm
-        finding.sides = ({"norm": left.norm}, {"norm": right.norm})
-        if abs(left.norm - right.norm) > limit:
-            finding.reason = f"the norms are {left.norm:.6g} and {right.norm:.6g}; rounding explains {limit:.2g}"
+    def _by_statistics(self, finding: Finding, first_side: Joined, second_side: Joined) -> Finding:
+        moved = max(
+            first_side.moved("moved_norm") or 0.0, 0.0 if self._same_type else second_side.moved("moved_norm") or 0.0
+        )
+        if first_side.moved("moved_norm") is None and finding.phase != "weight":
+            moved = self._eps * math.sqrt(max(1.0, first_side.entry.order)) * first_side.norm
+        limit = ROUNDINGS * moved + 2 * eps_of(first_side.entry.dtype, second_side.entry.dtype) * first_side.norm
+        finding.sides = ({"norm": first_side.norm}, {"norm": second_side.norm})
+        if abs(first_side.norm - second_side.norm) > limit:
+            finding.reason = (
+                f"the norms are {first_side.norm:.6g} and {second_side.norm:.6g}; rounding explains {limit:.2g}"
+            )
         return finding
 
     def _exact(self, finding: Finding, a: Tensor, b: Tensor, stride: int) -> Finding:
@@ -227,10 +251,18 @@ class _Judge:
         return _samples_at(batch, [position * stride for position in positions])
 
 
+def _comparable_batch(key: tuple[Any, ...], ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
+    """Return whether the values of a batch tensor mean the same on both sides: others than tokens may be indices."""
+    if key[1] != "data" or key[2] in ("tokens", "labels"):
+        return True
+    shards = [shard for side in (ours, theirs) for group in side.values() for shard in group]
+    return ours.keys() == theirs.keys() and all(shard.rank.split is None for shard in shards)
+
+
 def _samples_at(batch: MicroBatch, positions: Sequence[int]) -> tuple[str, ...]:
     names: dict[str, None] = {}
     bounds = torch.tensor(batch.bounds)
-    for number in torch.searchsorted(bounds, torch.tensor(positions), right=True).tolist():
+    for number in torch.searchsorted(bounds, torch.tensor(positions), second_side=True).tolist():
         if 0 < number <= len(batch.samples):
             names[batch.samples[number - 1]] = None
     return tuple(names)
@@ -259,34 +291,37 @@ def _concatenated(parts: Sequence[Joined]) -> Joined | None:
     return Joined([shard for part in parts for shard in part.shards], whole, list(whole.shape))
 
 
-def _same_stride(left: Joined, right: Joined) -> tuple[Tensor, Tensor]:
+def _same_stride(first_side: Joined, second_side: Joined) -> tuple[Tensor, Tensor]:
     """Return the elements that both sides keep."""
-    stride = max(left.stride, right.stride)
+    stride = max(first_side.stride, second_side.stride)
     return tuple(
         side.tensor[:: stride // side.stride] if side.tensor.dim() else side.tensor  # type: ignore[return-value]
-        for side in (left, right)
+        for side in (first_side, second_side)
         if side.tensor is not None
     )
 
 
-def _replica(left: Joined, right: Joined, rounding: Rounding) -> Difference | None:
+def _replica(first_side: Joined, second_side: Joined, rounding: Rounding) -> Difference | None:
     """Return how far a replica of another rank is from its first copy, if it is farther than rounding explains."""
-    for side in (left, right):
+    for side in (first_side, second_side):
         for copy in side.replicas:
             if side.tensor is not None and (apart := difference(side.tensor, copy, rounding)).differs:
                 return apart
     return None
 
 
-def _summed(left: Joined, right: Joined, rounding: Rounding) -> Difference:
+def _summed(first_side: Joined, second_side: Joined, rounding: Rounding) -> Difference | None:
     """Compare the sums over ranks: each rank may have the gradient from its part of the work."""
     sides = []
-    for side in (left, right):
+    for side in (first_side, second_side):
         assert side.tensor is not None
         sides.append(torch.stack([side.tensor.double(), *(copy.double() for copy in side.replicas)]).sum(0))
-    options = [(left.tensor, sides[1]), (sides[0], right.tensor)]
-    results = [difference(a, b, rounding) for a, b in options if a is not None and b is not None and a.shape == b.shape]
-    return min(results, key=lambda found: found.excess)
+    first, second = first_side.tensor, second_side.tensor
+    assert first is not None
+    assert second is not None
+    options = [(a, b) for a, b in ((first, sides[1]), (sides[0], second)) if a.shape == b.shape]
+    results = [difference(a, b, rounding) for a, b in options]
+    return min(results, key=lambda apart: apart.excess, default=None)
 
 
 def _how_far(apart: Difference) -> str:
@@ -319,7 +354,7 @@ def _numbers(a: Recording, b: Recording) -> Iterator[Finding]:
 
 
 def _steps(recording: Recording) -> dict[int, StepNumbers]:
-    """Return the numbers of each step over all ranks. Sums of context parallel ranks are left out."""
+    """Return the numbers of each step over all ranks. Sums of context parallel ranks are first_side out."""
     steps: dict[int, StepNumbers] = {}
     for record in recording.ranks:
         for row in record.steps:
@@ -334,7 +369,7 @@ def _steps(recording: Recording) -> dict[int, StepNumbers]:
 def _samples(step: int, a: Recording, b: Recording) -> Finding:
     sides = []
     for side in (a, b):
-        batches = {one.rows: one for record in side.ranks for one in record.batches if one.step == step}
+        batches = {batch.rows: batch for record in side.ranks for batch in record.batches if batch.step == step}
         sides.append(sorted(name for batch in batches.values() for name in batch.samples))
     finding = Finding(step, "data", "samples of the step", -1.0)
     if sides[0] != sides[1]:
@@ -353,15 +388,15 @@ def _scalars(row: StepNumbers, other: StepNumbers, eps: float) -> Iterator[Findi
     for name in row.values.keys() & other.values.keys():
         if name == "lr":
             continue
-        one, two = row.values[name], other.values[name]
+        value, other_value = row.values[name], other.values[name]
         moved = max(row.moved.get(name, 0.0), other.moved.get(name, 0.0))
         if name == "grad_norm":  # no pass measured it; the gradients themselves are compared
             continue
-        limit = ROUNDINGS * moved + 2 * eps * abs(one)
+        limit = ROUNDINGS * moved + 2 * eps * abs(value)
         finding = Finding(row.step, "loss", name, 0.0 if name != "loss" else 1.0)
-        finding.sides = ({"value": one}, {"value": two})
-        if abs(one - two) > limit or math.isfinite(one) != math.isfinite(two):
-            finding.reason = f"{one:.8g} and {two:.8g}; rounding explains {limit:.2g}"
+        finding.sides = ({"value": value}, {"value": other_value})
+        if abs(value - other_value) > limit or math.isfinite(value) != math.isfinite(other_value):
+            finding.reason = f"{value:.8g} and {other_value:.8g}; rounding explains {limit:.2g}"
         yield finding
 
 
@@ -372,9 +407,13 @@ def _rates(step: int, a: Recording, b: Recording) -> Iterator[Finding]:
         for side in (a, b)
     ]
     for name, entry in sides[0].items():
-        one, two = entry.lr, sides[1][name].lr if name in sides[1] else None
-        if one is not None and two is not None and abs(one - two) > 1e-12 * max(abs(one), abs(two)):
-            yield Finding(step, "update", name, entry.order - 0.5, reason=f"learning rate {one:.6g} and {two:.6g}")
+        value, other_value = entry.lr, sides[1][name].lr if name in sides[1] else None
+        if value is None or other_value is None:
+            continue
+        if abs(value - other_value) > 1e-12 * max(abs(value), abs(other_value)):
+            yield Finding(
+                step, "update", name, entry.order - 0.5, reason=f"learning rate {value:.6g} and {other_value:.6g}"
+            )
 
 
 def _note(findings: Sequence[Finding]) -> str:

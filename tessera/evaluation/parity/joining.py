@@ -29,7 +29,7 @@ class Shard:
     rank: RankRecord
 
     @property
-    def kept(self) -> Tensor | None:
+    def elements(self) -> Tensor | None:
         return None if self.entry.key is None else self.rank.tensors[self.entry.key]
 
     def at(self, axes: Sequence[str]) -> int:
@@ -81,7 +81,7 @@ def grouped(recording: Recording) -> Groups:
 def join(shards: Sequence[Shard], like: Sequence[int]) -> Joined | None:
     """Return the tensor of these shards, which the other side has in the shape `like`; None if they do not fit."""
     first = shards[0].entry
-    if any(shard.kept is None for shard in shards):
+    if any(shard.elements is None for shard in shards):
         return _only_statistics(shards, like)
     if first.offsets is not None and first.whole is not None:
         return _by_offsets(shards)
@@ -109,7 +109,7 @@ def _only_statistics(shards: Sequence[Shard], like: Sequence[int]) -> Joined | N
 
 
 def _replicas(shards: Sequence[Shard]) -> Joined | None:
-    tensors = [shard.kept for shard in shards if shard.kept is not None]
+    tensors = [shard.elements for shard in shards if shard.elements is not None]
     entry = shards[0].entry
     same = [tensor for tensor in tensors[1:] if tensor.shape == tensors[0].shape]
     if len(same) < len(tensors) - 1:
@@ -120,7 +120,7 @@ def _replicas(shards: Sequence[Shard]) -> Joined | None:
 def _by_offsets(shards: Sequence[Shard]) -> Joined | None:
     whole = shards[0].entry.whole or []
     stride = max(shard.entry.stride for shard in shards)
-    first = shards[0].kept
+    first = shards[0].elements
     if first is None or any(s.entry.whole != whole or s.entry.offsets is None for s in shards):
         return None
     rows = -(-whole[0] // stride) if whole else 1
@@ -129,14 +129,14 @@ def _by_offsets(shards: Sequence[Shard]) -> Joined | None:
     joined = torch.zeros([rows, *whole[1:]] if whole else [], dtype=first.dtype)
     covered, replicas, distinct = torch.zeros(joined.shape, dtype=torch.bool), [], []
     for shard in shards:
-        entry, kept = shard.entry, shard.kept
+        entry, elements = shard.entry, shard.elements
         offsets = entry.offsets or []
-        assert kept is not None
+        assert elements is not None
         if whole:
             start = -(offsets[0] if offsets else 0) % entry.stride
             numbers = torch.arange(start, entry.shape[0], entry.stride) + offsets[0]
             chosen = numbers % stride == 0
-            kept, numbers = kept[chosen], numbers[chosen] // stride
+            elements, numbers = elements[chosen], numbers[chosen] // stride
             sides = [slice(at, at + size) for at, size in zip(offsets[1:], entry.shape[1:], strict=True)]
             where = (numbers, *sides)
         else:
@@ -144,12 +144,12 @@ def _by_offsets(shards: Sequence[Shard]) -> Joined | None:
         inside = all(o >= 0 and o + n <= w for o, n, w in zip(offsets, entry.shape, whole, strict=True))
         if not inside:
             return None
-        if kept.numel() and bool(covered[where].any()):  # another copy of a part, such as of a replicated rank
+        if elements.numel() and bool(covered[where].any()):  # another copy of a part, such as of a replicated rank
             copy = joined.clone()
-            copy[where] = kept
+            copy[where] = elements
             replicas.append(copy)
             continue
-        joined[where], covered[where] = kept, True
+        joined[where], covered[where] = elements, True
         distinct.append(shard)
     return Joined(distinct, joined, whole, stride, replicas) if bool(covered.all()) else None
 
@@ -165,7 +165,7 @@ def _by_shape(shards: Sequence[Shard], like: list[int]) -> Joined | None:
         by_context.setdefault(shard.at(_SHARED[:2]), []).append(shard)
     pieces: list[Tensor] = []
     for group in by_context.values():
-        tensors = [shard.kept for shard in group if shard.kept is not None]
+        tensors = [shard.elements for shard in group if shard.elements is not None]
         features = next((d for d in range(1, len(like)) if tensors[0].shape[d] != like[d]), None)
         tokens = sum(t.shape[0] for t in tensors) * len(by_context)
         if features is not None:

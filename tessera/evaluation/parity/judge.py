@@ -59,6 +59,7 @@ class Rounding:
     rms: float | None
     eps: float
     depth: float = 1.0
+    floor: float = 0.0  # rounding of what the tensor is a difference of
 
     def limits(self, largest: float, rms: float) -> tuple[float, float]:
         """Return the allowed largest and root-mean-square difference of a tensor of this size."""
@@ -66,7 +67,8 @@ class Rounding:
         moved_max = estimate * largest if self.largest is None else self.largest
         moved_rms = estimate * rms if self.rms is None else self.rms
         # The rounding of the result: half a unit in each of the two, and eps is one unit of the largest mantissa.
-        return ROUNDINGS * moved_max + 2 * self.eps * largest, ROUNDINGS * moved_rms + 2 * self.eps * rms
+        limits = ROUNDINGS * moved_max + 2 * self.eps * largest, ROUNDINGS * moved_rms + 2 * self.eps * rms
+        return limits[0] + self.floor, limits[1] + self.floor
 
 
 def eps_of(*codes: str) -> float:

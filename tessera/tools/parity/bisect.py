@@ -112,11 +112,12 @@ def _first(a: Curve, b: Curve, allowed: Callable[[int, str, float], float]) -> F
     for step in steps:
         for name in _NAMES:
             if name in a[step] and name in b[step]:
-                one, two, limit = a[step][name], b[step][name], allowed(step, name, a[step][name])
-                if not abs(one - two) <= limit:
+                value, other = a[step][name], b[step][name]
+                limit = allowed(step, name, value)
+                if not abs(value - other) <= limit:
                     return FirstStep(
                         step,
-                        f"first step that differs: {step} ({name} {one:.8g} and {two:.8g}; allowed {limit:.2g})",
+                        f"first step that differs: {step} ({name} {value:.8g} and {other:.8g}; allowed {limit:.2g})",
                     )
     return FirstStep(None, f"steps {steps[0]} to {steps[-1]}: loss and gradient norm agree")
 

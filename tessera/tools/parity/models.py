@@ -129,7 +129,7 @@ def module_pairs(weights: WeightMap | None, ours: nn.Module, theirs: nn.Module) 
         if rule is not None and (len(foreign) > 1 or not isinstance(rule.op, Identity)):
             continue
         spellings = [foreign[0]] if weights is None else [weights.in_memory(foreign[0]), foreign[0], name]
-        other = next((one for one in spellings if one in there and there[one].shape == parameter.shape), None)
+        other = next((n for n in spellings if n in there and there[n].shape == parameter.shape), None)
         if other is None:
             continue
         pairs[name] = other

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from tessera.evaluation.parity.recording import (
 )
 from tessera.observe.anomaly.attribution import kept_buffers
 from tessera.optim.adamw import AdamW
+from tessera.parallel.mesh import DATA
 from tessera.parallel.plan import Plan
 from tessera.runtime import rng
 from tessera.runtime.collective import Ranks
@@ -109,9 +111,8 @@ class RecordSteps(Callback):
 class _RecordedTask(Task):
     """Wrap a task to record micro-batches, the loss of each, and the counts."""
 
-    def __init__(self, task: Task, microbatches: Sequence[Batch], recorder: Recorder) -> None:
-        self._task, self._recorder = task, recorder
-        self._rows = {id(batch): batch_key(batch, number) for number, batch in enumerate(microbatches)}
+    def __init__(self, task: Task, keys: Mapping[int, str], recorder: Recorder) -> None:
+        self._task, self._recorder, self._rows = task, recorder, keys
         self.losses_by_rows: dict[str, float] = {}
 
     @property
@@ -186,11 +187,15 @@ class _RecordingEngine:
         module, parameters = self._trainer.module, self.parameters()
         recorder.step = self._trainer.step + 1
         microbatches = self._engine.encode(task, microbatches)
-        for number, batch in enumerate(microbatches):
-            recorder.rows = batch_key(batch, number)
-            recorder.add_batch(batch)
+        described = self._described(microbatches)
+        keys = {
+            id(batch): batch_key(other, n) for n, (batch, other) in enumerate(zip(microbatches, described, strict=True))
+        }
+        for batch, other in zip(microbatches, described, strict=True):
+            recorder.rows = keys[id(batch)]
+            recorder.add_batch(replace(batch, sample_ids=other.sample_ids))
         recorder.add_parameters("weight", parameters)
-        totals, plain = self._pass(task, microbatches)
+        totals, plain = self._pass(task, microbatches, keys)
         recorder.add_parameters("gradient", {name: p.grad for name, p in parameters.items()})
         moved = []
         stored = {name: p.grad for name, p in parameters.items()}
@@ -200,7 +205,7 @@ class _RecordingEngine:
                 module.zero_grad(set_to_none=True)
                 rng.seed_process(self._trainer.config.train.seed, "step", self._trainer.step, self._trainer.world.rank)
                 with recorder.measured(), kept_buffers(module), moved_weights(module, self._compute, seed):
-                    moved.append(self._pass(task, microbatches)[1])
+                    moved.append(self._pass(task, microbatches, keys)[1])
                     recorder.add_parameters("gradient", {name: p.grad for name, p in parameters.items()})
                 self.gradients.append({name: p.grad for name, p in parameters.items()})
         for name, parameter in parameters.items():
@@ -209,9 +214,22 @@ class _RecordingEngine:
         recorder.record.steps.append(StepNumbers(recorder.step, plain, counts, moved_scalars(plain, moved)))
         return totals
 
-    def _pass(self, task: Task, microbatches: Sequence[Batch]) -> tuple[LossTotals, dict[str, float]]:
-        assert self._recorder is not None
-        recorded = _RecordedTask(task, microbatches, self._recorder)
+    def _described(self, microbatches: Sequence[Batch]) -> list[Batch]:
+        """Return the micro-batches without tensors, with their rows: of ranks that share rows, one names them."""
+        bare = [replace(batch, tensors={}, segments={}, shapes={}, problems=()) for batch in microbatches]
+        plan, rank = self._owner.plan, self._trainer.world.rank
+        if plan is None or self._trainer.world.size == 1:
+            return bare
+        axes = plan.layout.axes
+        every = Ranks.current().on_all(lambda: [(batch.rows, batch.sample_ids) for batch in bare])
+        sharing = [every[n] for n in range(len(every)) if axes.position(n, DATA) == axes.position(rank, DATA)]
+        names = next((facts for facts in sharing if any(rows for rows, _ in facts)), sharing[0])
+        return [replace(b, rows=rows, sample_ids=ids) for b, (rows, ids) in zip(bare, names, strict=True)]
+
+    def _pass(
+        self, task: Task, microbatches: Sequence[Batch], keys: Mapping[int, str]
+    ) -> tuple[LossTotals, dict[str, float]]:
+        recorded = _RecordedTask(task, keys, self._recorder)
         with hooked(self._trainer.module, self._recorder):
             totals = self._engine.step(recorded, microbatches)
         return totals, {"loss": float(totals.loss()), **recorded.losses_by_rows}

@@ -105,7 +105,7 @@ def _one_question(loaded: Any, name: str, batch: Batch, count: int) -> Iterator[
     (prompt,) = split_prompts(batch, encoders)
     request = Request(prompt, max_new_tokens=count, logprobs=0, prompt_logprobs=0)
     engine = Engine(loaded, EngineLimits(blocks=blocks_for([request], EngineLimits.block_size)))
-    (answer,) = (checked(one) for one in engine.run([request]))
+    (answer,) = map(checked, engine.run([request]))
     entries = [*(answer.prompt_logprobs or ()), *answer.logprobs]
     sequence = _extended(batch, answer.tokens).to(loaded.device)
     module = loaded.module
