@@ -169,7 +169,8 @@ def test_moved_weights_are_restored() -> None:
 
 
 def tensor_entry(record: RankRecord, moment: str, name: str, tensor: Tensor, **more: object) -> None:
-    entry = Entry(1, moment, name, "F32", list(tensor.shape), moved_max=1e-6, moved_rms=1e-7, key=str(len(record.tensors)), **more)  # type: ignore[arg-type]  # fmt: skip
+    entry = Entry(1, moment, name, "F32", list(tensor.shape), key=str(len(record.tensors)), **more)  # type: ignore[arg-type]
+    entry.moved_max, entry.moved_rms = 1e-6, 1e-7
     record.tensors[str(len(record.tensors))] = tensor.contiguous()
     record.entries.append(entry)
 

@@ -262,7 +262,7 @@ def _comparable_batch(key: tuple[Any, ...], ours: Mapping[str, Any], theirs: Map
 def _samples_at(batch: MicroBatch, positions: Sequence[int]) -> tuple[str, ...]:
     names: dict[str, None] = {}
     bounds = torch.tensor(batch.bounds)
-    for number in torch.searchsorted(bounds, torch.tensor(positions), second_side=True).tolist():
+    for number in torch.searchsorted(bounds, torch.tensor(positions), right=True).tolist():
         if 0 < number <= len(batch.samples):
             names[batch.samples[number - 1]] = None
     return tuple(names)

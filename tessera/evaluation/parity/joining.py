@@ -75,6 +75,10 @@ def grouped(recording: Recording) -> Groups:
     for rank in recording.ranks:
         for entry in rank.entries:
             groups.setdefault(entry.identity, {}).setdefault(entry.rows, []).append(Shard(entry, rank))
+    for by_rows in groups.values():
+        for rows, shards in by_rows.items():  # of a module that is split over stages, the last one has the output
+            last = max(shard.entry.stage for shard in shards)
+            by_rows[rows] = [shard for shard in shards if shard.entry.stage == last]
     return groups
 
 

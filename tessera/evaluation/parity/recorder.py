@@ -69,7 +69,7 @@ class Recorder:
             return
         entry = Entry(self.step, moment, name, _name_of(value.dtype), list(value.shape), whole=whole, **more)
         entry.offsets = list(chunks[0].offsets) if chunks else None
-        identity = (*entry.identity, entry.rows)
+        identity = (*entry.identity, entry.rows, entry.stage)
         if self.measuring:
             if identity in self._entries:
                 self._measure(self._entries[identity], value)
@@ -112,7 +112,7 @@ class Recorder:
         def after(module: nn.Module, inputs: Any, output: Any) -> None:
             if inside_backward():  # recomputation: recorded in the first forward pass
                 return
-            counted = (self.step, name, self.rows)
+            counted = (self.step, name, self.rows, stage)
             call = self._calls[counted] = self._calls.get(counted, -1) + 1
             for part, tensor in enumerate(tensors_in(output)):
                 if not tensor.is_floating_point():

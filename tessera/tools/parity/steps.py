@@ -188,9 +188,8 @@ class _RecordingEngine:
         recorder.step = self._trainer.step + 1
         microbatches = self._engine.encode(task, microbatches)
         described = self._described(microbatches)
-        keys = {
-            id(batch): batch_key(other, n) for n, (batch, other) in enumerate(zip(microbatches, described, strict=True))
-        }
+        names = [batch_key(batch, number) for number, batch in enumerate(described)]
+        keys = {id(batch): name for batch, name in zip(microbatches, names, strict=True)}
         for batch, other in zip(microbatches, described, strict=True):
             recorder.rows = keys[id(batch)]
             recorder.add_batch(replace(batch, sample_ids=other.sample_ids))
