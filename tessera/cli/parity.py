@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -96,35 +96,9 @@ def compare(
     The exit code is 1 if there is a difference.
     """
     if words:
-        from tessera.config.reader import parse_overrides
-        from tessera.runtime import log
-        from tessera.tools.parity.lab import parity
-
-        other = None if "=" in words[0] and not Path(words[0]).exists() else words[0]
-        changes = parse_overrides(words if other is None else words[1:])
-        if over != "commits":
-            check_path(folder)
-        with log.on_screen():
-            result = parity(
-                str(folder),
-                other,
-                changes,
-                over=over,  # type: ignore[arg-type]  # it is checked there
-                steps=steps,
-                out=out,
-                data=data,
-                command=command,
-                nproc=(nproc_a, nproc_b),
-                family=family,
-                root=root,
-                max_samples=max_samples,
-                max_new_tokens=max_new_tokens,
-                trust=trust,
-            )
-        for line in [*result.text, *(f"wrote {path}" for path in result.files)]:
-            typer.echo(line)
-        if not result.same:
-            raise typer.Exit(1)
+        how = {"over": over, "steps": steps, "out": out, "data": data, "command": command, "nproc": (nproc_a, nproc_b)}
+        questions = {"root": root, "max_samples": max_samples, "max_new_tokens": max_new_tokens}
+        _two_sides(folder, words, {**how, **questions, "family": family, "trust": trust})
         return
     if over is not None or command is not None or out is not None:
         raise TesseraError(
@@ -150,4 +124,21 @@ def compare(
     for line in agreement.lines():
         typer.echo(line)
     if not agreement.complete:
+        raise typer.Exit(1)
+
+
+def _two_sides(first: Path, words: list[str], options: dict[str, Any]) -> None:
+    from tessera.config.reader import parse_overrides
+    from tessera.runtime import log
+    from tessera.tools.parity.lab import parity
+
+    other = None if "=" in words[0] and not Path(words[0]).exists() else words[0]
+    changes = parse_overrides(words if other is None else words[1:])
+    if options["over"] != "commits":
+        check_path(first)
+    with log.on_screen():
+        result = parity(str(first), other, changes, **options)
+    for line in [*result.text, *(f"wrote {path}" for path in result.files)]:
+        typer.echo(line)
+    if not result.same:
         raise typer.Exit(1)

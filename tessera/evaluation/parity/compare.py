@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from tessera.errors import TesseraError
-from tessera.evaluation.parity.joining import Groups, Joined, Shard, grouped, join
+from tessera.evaluation.parity.joining import Groups, JoinedTensor, RecordedShard, grouped, join
 from tessera.evaluation.parity.judge import ROUNDINGS, Difference, Rounding, difference, eps_of, statistics
-from tessera.evaluation.parity.recording import Entry, MicroBatch, Recording, StepNumbers
+from tessera.evaluation.parity.recording import RecordedBatch, Recording, StepNumbers, TensorEntry
 
 PHASES = ("data", "weight", "output", "loss", "output_gradient", "gradient", "grad_norm", "update")
 _WORDS = {
@@ -28,7 +28,7 @@ _SCALARS = ("loss", "grad_norm")
 
 
 @dataclass
-class Finding:
+class ParityFinding:
     """Hold the comparison of one thing: a tensor, or a number of the step."""
 
     step: int
@@ -73,16 +73,16 @@ class Comparison:
     """Hold all findings in the order of execution, and what could not be compared."""
 
     labels: tuple[str, str]
-    findings: list[Finding]
+    findings: list[ParityFinding]
     skipped: list[str]
     note: str = ""
 
     @property
-    def different(self) -> list[Finding]:
+    def different(self) -> list[ParityFinding]:
         return [finding for finding in self.findings if finding.differs]
 
     @property
-    def first(self) -> Finding | None:
+    def first(self) -> ParityFinding | None:
         return next(iter(self.different), None)
 
 
@@ -119,8 +119,11 @@ class _Judge:
         self._eps = eps_of(a.compute, b.compute)
 
     def findings(
-        self, key: tuple[int, str, str, int, int], ours: dict[str, list[Shard]], theirs: dict[str, list[Shard]]
-    ) -> Iterator[Finding]:
+        self,
+        key: tuple[int, str, str, int, int],
+        ours: dict[str, list[RecordedShard]],
+        theirs: dict[str, list[RecordedShard]],
+    ) -> Iterator[ParityFinding]:
         first = min((shard for shards in ours.values() for shard in shards), key=_position)
         if not _comparable_batch(key, ours, theirs):
             self.skipped.append(f"batch tensor {key[2]}: indices into micro-batches that are split in another way")
@@ -129,7 +132,7 @@ class _Judge:
             yield from self._split_otherwise(key, ours, theirs)
             return
         for rows, shards in ours.items():
-            finding = Finding(key[0], key[1], key[2], _position(first)[0] * 1e7 + first.entry.order, rows)
+            finding = ParityFinding(key[0], key[1], key[2], _position(first)[0] * 1e7 + first.entry.order, rows)
             other = theirs[rows]
             first_side = join(shards, other[0].entry.whole or other[0].entry.shape)
             second_side = None if first_side is None else join(other, first_side.shape)
@@ -147,8 +150,11 @@ class _Judge:
             yield self._judged(finding, first_side, second_side)
 
     def _split_otherwise(
-        self, key: tuple[int, str, str, int, int], ours: dict[str, list[Shard]], theirs: dict[str, list[Shard]]
-    ) -> Iterator[Finding]:
+        self,
+        key: tuple[int, str, str, int, int],
+        ours: dict[str, list[RecordedShard]],
+        theirs: dict[str, list[RecordedShard]],
+    ) -> Iterator[ParityFinding]:
         """Compare micro-batches of different sizes: their rows are put together in the order of the data set."""
         sides = []
         for groups in (ours, theirs):
@@ -163,9 +169,9 @@ class _Judge:
         if value is None or other_value is None:
             self.skipped.append(f"{key[1]} {key[2]}: micro-batches of different sizes")
             return
-        yield self._judged(Finding(key[0], key[1], key[2], value.entry.order, rows), value, other_value)
+        yield self._judged(ParityFinding(key[0], key[1], key[2], value.entry.order, rows), value, other_value)
 
-    def _judged(self, finding: Finding, first_side: Joined, second_side: Joined) -> Finding:
+    def _judged(self, finding: ParityFinding, first_side: JoinedTensor, second_side: JoinedTensor) -> ParityFinding:
         entry, other = first_side.entry, second_side.entry
         finding.dtypes, finding.shape = (entry.dtype, other.dtype), tuple(first_side.shape)
         finding.requires_grad = (entry.requires_grad, other.requires_grad)
@@ -194,7 +200,7 @@ class _Judge:
             finding.reason, finding.difference = f"ranks have different values: {_how_far(apart)}", apart
         return finding
 
-    def _rounding(self, finding: Finding, first_side: Joined, second_side: Joined) -> Rounding:
+    def _rounding(self, finding: ParityFinding, first_side: JoinedTensor, second_side: JoinedTensor) -> Rounding:
         eps = eps_of(first_side.entry.dtype, second_side.entry.dtype)
         if finding.phase in ("data", "weight"):
             return Rounding(0.0, 0.0, eps)
@@ -203,7 +209,7 @@ class _Judge:
             return replace(self._measured(first_side, second_side, eps), floor=eps * size)
         return self._measured(first_side, second_side, eps)
 
-    def _measured(self, first_side: Joined, second_side: Joined, eps: float) -> Rounding:
+    def _measured(self, first_side: JoinedTensor, second_side: JoinedTensor, eps: float) -> Rounding:
         moved = []
         for which in ("moved_max", "moved_rms"):
             values = [
@@ -213,7 +219,9 @@ class _Judge:
             moved.append(max(measured) if measured else second_side.moved(which))
         return Rounding(moved[0], moved[1], eps, max(1.0, first_side.entry.order % 1e7))
 
-    def _by_statistics(self, finding: Finding, first_side: Joined, second_side: Joined) -> Finding:
+    def _by_statistics(
+        self, finding: ParityFinding, first_side: JoinedTensor, second_side: JoinedTensor
+    ) -> ParityFinding:
         moved = max(
             first_side.moved("moved_norm") or 0.0, 0.0 if self._same_type else second_side.moved("moved_norm") or 0.0
         )
@@ -227,7 +235,7 @@ class _Judge:
             )
         return finding
 
-    def _exact(self, finding: Finding, a: Tensor, b: Tensor, stride: int) -> Finding:
+    def _exact(self, finding: ParityFinding, a: Tensor, b: Tensor, stride: int) -> ParityFinding:
         apart = (a != b).reshape(len(a), -1).any(1) if a.dim() else (a != b).reshape(1)
         positions = (apart.nonzero().flatten() * stride).tolist()
         if positions:
@@ -239,7 +247,7 @@ class _Judge:
             finding.samples = self._samples(finding, positions, 1)
         return finding
 
-    def _samples(self, finding: Finding, positions: Sequence[int], stride: int) -> tuple[str, ...]:
+    def _samples(self, finding: ParityFinding, positions: Sequence[int], stride: int) -> tuple[str, ...]:
         """Return the samples of the packed row that the positions belong to, if the tensor has an entry per token."""
         if finding.phase not in ("data", "output", "output_gradient"):
             return ()
@@ -259,7 +267,7 @@ def _comparable_batch(key: tuple[Any, ...], ours: Mapping[str, Any], theirs: Map
     return ours.keys() == theirs.keys() and all(shard.rank.split is None for shard in shards)
 
 
-def _samples_at(batch: MicroBatch, positions: Sequence[int]) -> tuple[str, ...]:
+def _samples_at(batch: RecordedBatch, positions: Sequence[int]) -> tuple[str, ...]:
     names: dict[str, None] = {}
     bounds = torch.tensor(batch.bounds)
     for number in torch.searchsorted(bounds, torch.tensor(positions), right=True).tolist():
@@ -268,7 +276,7 @@ def _samples_at(batch: MicroBatch, positions: Sequence[int]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _position(shard: Shard) -> tuple[int, float]:
+def _position(shard: RecordedShard) -> tuple[int, float]:
     """Return where an entry is in the order of execution: backward begins at the last stage."""
     backward = shard.entry.moment in ("output_gradient", "gradient")
     return (999 - shard.entry.stage if backward else shard.entry.stage), shard.entry.order
@@ -279,19 +287,19 @@ def _row_numbers(rows: str) -> tuple[int, str]:
     return (int(first), "") if first.isdecimal() else (0, rows)
 
 
-def _shapes(shards: Sequence[Shard]) -> str:
+def _shapes(shards: Sequence[RecordedShard]) -> str:
     return " + ".join(str(shard.entry.shape) for shard in shards[:4])
 
 
-def _concatenated(parts: Sequence[Joined]) -> Joined | None:
+def _concatenated(parts: Sequence[JoinedTensor]) -> JoinedTensor | None:
     tensors = [part.tensor for part in parts if part.tensor is not None]
     if any(part.stride != 1 or not part.shape or part.shape[1:] != parts[0].shape[1:] for part in parts):
         return None
     whole = torch.cat(tensors)
-    return Joined([shard for part in parts for shard in part.shards], whole, list(whole.shape))
+    return JoinedTensor([shard for part in parts for shard in part.shards], whole, list(whole.shape))
 
 
-def _same_stride(first_side: Joined, second_side: Joined) -> tuple[Tensor, Tensor]:
+def _same_stride(first_side: JoinedTensor, second_side: JoinedTensor) -> tuple[Tensor, Tensor]:
     """Return the elements that both sides keep."""
     stride = max(first_side.stride, second_side.stride)
     return tuple(
@@ -301,7 +309,7 @@ def _same_stride(first_side: Joined, second_side: Joined) -> tuple[Tensor, Tenso
     )
 
 
-def _replica(first_side: Joined, second_side: Joined, rounding: Rounding) -> Difference | None:
+def _replica(first_side: JoinedTensor, second_side: JoinedTensor, rounding: Rounding) -> Difference | None:
     """Return how far a replica of another rank is from its first copy, if it is farther than rounding explains."""
     for side in (first_side, second_side):
         for copy in side.replicas:
@@ -310,7 +318,7 @@ def _replica(first_side: Joined, second_side: Joined, rounding: Rounding) -> Dif
     return None
 
 
-def _summed(first_side: Joined, second_side: Joined, rounding: Rounding) -> Difference | None:
+def _summed(first_side: JoinedTensor, second_side: JoinedTensor, rounding: Rounding) -> Difference | None:
     """Compare the sums over ranks: each rank may have the gradient from its part of the work."""
     sides = []
     for side in (first_side, second_side):
@@ -333,17 +341,17 @@ def _how_far(apart: Difference) -> str:
     )
 
 
-def _only_on_one_side(ours: Groups, theirs: Groups) -> Iterator[Finding]:
+def _only_on_one_side(ours: Groups, theirs: Groups) -> Iterator[ParityFinding]:
     """Yield gradients and updates that only one side has: the other does not train the parameter."""
     steps = {key[0] for key in ours} & {key[0] for key in theirs}
     for here, there, side in ((ours, theirs, "first"), (theirs, ours, "second")):
         for key, groups in here.items():
             if key[1] in ("gradient", "update") and key not in there and key[0] in steps:
                 entry = next(iter(groups.values()))[0].entry
-                yield Finding(key[0], key[1], key[2], entry.order, reason=f"only the {side} side has it")
+                yield ParityFinding(key[0], key[1], key[2], entry.order, reason=f"only the {side} side has it")
 
 
-def _numbers(a: Recording, b: Recording) -> Iterator[Finding]:
+def _numbers(a: Recording, b: Recording) -> Iterator[ParityFinding]:
     """Yield the comparison of samples, counts, loss, gradient norm and learning rates of each step."""
     theirs = _steps(b)
     for step, row in _steps(a).items():
@@ -366,12 +374,12 @@ def _steps(recording: Recording) -> dict[int, StepNumbers]:
     return steps
 
 
-def _samples(step: int, a: Recording, b: Recording) -> Finding:
+def _samples(step: int, a: Recording, b: Recording) -> ParityFinding:
     sides = []
     for side in (a, b):
         batches = {batch.rows: batch for record in side.ranks for batch in record.batches if batch.step == step}
         sides.append(sorted(name for batch in batches.values() for name in batch.samples))
-    finding = Finding(step, "data", "samples of the step", -1.0)
+    finding = ParityFinding(step, "data", "samples of the step", -1.0)
     if sides[0] != sides[1]:
         only = [sorted(set(sides[0]) - set(sides[1]))[:3], sorted(set(sides[1]) - set(sides[0]))[:3]]
         finding.reason = f"only the first side has {only[0]}, only the second {only[1]}"
@@ -379,9 +387,9 @@ def _samples(step: int, a: Recording, b: Recording) -> Finding:
     return finding
 
 
-def _scalars(row: StepNumbers, other: StepNumbers, eps: float) -> Iterator[Finding]:
+def _scalars(row: StepNumbers, other: StepNumbers, eps: float) -> Iterator[ParityFinding]:
     for name in row.counts.keys() & other.counts.keys():
-        finding = Finding(row.step, "loss", f"count {name}", -1.0)
+        finding = ParityFinding(row.step, "loss", f"count {name}", -1.0)
         if row.counts[name] != other.counts[name]:
             finding.reason = f"{row.counts[name]:.10g} and {other.counts[name]:.10g}"
         yield finding
@@ -393,16 +401,16 @@ def _scalars(row: StepNumbers, other: StepNumbers, eps: float) -> Iterator[Findi
         if name == "grad_norm":  # no pass measured it; the gradients themselves are compared
             continue
         limit = ROUNDINGS * moved + 2 * eps * abs(value)
-        finding = Finding(row.step, "loss", name, 0.0 if name != "loss" else 1.0)
+        finding = ParityFinding(row.step, "loss", name, 0.0 if name != "loss" else 1.0)
         finding.sides = ({"value": value}, {"value": other_value})
         if abs(value - other_value) > limit or math.isfinite(value) != math.isfinite(other_value):
             finding.reason = f"{value:.8g} and {other_value:.8g}; rounding explains {limit:.2g}"
         yield finding
 
 
-def _rates(step: int, a: Recording, b: Recording) -> Iterator[Finding]:
+def _rates(step: int, a: Recording, b: Recording) -> Iterator[ParityFinding]:
     """Yield the learning rates that differ, by parameter."""
-    sides: list[dict[str, Entry]] = [
+    sides: list[dict[str, TensorEntry]] = [
         {e.name: e for record in side.ranks for e in record.entries if (e.step, e.moment) == (step, "update")}
         for side in (a, b)
     ]
@@ -411,12 +419,12 @@ def _rates(step: int, a: Recording, b: Recording) -> Iterator[Finding]:
         if value is None or other_value is None:
             continue
         if abs(value - other_value) > 1e-12 * max(abs(value), abs(other_value)):
-            yield Finding(
+            yield ParityFinding(
                 step, "update", name, entry.order - 0.5, reason=f"learning rate {value:.6g} and {other_value:.6g}"
             )
 
 
-def _note(findings: Sequence[Finding]) -> str:
+def _note(findings: Sequence[ParityFinding]) -> str:
     """Return what the pattern of differences means, where it means something."""
     first = next((finding for finding in findings if finding.differs), None)
     if first is None:

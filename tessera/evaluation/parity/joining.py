@@ -14,7 +14,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from tessera.evaluation.parity.recording import Entry, RankRecord, Recording
+from tessera.evaluation.parity.recording import RankRecord, Recording, TensorEntry
 from tessera.parallel.sequence_sharding import SequenceSharding
 
 _SHARED = ("cp_ring", "cp_ulysses", "tp_outer", "tp")  # axes whose ranks compute one micro-batch together
@@ -22,10 +22,10 @@ _DATA = ("dp_replicate", "dp_shard", "ep")
 
 
 @dataclass(frozen=True)
-class Shard:
+class RecordedShard:
     """Hold what one rank recorded of a tensor."""
 
-    entry: Entry
+    entry: TensorEntry
     rank: RankRecord
 
     @property
@@ -41,10 +41,10 @@ class Shard:
 
 
 @dataclass
-class Joined:
+class JoinedTensor:
     """Hold a tensor of one side: its kept elements (None: statistics only), and what the shards say together."""
 
-    shards: list[Shard]
+    shards: list[RecordedShard]
     tensor: Tensor | None
     shape: list[int]
     stride: int = 1
@@ -52,7 +52,7 @@ class Joined:
     partial: bool = False  # True: the sum over the replicas may be meant
 
     @property
-    def entry(self) -> Entry:
+    def entry(self) -> TensorEntry:
         return self.shards[0].entry
 
     @property
@@ -66,7 +66,7 @@ class Joined:
         return max(measured) if measured else None
 
 
-Groups = dict[tuple[int, str, str, int, int], dict[str, list[Shard]]]
+Groups = dict[tuple[int, str, str, int, int], dict[str, list[RecordedShard]]]
 
 
 def grouped(recording: Recording) -> Groups:
@@ -74,7 +74,7 @@ def grouped(recording: Recording) -> Groups:
     groups: Groups = {}
     for rank in recording.ranks:
         for entry in rank.entries:
-            groups.setdefault(entry.identity, {}).setdefault(entry.rows, []).append(Shard(entry, rank))
+            groups.setdefault(entry.identity, {}).setdefault(entry.rows, []).append(RecordedShard(entry, rank))
     for by_rows in groups.values():
         for rows, shards in by_rows.items():  # of a module that is split over stages, the last one has the output
             last = max(shard.entry.stage for shard in shards)
@@ -82,7 +82,7 @@ def grouped(recording: Recording) -> Groups:
     return groups
 
 
-def join(shards: Sequence[Shard], like: Sequence[int]) -> Joined | None:
+def join(shards: Sequence[RecordedShard], like: Sequence[int]) -> JoinedTensor | None:
     """Return the tensor of these shards, which the other side has in the shape `like`; None if they do not fit."""
     first = shards[0].entry
     if any(shard.elements is None for shard in shards):
@@ -102,26 +102,28 @@ def _elements(shape: Sequence[int]) -> list[int]:
     return trimmed
 
 
-def _only_statistics(shards: Sequence[Shard], like: Sequence[int]) -> Joined | None:
+def _only_statistics(shards: Sequence[RecordedShard], like: Sequence[int]) -> JoinedTensor | None:
     """Return the statistics of shards that make up a tensor of this size without overlap."""
     distinct = list({str((s.entry.offsets, s.at(_SHARED))): s for s in shards}.values())
     if prod(shards[0].entry.shape) == prod(like):
         distinct = distinct[:1]
     if sum(prod(shard.entry.shape) for shard in distinct) != prod(like):
         return None
-    return Joined(distinct, None, list(like))
+    return JoinedTensor(distinct, None, list(like))
 
 
-def _replicas(shards: Sequence[Shard]) -> Joined | None:
+def _replicas(shards: Sequence[RecordedShard]) -> JoinedTensor | None:
     tensors = [shard.elements for shard in shards if shard.elements is not None]
     entry = shards[0].entry
     same = [tensor for tensor in tensors[1:] if tensor.shape == tensors[0].shape]
     if len(same) < len(tensors) - 1:
         return None
-    return Joined([shards[0]], tensors[0], list(entry.shape), entry.stride, same, entry.moment == "output_gradient")
+    return JoinedTensor(
+        [shards[0]], tensors[0], list(entry.shape), entry.stride, same, entry.moment == "output_gradient"
+    )
 
 
-def _by_offsets(shards: Sequence[Shard]) -> Joined | None:
+def _by_offsets(shards: Sequence[RecordedShard]) -> JoinedTensor | None:
     whole = shards[0].entry.whole or []
     stride = max(shard.entry.stride for shard in shards)
     first = shards[0].elements
@@ -155,16 +157,16 @@ def _by_offsets(shards: Sequence[Shard]) -> Joined | None:
             continue
         joined[where], covered[where] = elements, True
         distinct.append(shard)
-    return Joined(distinct, joined, whole, stride, replicas) if bool(covered.all()) else None
+    return JoinedTensor(distinct, joined, whole, stride, replicas) if bool(covered.all()) else None
 
 
-def _by_shape(shards: Sequence[Shard], like: list[int]) -> Joined | None:
+def _by_shape(shards: Sequence[RecordedShard], like: list[int]) -> JoinedTensor | None:
     """Join the shards of tensor and context parallel ranks. Each smaller dimension belongs to one of the two."""
     entry = shards[0].entry
     if any(shard.entry.stride != 1 for shard in shards) or len(entry.shape) != len(like):
         return None
     parts = sorted({shard.at(_SHARED): shard for shard in reversed(shards)}.items())
-    by_context: dict[int, list[Shard]] = {}
+    by_context: dict[int, list[RecordedShard]] = {}
     for _, shard in parts:
         by_context.setdefault(shard.at(_SHARED[:2]), []).append(shard)
     pieces: list[Tensor] = []
@@ -179,10 +181,10 @@ def _by_shape(shards: Sequence[Shard], like: list[int]) -> Joined | None:
         else:
             pieces.append(tensors[0])
     joined = _in_sequence(pieces, [g[0] for g in by_context.values()])
-    return Joined([s for _, s in parts], joined, like) if list(joined.shape) == like else None
+    return JoinedTensor([s for _, s in parts], joined, like) if list(joined.shape) == like else None
 
 
-def _in_sequence(pieces: list[Tensor], shards: list[Shard]) -> Tensor:
+def _in_sequence(pieces: list[Tensor], shards: list[RecordedShard]) -> Tensor:
     """Return the tokens of context parallel ranks in the order of the sequence."""
     if len(pieces) == 1:
         return pieces[0]

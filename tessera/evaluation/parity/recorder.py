@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from tessera.checkpoint.files import CODES
 from tessera.core.batch import Batch
-from tessera.evaluation.parity.recording import Entry, MicroBatch, Moment, RankRecord
+from tessera.evaluation.parity.recording import Moment, RankRecord, RecordedBatch, TensorEntry
 from tessera.observe.anomaly.activation_trace import tensors_in
 from tessera.observe.anomaly.attribution import kept_buffers
 from tessera.runtime.modules import clean_name, local_shard
@@ -45,7 +45,7 @@ class Recorder:
     rows: str = ""
     measuring: bool = False  # True: compare with the recorded tensors instead of recording
     _bytes: int = 0
-    _entries: dict[tuple[Any, ...], Entry] = field(default_factory=dict)
+    _entries: dict[tuple[Any, ...], TensorEntry] = field(default_factory=dict)
     _calls: dict[tuple[Any, ...], int] = field(default_factory=dict)
     _known_orders: dict[tuple[Any, ...], float] = field(default_factory=dict)
 
@@ -67,7 +67,7 @@ class Recorder:
         value = local_shard(tensor).detach()
         if isinstance(tensor, DTensor) and not chunks:  # this rank has no part of it
             return
-        entry = Entry(self.step, moment, name, _name_of(value.dtype), list(value.shape), whole=whole, **more)
+        entry = TensorEntry(self.step, moment, name, _name_of(value.dtype), list(value.shape), whole=whole, **more)
         entry.offsets = list(chunks[0].offsets) if chunks else None
         identity = (*entry.identity, entry.rows, entry.stage)
         if self.measuring:
@@ -82,7 +82,7 @@ class Recorder:
         self._keep(entry, value)
         self.record.entries.append(entry)
 
-    def _keep(self, entry: Entry, value: Tensor) -> None:
+    def _keep(self, entry: TensorEntry, value: Tensor) -> None:
         count = value.numel()
         while count > self.budget.elements and value.dim() and entry.stride < value.shape[0]:
             entry.stride *= 2
@@ -95,7 +95,7 @@ class Recorder:
         entry.key = str(len(self.record.tensors))
         self.record.tensors[entry.key] = sample.to("cpu", copy=True)
 
-    def _measure(self, entry: Entry, moved: Tensor) -> None:
+    def _measure(self, entry: TensorEntry, moved: Tensor) -> None:
         """Update by how far the tensor has moved. The largest of several passes counts."""
         if not moved.is_floating_point() or list(moved.shape) != entry.shape or not moved.numel():
             return
@@ -136,7 +136,7 @@ class Recorder:
     def add_batch(self, batch: Batch) -> None:
         """Record the tensors of a micro-batch, and which samples it has."""
         bounds = batch.segments["text"].bounds.tolist() if "text" in batch.segments else []
-        self.record.batches.append(MicroBatch(self.step, self.rows, list(batch.sample_ids), bounds))
+        self.record.batches.append(RecordedBatch(self.step, self.rows, list(batch.sample_ids), bounds))
         for name, tensor in batch.tensors.items():
             self.add("data", name, tensor, rows=self.rows)
 
@@ -257,7 +257,7 @@ def _name_of(dtype: torch.dtype) -> str:
     return CODES.get(dtype, str(dtype))
 
 
-def _describe(entry: Entry, value: Tensor) -> None:
+def _describe(entry: TensorEntry, value: Tensor) -> None:
     if not value.numel():
         return
     wide = value.float()
@@ -268,7 +268,7 @@ def _describe(entry: Entry, value: Tensor) -> None:
     entry.mean, entry.norm = float(wide.mean()), float(wide.norm())
 
 
-def _sampled(value: Tensor, entry: Entry) -> Tensor:
+def _sampled(value: Tensor, entry: TensorEntry) -> Tensor:
     """Return the slices of the first dimension that are kept. They have the same numbers on every layout."""
     if entry.stride <= 1:
         return value

@@ -35,7 +35,7 @@ Moment = Literal["data", "weight", "output", "output_gradient", "gradient", "upd
 
 
 @dataclass
-class Entry:
+class TensorEntry:
     """Describe one tensor of one rank: which it is, its statistics, and how rounding moves it."""
 
     step: int
@@ -71,7 +71,7 @@ class Entry:
 
 
 @dataclass
-class MicroBatch:
+class RecordedBatch:
     """Describe the samples of one micro-batch. `bounds`: of its samples in the packed row."""
 
     step: int
@@ -99,8 +99,8 @@ class RankRecord:
     sizes: dict[str, int] = field(default_factory=dict)
     split: list[int] | None = None  # ring, ulysses, unit
     compute: str = "F32"
-    entries: list[Entry] = field(default_factory=list)
-    batches: list[MicroBatch] = field(default_factory=list)
+    entries: list[TensorEntry] = field(default_factory=list)
+    batches: list[RecordedBatch] = field(default_factory=list)
     steps: list[StepNumbers] = field(default_factory=list)
     tensors: dict[str, Any] = field(default_factory=dict, repr=False)  # by key; not in the JSON file
 
@@ -252,7 +252,7 @@ def _read_rank(folder: Path, rank: int) -> RankRecord:
     return record
 
 
-def kept_shape(entry: Entry) -> list[int]:
+def kept_shape(entry: TensorEntry) -> list[int]:
     """Return the shape of the elements that the file has of a tensor."""
     if entry.stride <= 1 or not entry.shape:
         return entry.shape

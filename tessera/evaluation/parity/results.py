@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tessera.errors import TesseraError
-from tessera.evaluation.parity.compare import PHASES, Comparison, Finding
+from tessera.evaluation.parity.compare import PHASES, Comparison, ParityFinding
 from tessera.runtime import html
 from tessera.runtime.files import replace_file
 
@@ -50,11 +50,11 @@ def lines(comparison: Comparison) -> list[str]:
     return out
 
 
-def _phase(finding: Finding) -> str:
+def _phase(finding: ParityFinding) -> str:
     return finding.phase.replace("_", " ")
 
 
-def _size(finding: Finding) -> str:
+def _size(finding: ParityFinding) -> str:
     apart = finding.difference
     if apart is None:
         return finding.reason[:70] or "the same"
@@ -92,7 +92,7 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def _row(finding: Finding) -> dict[str, Any]:
+def _row(finding: ParityFinding) -> dict[str, Any]:
     apart = finding.difference
     numbers = {} if apart is None else {k: v for k, v in vars(apart).items() if k != "positions"}
     row = {
@@ -126,7 +126,7 @@ def _table(comparison: Comparison) -> str:
     return text.getvalue()
 
 
-def _cells(finding: Finding) -> list[Any]:
+def _cells(finding: ParityFinding) -> list[Any]:
     apart, shape = finding.difference, str(list(finding.shape))
     name = f"{finding.phase}.{finding.name}" + (f".rows-{finding.rows}" if finding.rows else "")
     sides = [[side.get(key, "N/A") for key in _STATISTICS] for side in finding.sides]
@@ -181,14 +181,14 @@ def _page(comparison: Comparison) -> str:
     return html.page("Parity", body, ".chosen td{color:var(--bad)}")
 
 
-def _chosen(findings: Sequence[Finding]) -> list[Finding]:
+def _chosen(findings: Sequence[ParityFinding]) -> list[ParityFinding]:
     """Return the findings for the table: all, or those around the first difference."""
     at = next((number for number, finding in enumerate(findings) if finding.differs), 0)
     first = max(0, min(at - _MOST_ROWS // 4, len(findings) - _MOST_ROWS))
     return list(findings[first : first + _MOST_ROWS])
 
 
-def _chart(findings: Sequence[Finding], phase: str) -> str:
+def _chart(findings: Sequence[ParityFinding], phase: str) -> str:
     assert phase in PHASES
     points = [
         (float(number), max(finding.difference.excess, 1e-6))
@@ -199,7 +199,7 @@ def _chart(findings: Sequence[Finding], phase: str) -> str:
     return html.line_chart(title, [html.Series("difference", points, dots=True)], log_scale=True)
 
 
-def _markup(finding: Finding) -> list[str]:
+def _markup(finding: ParityFinding) -> list[str]:
     apart = finding.difference
     numbers = [""] * 7
     if apart is not None:

@@ -105,7 +105,7 @@ def _ours(model: nn.Module, batch: Batch, diffuses: bool) -> Tensor:
 
 def _theirs(model: nn.Module, inputs: Mapping[str, Any], diffuses: bool) -> Tensor:
     out = model(**inputs, return_dict=False) if diffuses else model(**inputs)
-    result = out if isinstance(out, Tensor) else out.logits if hasattr(out, "logits") else out[0]
+    result = out if isinstance(out, Tensor) else out["logits"] if isinstance(out, Mapping) else out[0]
     assert isinstance(result, Tensor)
     return result
 

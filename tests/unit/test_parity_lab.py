@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from tessera.cli.main import app
 from tessera.evaluation.parity.compare import Comparison, compare_recordings
 from tessera.evaluation.parity.recorder import Budget, moved_weights, record_call
-from tessera.evaluation.parity.recording import Entry, RankRecord, Recording, read_recording, write_recording
+from tessera.evaluation.parity.recording import RankRecord, Recording, TensorEntry, read_recording, write_recording
 from tessera.evaluation.parity.results import lines, write_results
 from tessera.parallel.sequence_sharding import SequenceSharding
 from tessera.tools.parity.bisect import _first
@@ -169,7 +169,7 @@ def test_moved_weights_are_restored() -> None:
 
 
 def tensor_entry(record: RankRecord, moment: str, name: str, tensor: Tensor, **more: object) -> None:
-    entry = Entry(1, moment, name, "F32", list(tensor.shape), key=str(len(record.tensors)), **more)  # type: ignore[arg-type]
+    entry = TensorEntry(1, moment, name, "F32", list(tensor.shape), key=str(len(record.tensors)), **more)  # type: ignore[arg-type]
     entry.moved_max, entry.moved_rms = 1e-6, 1e-7
     record.tensors[str(len(record.tensors))] = tensor.contiguous()
     record.entries.append(entry)
