@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tessera.errors import TesseraError
-from tessera.evaluation.parity.joining import Groups, JoinedTensor, RecordedShard, grouped, join
+from tessera.evaluation.parity.joining import ByRows, Groups, Identity, JoinedTensor, RecordedShard, grouped, join
 from tessera.evaluation.parity.judge import ROUNDINGS, Difference, Rounding, difference, eps_of, statistics
 from tessera.evaluation.parity.recording import RecordedBatch, Recording, StepNumbers, TensorEntry
 
@@ -118,12 +118,7 @@ class _Judge:
         self.skipped: list[str] = []
         self._eps = eps_of(a.compute, b.compute)
 
-    def findings(
-        self,
-        key: tuple[int, str, str, int, int],
-        ours: dict[str, list[RecordedShard]],
-        theirs: dict[str, list[RecordedShard]],
-    ) -> Iterator[ParityFinding]:
+    def findings(self, key: Identity, ours: ByRows, theirs: ByRows) -> Iterator[ParityFinding]:
         first = min((shard for shards in ours.values() for shard in shards), key=_position)
         if not _comparable_batch(key, ours, theirs):
             self.skipped.append(f"batch tensor {key[2]}: indices into micro-batches that are split in another way")
@@ -149,12 +144,7 @@ class _Judge:
                 continue
             yield self._judged(finding, first_side, second_side)
 
-    def _split_otherwise(
-        self,
-        key: tuple[int, str, str, int, int],
-        ours: dict[str, list[RecordedShard]],
-        theirs: dict[str, list[RecordedShard]],
-    ) -> Iterator[ParityFinding]:
+    def _split_otherwise(self, key: Identity, ours: ByRows, theirs: ByRows) -> Iterator[ParityFinding]:
         """Compare micro-batches of different sizes: their rows are put together in the order of the data set."""
         sides = []
         for groups in (ours, theirs):

@@ -7,9 +7,11 @@ other side tells which: the parts of an axis are joined along the dimension in w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,7 +59,7 @@ class JoinedTensor:
 
     @property
     def norm(self) -> float:
-        return sum(shard.entry.norm**2 for shard in self.shards) ** 0.5
+        return math.sqrt(sum(shard.entry.norm**2 for shard in self.shards))
 
     def moved(self, which: str) -> float | None:
         """Return the effect of rounding on the joined tensor: `moved_max`, `moved_rms` or `moved_norm`."""
@@ -66,7 +68,9 @@ class JoinedTensor:
         return max(measured) if measured else None
 
 
-Groups = dict[tuple[int, str, str, int, int], dict[str, list[RecordedShard]]]
+Identity = tuple[int, str, str, int, int]  # see `TensorEntry.identity`
+ByRows = dict[str, list[RecordedShard]]
+Groups = dict[Identity, ByRows]
 
 
 def grouped(recording: Recording) -> Groups:
@@ -118,9 +122,8 @@ def _replicas(shards: Sequence[RecordedShard]) -> JoinedTensor | None:
     same = [tensor for tensor in tensors[1:] if tensor.shape == tensors[0].shape]
     if len(same) < len(tensors) - 1:
         return None
-    return JoinedTensor(
-        [shards[0]], tensors[0], list(entry.shape), entry.stride, same, entry.moment == "output_gradient"
-    )
+    partial = entry.moment == "output_gradient"
+    return JoinedTensor([shards[0]], tensors[0], list(entry.shape), entry.stride, same, partial)
 
 
 def _by_offsets(shards: Sequence[RecordedShard]) -> JoinedTensor | None:
@@ -144,7 +147,7 @@ def _by_offsets(shards: Sequence[RecordedShard]) -> JoinedTensor | None:
             chosen = numbers % stride == 0
             elements, numbers = elements[chosen], numbers[chosen] // stride
             sides = [slice(at, at + size) for at, size in zip(offsets[1:], entry.shape[1:], strict=True)]
-            where = (numbers, *sides)
+            where: tuple[Any, ...] = (numbers, *sides)
         else:
             where = ()
         inside = all(o >= 0 and o + n <= w for o, n, w in zip(offsets, entry.shape, whole, strict=True))

@@ -84,7 +84,7 @@ def difference(a: Tensor, b: Tensor, rounding: Rounding) -> Difference:
     first, second = a.double(), b.double()
     if torch.equal(first, second):
         limits = rounding.limits(float(first.abs().max()), float(first.square().mean().sqrt()))
-        return Difference(0.0, 0.0, 0.0, 1.0, 0.0, 0.0, *limits)
+        return Difference(0.0, 0.0, 0.0, 1.0, 0.0, 0.0, limits[0], limits[1])
     bad = ~(torch.isfinite(first) & torch.isfinite(second)) & ~((first == second) | (first.isnan() & second.isnan()))
     ok = torch.isfinite(first) & torch.isfinite(second)
     first, second = torch.where(ok, first, 0.0), torch.where(ok, second, 0.0)
@@ -103,7 +103,8 @@ def difference(a: Tensor, b: Tensor, rounding: Rounding) -> Difference:
         float(relative.max()),
         float(apart.square().mean().sqrt()),
         float((first * second).sum()) / norms if norms else float(float(first.norm()) == float(second.norm())),
-        *(float((relative > small).double().mean()) for small in _SMALL),
+        float((relative > _SMALL[0]).double().mean()),
+        float((relative > _SMALL[1]).double().mean()),
         limit_max,
         limit_rms,
         tuple(rows[:4096]),

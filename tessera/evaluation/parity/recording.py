@@ -215,13 +215,11 @@ def read_recording(folder: Path) -> Recording:
     made_by, pairs = content.get("made_by"), content.get("pairs")
     if not isinstance(count, int) or isinstance(count, bool) or not 0 < count <= MOST_RANKS:
         raise _damaged(index, "it names no number of ranks")
-    if not isinstance(label, str) or not _texts(made_by) or not _texts(pairs):
+    if not isinstance(label, str) or not isinstance(made_by, dict) or not isinstance(pairs, dict):
+        raise _damaged(index, "its fields have wrong types")
+    if not all(isinstance(text, str) for text in (*made_by.values(), *pairs.values())):
         raise _damaged(index, "its fields have wrong types")
     return Recording(label, [_read_rank(folder, rank) for rank in range(count)], made_by, pairs)
-
-
-def _texts(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
 
 
 def _read_rank(folder: Path, rank: int) -> RankRecord:

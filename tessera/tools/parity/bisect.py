@@ -167,7 +167,8 @@ def first_commit(good: str, bad: str, command: str, repository: str | Path = "."
             for at in (0, number):
                 if not (work / f"recording-{at}").exists():
                     _record_commit(root, commits[at], command, work, work / f"recording-{at}")
-            return compare_recordings(*(read_recording(work / f"recording-{at}") for at in (0, number)))
+            first_side, other = (read_recording(work / f"recording-{at}") for at in (0, number))
+            return compare_recordings(first_side, other)
 
         low, high, comparison = 0, len(commits) - 1, compared(len(commits) - 1)
         tested = 2

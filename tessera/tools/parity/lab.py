@@ -95,12 +95,13 @@ def parity(
         return _result(compare_recordings(first, second), out, over)
     other = a if b is None else b
     text: list[str] = []
+    step: int | None = None
     if over == "steps":
         search = first_step((a, sides[0]), (other, sides[1]), parse_steps(steps)[1], trust)
         text = [search.line]
-        if search.step is None:
+        if (step := search.step) is None:
             return ParityResult(text)
-        steps = str(search.step)
+        steps = f"{max(1, step - 1)}-{step}"  # the update before it may be the cause
     with tempfile.TemporaryDirectory(prefix="tessera-parity-") as temporary:
         recordings: list[Recording] = []
         for name, side, changes, ranks in zip("ab", (a, other), sides, nproc, strict=True):
@@ -112,9 +113,9 @@ def parity(
             recordings.append(read_recording(where))
             words = " ".join(f"{key}={value}" for key, value in changes.items())
             recordings[-1].label += f" {words}" if words else ""
-        result = _result(compare_recordings(*recordings), out, over)
+        result = _result(compare_recordings(recordings[0], recordings[1]), out, over)
     result.text = [*text, *result.text]
-    result.step = int(steps) if over == "steps" else None
+    result.step = step
     return result
 
 
