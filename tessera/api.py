@@ -23,6 +23,8 @@ from tessera.tools.demo_data import write_demo as demo
 from tessera.tools.device_fit import plan_for_device
 from tessera.tools.download import download
 from tessera.tools.dry_run import dry_run, preflight
+from tessera.tools.parity.lab import parity
+from tessera.tools.parity.runs import record
 from tessera.tools.push import push
 from tessera.training.generation_model import GenerationModel
 from tessera.training.run import Run, resume, train
@@ -42,10 +44,12 @@ __all__ = [
     "generate",
     "generate_answers",
     "load",
+    "parity",
     "pipeline",
     "plan",
     "preflight",
     "push",
+    "record",
     "report",
     "resume",
     "train",

@@ -33,6 +33,7 @@ SUBJECTS = {
     "evaluation": "Evaluation",
     "output": "Files and folders that a command writes",
     "hub": "Hubs: downloads and uploads",
+    "parity": "Recordings and their comparison",
     "job": "Jobs of MindSpeed-MM",
     "megatron": "Megatron's Python surface and files",
 }

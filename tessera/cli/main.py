@@ -18,7 +18,8 @@ from tessera.cli.chat import chat
 from tessera.cli.data import data_app
 from tessera.cli.generate import generate
 from tessera.cli.hub import download, push
-from tessera.cli.run import FamilyOption, Overrides, TrustFlag, check_output, check_path, write_output
+from tessera.cli.parity import ProveOption, compare, record
+from tessera.cli.run import Overrides, TrustFlag, check_output, check_path, write_output
 from tessera.cli.serve import serve
 from tessera.config.extensions import extension_names, extensions, find_hint
 from tessera.errors import TesseraError, reported
@@ -47,14 +48,11 @@ def _show_version(requested: bool) -> None:
 # The class of click, or of the copy of click that newer versions of typer contain.
 _UsageError = typer.BadParameter.__mro__[1]
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-ProveOption = Annotated[
-    str, typer.Option("--prove", help="auto, always or never: compare logits with those of transformers")
-]
 _SHARDS = "".join(f"{name} (shards by rank), " for name in extension_names("tessera.weight_forms"))
 config_app = typer.Typer(help="Look at configuration.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
-for _verb in (run.train, run.resume, run.preflight, generate, chat, serve, download, push):
+for _verb in (run.train, run.resume, run.preflight, generate, chat, serve, download, push, record, compare):
     app.command()(_verb)
 for _commands in extensions("tessera.commands"):
     app.registered_commands += _commands.registered_commands
@@ -236,40 +234,6 @@ def evaluate(
         )
     for line in score.lines():
         typer.echo(line)
-
-
-@app.command()
-def compare(
-    folder: Annotated[Path, typer.Argument(help="Hugging Face folder")],
-    data: Annotated[Path | None, typer.Option("--data", help="chat samples that both sides answer")] = None,
-    family: FamilyOption = None,
-    prove: ProveOption = "auto",
-    root: Annotated[Path | None, typer.Option("--root", help="folder that media paths are under")] = None,
-    max_samples: Annotated[int | None, typer.Option("--max-samples")] = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens")] = 32,
-) -> None:
-    """Check that a Hugging Face folder is unchanged since its export, and that `transformers` computes the same.
-
-    The exit code is 1 if a check fails.
-    """
-    check_path(folder)
-    from tessera.runtime import log
-    from tessera.tools.compare import compare as run
-
-    with log.on_screen():
-        agreement = run(
-            folder,
-            data,
-            family=family,
-            prove=prove,  # type: ignore[arg-type]  # it is checked there
-            root=root,
-            max_samples=max_samples,
-            max_new_tokens=max_new_tokens,
-        )
-    for line in agreement.lines():
-        typer.echo(line)
-    if not agreement.complete:
-        raise typer.Exit(1)
 
 
 @app.command()

@@ -121,9 +121,9 @@ def _untrue_fields(folder: Path, spec: ModelSpec, config: Any) -> list[str]:
 def _compare_latents(folder: Path, spec: ModelSpec, config: Any) -> Proof:
     """Compare the predictions of Tessera and diffusers for a small sample of random latents and embeddings."""
     family = config.generation()
-    batch = _generation_batch(spec, config, family)
+    batch = generation_batch(spec, config, family)
     latents = from_tokens(batch["latents"], family.patch, config.proof_grid())
-    ours, moved = _Ours(folder, spec, config).results(batch)
+    ours, moved = OurModel(folder, spec, config).results(batch)
     stock = DiffusersModel(folder)
     if stock.missing:  # diffusers leaves missing weights on the meta device, so it cannot compute
         return Proof("compared with diffusers", (f"diffusers finds no tensor for {few_names(stock.missing)}",))
@@ -131,7 +131,7 @@ def _compare_latents(folder: Path, spec: ModelSpec, config: Any) -> Proof:
     return _judged("diffusers", "latents", stock, (ours, moved, expected), f"{len(ours)} tokens")
 
 
-def _generation_batch(spec: ModelSpec, config: Any, family: GenerationFamily) -> Batch:
+def generation_batch(spec: ModelSpec, config: Any, family: GenerationFamily) -> Batch:
     """Return a batch with one sample of random latents and embeddings, in the sizes of the family."""
     assert spec.example is not None
     grid = config.proof_grid()
@@ -151,26 +151,26 @@ def _generation_batch(spec: ModelSpec, config: Any, family: GenerationFamily) ->
 
 
 def _compare_logits(folder: Path, spec: ModelSpec, config: Any) -> Proof:
-    ours = _Ours(folder, spec, config)
+    ours = OurModel(folder, spec, config)
     images = ours.images()
-    messages = _messages(images)
+    messages = proof_messages(images)
     warnings: list[str] = []
     batch = ours.example() if ours.processor is None else ours.prompt(messages)
     logits, moved = ours.results(batch)
-    inputs: dict[str, Any] = {"input_ids": _tokens(batch)[None]}
+    inputs: dict[str, Any] = {"input_ids": tokens_of(batch)[None]}
     stock = StockModel(folder) if ours.processor is None else TransformersReference(folder)
     if isinstance(stock, TransformersReference):
         theirs = stock.inputs(messages, images)
-        difference = _other_prompt(theirs["input_ids"][0].tolist(), _tokens(batch).tolist())
+        difference = other_prompt(theirs["input_ids"][0].tolist(), tokens_of(batch).tolist())
         if difference is None:
             inputs = theirs
         else:  # the tokens differ: give both models Tessera's tokens, of the prompt without images
             warnings.append(difference)
-            batch = ours.prompt(_messages([]))
-            inputs["input_ids"] = _tokens(batch)[None]
-            logits, moved = _Ours(folder, spec, config).results(batch)
+            batch = ours.prompt(proof_messages([]))
+            inputs["input_ids"] = tokens_of(batch)[None]
+            logits, moved = OurModel(folder, spec, config).results(batch)
     expected = stock.logits(inputs)
-    inputs_text = f"{len(_tokens(batch))} tokens" + (
+    inputs_text = f"{len(tokens_of(batch))} tokens" + (
         " with an image" if any("pixel" in name for name in inputs) else ""
     )
     proof = _judged("transformers", "logits", stock, (logits, moved, expected), inputs_text, tuple(warnings))
@@ -255,7 +255,7 @@ def _too_large(folder: Path, when: Prove) -> str | None:
     return None
 
 
-class _Ours:
+class OurModel:
     """Hold Tessera's model of a folder, in float32 on the CPU, and its processor."""
 
     def __init__(self, folder: Path, spec: ModelSpec, config: Any) -> None:
@@ -264,7 +264,7 @@ class _Ours:
         assert weights is not None, "a family that reads folders has a weight map"
         names, tied = list(model_tensors(meta)), tied_names(meta)
         module = allocated(meta, torch.device("cpu"), torch.float32)
-        self._module: nn.Module | None = module
+        self.module: nn.Module | None = module
         try:
             load_folder(folder, model_tensors(module), weights, tied=tied, expected=names, ranks=Ranks(0, 1))
         except TesseraError as error:
@@ -293,7 +293,7 @@ class _Ours:
     def example(self) -> Batch:
         """Return a batch of tokens spread over the vocabulary, for a folder without a tokenizer."""
         if self._spec.generate is not None:  # a classifier of transformers, which takes input_ids
-            words = self._module.get_input_embeddings().weight  # type: ignore[union-attr, operator]
+            words = self.module.get_input_embeddings().weight  # type: ignore[union-attr, operator]
             return Batch({"input_ids": _spread(len(words))[None]})
         assert self._spec.example is not None
         batch = self._spec.example(self._config, _TOKENS)
@@ -306,7 +306,7 @@ class _Ours:
 
         The model is freed afterwards: the other library needs the memory.
         """
-        module, self._module = self._module, None
+        module, self.module = self.module, None
         assert module is not None, "it computes once"
         result = self._forward(module, batch)
         chance = torch.Generator().manual_seed(0)
@@ -327,7 +327,7 @@ def _spread(vocabulary: int) -> Tensor:
     return torch.arange(_TOKENS) * (vocabulary // _TOKENS) % vocabulary
 
 
-def _tokens(batch: Batch) -> Tensor:
+def tokens_of(batch: Batch) -> Tensor:
     """Return the tokens of a prompt as one dimension."""
     return batch["input_ids"][0] if "input_ids" in batch else batch["tokens"]
 
@@ -348,11 +348,11 @@ def _sees(spec: ModelSpec, config: Any) -> bool:
     return "vision" in spec.main.plan(config).streams
 
 
-def _messages(images: list[Any]) -> tuple[Message, ...]:
+def proof_messages(images: list[Any]) -> tuple[Message, ...]:
     return (Message("user", (*(Part("image", image) for image in images), Part("text", _TEXT))),)
 
 
-def _other_prompt(theirs: list[int], ours: list[int]) -> str | None:
+def other_prompt(theirs: list[int], ours: list[int]) -> str | None:
     if theirs == ours:
         return None
     at = next((n for n, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), min(len(theirs), len(ours)))

@@ -34,10 +34,10 @@ class _Loaded:
     def __init__(self, folder: Path, kind: Any, **options: Any) -> None:
         self._folder = folder
         with self._errors("load this folder"), without_bars(importlib.import_module(self.library)):
-            self._model, report = kind.from_pretrained(
+            self.model, report = kind.from_pretrained(
                 folder, output_loading_info=True, trust_remote_code=False, local_files_only=True, **options
             )
-        self._model.eval()
+        self.model.eval()
         self.missing = sorted(report["missing_keys"])
         self.unexpected = sorted(report["unexpected_keys"])
 
@@ -68,7 +68,7 @@ class StockModel(_Loaded):
     def logits(self, inputs: Mapping[str, Any]) -> Tensor:
         """Return the logits of one prompt, [tokens, vocabulary]."""
         with self._errors("compute with this folder"):
-            logits: Tensor = self._model(**_in_float32(inputs)).logits[0]
+            logits: Tensor = self.model(**in_float32(inputs)).logits[0]
         return logits
 
 
@@ -92,7 +92,7 @@ class DiffusersModel(_Loaded):
     def predict(self, inputs: Mapping[str, Any]) -> Tensor:
         """Return the prediction for one sample: tokens [n, values], or an image or a video with channels."""
         with self._errors("compute with this folder"):
-            latents: Tensor = self._model(**inputs, return_dict=False)[0][0]
+            latents: Tensor = self.model(**inputs, return_dict=False)[0][0]
         return latents
 
 
@@ -126,8 +126,8 @@ class TransformersReference(StockModel):
         self._special = tokenizer.special_tokens_map
         self._sees = tokenizer is not self.processor
         # Greedy decoding. Only the stop and padding tokens are taken from the generation settings of the folder.
-        advised = self._model.generation_config
-        self._model.generation_config = transformers.GenerationConfig(
+        advised = self.model.generation_config
+        self.model.generation_config = transformers.GenerationConfig(
             do_sample=False, eos_token_id=advised.eos_token_id, pad_token_id=advised.pad_token_id
         )
 
@@ -152,7 +152,7 @@ class TransformersReference(StockModel):
                 group = numbers[at : at + batch]
                 joined = {key: torch.cat([prompts[n][key] for n in group]) for key in prompts[group[0]]}
                 with _their_errors(self._folder, "answer these messages"):
-                    out = self._model.generate(**_in_float32(joined), max_new_tokens=max_new_tokens)
+                    out = self.model.generate(**in_float32(joined), max_new_tokens=max_new_tokens)
                 tail = out[:, joined["input_ids"].shape[1] :]
                 for number, text in zip(group, self._decode(tail, skip_special_tokens=True), strict=True):
                     answers[number] = text
@@ -213,7 +213,7 @@ def _their_errors(folder: Path, what: str, library: str = "transformers") -> Ite
         raise kind(message, where=str(folder), code="weights.reference-fails") from error
 
 
-def _in_float32(inputs: Mapping[str, Any]) -> dict[str, Any]:
+def in_float32(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Return model inputs as float32: some processors return pixels in bfloat16 (Llama 4)."""
     return {name: value.float() if value.is_floating_point() else value for name, value in inputs.items()}
 

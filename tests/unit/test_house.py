@@ -44,7 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("hub", "nn", "lora", "data", "models", "diffusion", "parallel", "checkpoint", "optim"),
         *("tasks", "inference", "observe"),
     },
-    "evaluation": {*BASE, "hub", "data", "inference", "observe"},
+    "evaluation": {*BASE, "hub", "data", "parallel", "checkpoint", "inference", "observe"},
     "tools": {
         *BASE,
         *("hub", "ops", "lora", "data", "models", "diffusion", "checkpoint", "optim", "parallel"),

@@ -102,13 +102,14 @@ def test_transformers_agrees_with_the_export(run: tessera.Run, data: Path) -> No
 def test_both_faces_have_the_same_verbs() -> None:
     """Commands that serve, print settings, write a job for a scheduler or look at data sets are for the shell, and
     those of other packages have their own Python face. `demo` is `tessera data demo`, `generate_answers` is
-    `generate --data`.
+    `generate --data`, and `parity` is `compare A B`.
     """
     callbacks = [command.callback for command in app.registered_commands if command.callback]
     verbs = {callback.__name__ for callback in callbacks if callback.__module__.startswith("tessera.")}
     spelled = {"eval": "evaluate"}
     assert {spelled.get(verb, verb) for verb in verbs} - {"launch", "serve"} <= set(tessera.__all__)
     no_verbs = {"GenerationModel", "Run", "TesseraError", "demo", "load", "pipeline", "dry_run", "generate_answers"}
+    no_verbs.add("parity")
     assert set(tessera.__all__) - no_verbs <= {spelled.get(verb, verb) for verb in verbs}
     for name in tessera.__all__:
         assert callable(getattr(tessera, name)), name

@@ -76,8 +76,8 @@ class _Recorder:
 
     def hook(self, name: str) -> Callable[[nn.Module, Any, Any, Any], None]:
         def after(module: nn.Module, inputs: Any, keywords: Any, output: Any) -> None:
-            outputs = list(_tensors(output))
-            self._add(TensorRecord("output", name, self.microbatch), outputs, list(_tensors((inputs, keywords))))
+            outputs = list(tensors_in(output))
+            self._add(TensorRecord("output", name, self.microbatch), outputs, list(tensors_in((inputs, keywords))))
             record = TensorRecord("gradient", name, self.microbatch)
             for tensor in outputs:
                 if tensor.requires_grad and tensor.is_floating_point():
@@ -169,14 +169,15 @@ def _largest(tensors: Sequence[Tensor]) -> Tensor | None:
     return None if not values else values[0] if len(values) == 1 else torch.stack(values).amax()
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a module's inputs or outputs."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Batch):
         yield from value.tensors.values()
     elif isinstance(value, Mapping):
         for inner in value.values():
-            yield from _tensors(inner)
+            yield from tensors_in(inner)
     elif isinstance(value, (tuple, list)):
         for inner in value:
-            yield from _tensors(inner)
+            yield from tensors_in(inner)

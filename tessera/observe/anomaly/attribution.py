@@ -151,7 +151,7 @@ class Attributor:
     most_probes: int
 
     def attribute(self, kind: AnomalyKind, usual_loss: float) -> Attribution:
-        with _buffers_kept(self.module):
+        with kept_buffers(self.module):
             trace = self._trace(self.microbatches)
             module = "the loss" if kind == "loss spike" else "the gradients"
             if kind == "not finite":
@@ -244,7 +244,7 @@ def _bad(observed: Mapping[_Key, _Observation], kind: AnomalyKind, usual_loss: f
 
 
 @contextmanager
-def _buffers_kept(module: nn.Module) -> Iterator[None]:
+def kept_buffers(module: nn.Module) -> Iterator[None]:
     """Restore the buffers of a module when the context ends: forward changes some, such as the loads of experts."""
     copies = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     try:

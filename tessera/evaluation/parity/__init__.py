@@ -1,0 +1,1 @@
+"""Record the tensors of a step or of a forward pass, and compare two recordings."""

@@ -1,0 +1,430 @@
+"""Compare two recordings: data, weights, outputs, loss, gradients, learning rates and updates, in this order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tessera.errors import TesseraError
+from tessera.evaluation.parity.joining import ByRows, Groups, Identity, JoinedTensor, RecordedShard, grouped, join
+from tessera.evaluation.parity.judge import ROUNDINGS, Difference, Rounding, difference, eps_of, statistics
+from tessera.evaluation.parity.recording import RecordedBatch, Recording, StepNumbers, TensorEntry
+
+PHASES = ("data", "weight", "output", "loss", "output_gradient", "gradient", "grad_norm", "update")
+_WORDS = {
+    "data": "batch tensor",
+    "weight": "weight",
+    "output": "output of",
+    "output_gradient": "gradient of the output of",
+    "gradient": "gradient of",
+    "update": "update of",
+}
+_SCALARS = ("loss", "grad_norm")
+
+
+@dataclass
+class ParityFinding:
+    """Hold the comparison of one thing: a tensor, or a number of the step."""
+
+    step: int
+    phase: str
+    name: str
+    order: float = 0.0
+    rows: str = ""
+    reason: str = ""  # why it differs; empty: it does not
+    difference: Difference | None = None
+    samples: tuple[str, ...] = ()
+    sides: tuple[dict[str, Any], dict[str, Any]] = field(default_factory=lambda: ({}, {}))
+    dtypes: tuple[str, str] = ("", "")
+    shape: tuple[int, ...] = ()
+    requires_grad: tuple[bool, bool] = (False, False)
+
+    @property
+    def differs(self) -> bool:
+        return bool(self.reason)
+
+    @property
+    def what(self) -> str:
+        return f"{_WORDS[self.phase]} {self.name}" if self.phase in _WORDS else self.name
+
+    @property
+    def position(self) -> tuple[int, int, float]:
+        """Return a key that sorts findings by execution. Gradients of outputs and parameters are one phase."""
+        phase = "output_gradient" if self.phase == "gradient" else self.phase
+        return self.step, PHASES.index(phase), self.order
+
+    @property
+    def line(self) -> str:
+        text = f"step {self.step}: {self.what}"
+        text += f" (rows {self.rows})" if self.rows else ""
+        if self.differs:
+            text += f": {self.reason}"
+            text += f"; samples {', '.join(self.samples[:4])}" if self.samples else ""
+        return text
+
+
+@dataclass
+class Comparison:
+    """Hold all findings in the order of execution, and what could not be compared."""
+
+    labels: tuple[str, str]
+    findings: list[ParityFinding]
+    skipped: list[str]
+    note: str = ""
+
+    @property
+    def different(self) -> list[ParityFinding]:
+        return [finding for finding in self.findings if finding.differs]
+
+    @property
+    def first(self) -> ParityFinding | None:
+        return next(iter(self.different), None)
+
+
+def compare_recordings(a: Recording, b: Recording, pairs: Mapping[str, str] | None = None) -> Comparison:
+    """Compare two recordings of the same steps. `pairs`: names of `a` -> names of `b`, if they differ."""
+    names = {**a.pairs, **(pairs or {})}
+    ours, theirs = grouped(a), grouped(b)
+    if names:
+        back = {other: name for name, other in names.items()}
+        theirs = {(k[0], k[1], back[k[2]], k[3], k[4]): v for k, v in theirs.items() if k[2] in back}
+    common = [key for key in ours if key in theirs]
+    if not any(key[1] != "data" for key in common):
+        raise TesseraError(
+            "the recordings have no step and no module in common",
+            where=f"{a.label} and {b.label}",
+            fix="record the same steps of the same model on both sides",
+            code="parity.nothing-in-common",
+        )
+    judge = _Judge(a, b)
+    findings = [finding for key in common for finding in judge.findings(key, ours[key], theirs[key])]
+    findings += [] if names else list(_only_on_one_side(ours, theirs))
+    findings += _numbers(a, b)
+    findings.sort(key=lambda finding: finding.position)
+    return Comparison((a.label, b.label), findings, judge.skipped, _note(findings))
+
+
+class _Judge:
+    def __init__(self, a: Recording, b: Recording) -> None:
+        self._same_type = a.compute == b.compute
+        entries = [e for side in (a, b) for record in side.ranks for e in record.entries if e.moment == "weight"]
+        self._weights = {(entry.step, entry.name): max(abs(entry.max), abs(entry.min)) for entry in entries}
+        self._batches = [batch for record in a.ranks for batch in record.batches]
+        self.skipped: list[str] = []
+        self._eps = eps_of(a.compute, b.compute)
+
+    def findings(self, key: Identity, ours: ByRows, theirs: ByRows) -> Iterator[ParityFinding]:
+        first = min((shard for shards in ours.values() for shard in shards), key=_position)
+        if not _comparable_batch(key, ours, theirs):
+            self.skipped.append(f"batch tensor {key[2]}: indices into micro-batches that are split in another way")
+            return
+        if ours.keys() != theirs.keys():
+            yield from self._split_otherwise(key, ours, theirs)
+            return
+        for rows, shards in ours.items():
+            finding = ParityFinding(key[0], key[1], key[2], _position(first)[0] * 1e7 + first.entry.order, rows)
+            other = theirs[rows]
+            first_side = join(shards, other[0].entry.whole or other[0].entry.shape)
+            second_side = None if first_side is None else join(other, first_side.shape)
+            if (
+                second_side is not None
+                and first_side is not None
+                and first_side.shape != shards[0].entry.shape
+                and len(shards) > 1
+            ):
+                first_side = join(shards, second_side.shape) or first_side
+            if first_side is None or second_side is None:
+                first_side = join(shards, shards[0].entry.whole or shards[0].entry.shape)
+                self.skipped.append(f"{finding.what} (rows {rows}): {_shapes(shards)} and {_shapes(other)}")
+                continue
+            yield self._judged(finding, first_side, second_side)
+
+    def _split_otherwise(self, key: Identity, ours: ByRows, theirs: ByRows) -> Iterator[ParityFinding]:
+        """Compare micro-batches of different sizes: their rows are put together in the order of the data set."""
+        sides = []
+        for groups in (ours, theirs):
+            ordered = sorted(groups, key=_row_numbers)
+            joined = [join(groups[rows], groups[rows][0].entry.shape) for rows in ordered]
+            sides.append((",".join(ordered), [part for part in joined if part is not None and part.tensor is not None]))
+        (rows, first_side), (other, second_side) = sides
+        if rows != other or not first_side or not second_side:
+            self.skipped.append(f"{key[1]} {key[2]}: rows {rows} and {other} in micro-batches that cannot be joined")
+            return
+        value, other_value = _concatenated(first_side), _concatenated(second_side)
+        if value is None or other_value is None:
+            self.skipped.append(f"{key[1]} {key[2]}: micro-batches of different sizes")
+            return
+        yield self._judged(ParityFinding(key[0], key[1], key[2], value.entry.order, rows), value, other_value)
+
+    def _judged(self, finding: ParityFinding, first_side: JoinedTensor, second_side: JoinedTensor) -> ParityFinding:
+        entry, other = first_side.entry, second_side.entry
+        finding.dtypes, finding.shape = (entry.dtype, other.dtype), tuple(first_side.shape)
+        finding.requires_grad = (entry.requires_grad, other.requires_grad)
+        if first_side.tensor is None or second_side.tensor is None:
+            return self._by_statistics(finding, first_side, second_side)
+        a, b = _same_stride(first_side, second_side)
+        if a.shape != b.shape:
+            if a.numel() != b.numel() or a.shape[-1:] != b.shape[-1:]:
+                self.skipped.append(f"{finding.what}: shapes {list(a.shape)} and {list(b.shape)}")
+                return finding
+            a, b = a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1])
+        finding.sides = (statistics(a), statistics(b))
+        if not (a.is_floating_point() or b.is_floating_point()):
+            return self._exact(finding, a, b, first_side.stride)
+        rounding = self._rounding(finding, first_side, second_side)
+        best = difference(a, b, rounding)
+        if best.differs and (first_side.partial or second_side.partial):
+            best = min((best, _summed(first_side, second_side, rounding) or best), key=lambda apart: apart.excess)
+        finding.difference = best
+        if best.differs:
+            finding.reason = _how_far(best)
+            finding.samples = self._samples(finding, best.positions, max(first_side.stride, second_side.stride))
+        elif (apart := _replica(first_side, second_side, rounding)) is not None and not (
+            first_side.partial or second_side.partial
+        ):
+            finding.reason, finding.difference = f"ranks have different values: {_how_far(apart)}", apart
+        return finding
+
+    def _rounding(self, finding: ParityFinding, first_side: JoinedTensor, second_side: JoinedTensor) -> Rounding:
+        eps = eps_of(first_side.entry.dtype, second_side.entry.dtype)
+        if finding.phase in ("data", "weight"):
+            return Rounding(0.0, 0.0, eps)
+        if finding.phase == "update":  # the difference of two weights has the rounding of the weights
+            size = self._weights.get((finding.step, finding.name), 0.0)
+            return replace(self._measured(first_side, second_side, eps), floor=eps * size)
+        return self._measured(first_side, second_side, eps)
+
+    def _measured(self, first_side: JoinedTensor, second_side: JoinedTensor, eps: float) -> Rounding:
+        moved = []
+        for which in ("moved_max", "moved_rms"):
+            values = [
+                side.moved(which) for side in ((first_side, second_side) if not self._same_type else (first_side,))
+            ]
+            measured = [value for value in values if value is not None]
+            moved.append(max(measured) if measured else second_side.moved(which))
+        return Rounding(moved[0], moved[1], eps, max(1.0, first_side.entry.order % 1e7))
+
+    def _by_statistics(
+        self, finding: ParityFinding, first_side: JoinedTensor, second_side: JoinedTensor
+    ) -> ParityFinding:
+        moved = max(
+            first_side.moved("moved_norm") or 0.0, 0.0 if self._same_type else second_side.moved("moved_norm") or 0.0
+        )
+        if first_side.moved("moved_norm") is None and finding.phase != "weight":
+            moved = self._eps * math.sqrt(max(1.0, first_side.entry.order)) * first_side.norm
+        limit = ROUNDINGS * moved + 2 * eps_of(first_side.entry.dtype, second_side.entry.dtype) * first_side.norm
+        finding.sides = ({"norm": first_side.norm}, {"norm": second_side.norm})
+        if abs(first_side.norm - second_side.norm) > limit:
+            finding.reason = (
+                f"the norms are {first_side.norm:.6g} and {second_side.norm:.6g}; rounding explains {limit:.2g}"
+            )
+        return finding
+
+    def _exact(self, finding: ParityFinding, a: Tensor, b: Tensor, stride: int) -> ParityFinding:
+        apart = (a != b).reshape(len(a), -1).any(1) if a.dim() else (a != b).reshape(1)
+        positions = (apart.nonzero().flatten() * stride).tolist()
+        if positions:
+            at = positions[0] // stride
+            finding.reason = (
+                f"{len(positions)} of {len(apart)} entries differ, the first at {positions[0]}: "
+                f"{a[at].tolist() if a.dim() else a.item()} and {b[at].tolist() if b.dim() else b.item()}"
+            )[:300]
+            finding.samples = self._samples(finding, positions, 1)
+        return finding
+
+    def _samples(self, finding: ParityFinding, positions: Sequence[int], stride: int) -> tuple[str, ...]:
+        """Return the samples of the packed row that the positions belong to, if the tensor has an entry per token."""
+        if finding.phase not in ("data", "output", "output_gradient"):
+            return ()
+        batch = next((b for b in self._batches if (b.step, b.rows) == (finding.step, finding.rows)), None)
+        if batch is None:
+            return ()
+        if not finding.shape or not batch.bounds or finding.shape[0] != batch.bounds[-1]:
+            return tuple(batch.samples)
+        return _samples_at(batch, [position * stride for position in positions])
+
+
+def _comparable_batch(key: tuple[Any, ...], ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
+    """Return whether the values of a batch tensor mean the same on both sides: others than tokens may be indices."""
+    if key[1] != "data" or key[2] in ("tokens", "labels"):
+        return True
+    shards = [shard for side in (ours, theirs) for group in side.values() for shard in group]
+    return ours.keys() == theirs.keys() and all(shard.rank.split is None for shard in shards)
+
+
+def _samples_at(batch: RecordedBatch, positions: Sequence[int]) -> tuple[str, ...]:
+    names: dict[str, None] = {}
+    bounds = torch.tensor(batch.bounds)
+    for number in torch.searchsorted(bounds, torch.tensor(positions), right=True).tolist():
+        if 0 < number <= len(batch.samples):
+            names[batch.samples[number - 1]] = None
+    return tuple(names)
+
+
+def _position(shard: RecordedShard) -> tuple[int, float]:
+    """Return where an entry is in the order of execution: backward begins at the last stage."""
+    backward = shard.entry.moment in ("output_gradient", "gradient")
+    return (999 - shard.entry.stage if backward else shard.entry.stage), shard.entry.order
+
+
+def _row_numbers(rows: str) -> tuple[int, str]:
+    first = rows.split(",")[0]
+    return (int(first), "") if first.isdecimal() else (0, rows)
+
+
+def _shapes(shards: Sequence[RecordedShard]) -> str:
+    return " + ".join(str(shard.entry.shape) for shard in shards[:4])
+
+
+def _concatenated(parts: Sequence[JoinedTensor]) -> JoinedTensor | None:
+    tensors = [part.tensor for part in parts if part.tensor is not None]
+    if any(part.stride != 1 or not part.shape or part.shape[1:] != parts[0].shape[1:] for part in parts):
+        return None
+    whole = torch.cat(tensors)
+    return JoinedTensor([shard for part in parts for shard in part.shards], whole, list(whole.shape))
+
+
+def _same_stride(first_side: JoinedTensor, second_side: JoinedTensor) -> tuple[Tensor, Tensor]:
+    """Return the elements that both sides keep."""
+    stride = max(first_side.stride, second_side.stride)
+    return tuple(
+        side.tensor[:: stride // side.stride] if side.tensor.dim() else side.tensor  # type: ignore[return-value]
+        for side in (first_side, second_side)
+        if side.tensor is not None
+    )
+
+
+def _replica(first_side: JoinedTensor, second_side: JoinedTensor, rounding: Rounding) -> Difference | None:
+    """Return how far a replica of another rank is from its first copy, if it is farther than rounding explains."""
+    for side in (first_side, second_side):
+        for copy in side.replicas:
+            if side.tensor is not None and (apart := difference(side.tensor, copy, rounding)).differs:
+                return apart
+    return None
+
+
+def _summed(first_side: JoinedTensor, second_side: JoinedTensor, rounding: Rounding) -> Difference | None:
+    """Compare the sums over ranks: each rank may have the gradient from its part of the work."""
+    sides = []
+    for side in (first_side, second_side):
+        assert side.tensor is not None
+        sides.append(torch.stack([side.tensor.double(), *(copy.double() for copy in side.replicas)]).sum(0))
+    first, second = first_side.tensor, second_side.tensor
+    assert first is not None
+    assert second is not None
+    options = [(a, b) for a, b in ((first, sides[1]), (sides[0], second)) if a.shape == b.shape]
+    results = [difference(a, b, rounding) for a, b in options]
+    return min(results, key=lambda apart: apart.excess, default=None)
+
+
+def _how_far(apart: Difference) -> str:
+    if apart.not_finite:
+        return f"{apart.not_finite} elements are not finite on one side only"
+    return (
+        f"at most {apart.max_abs:.3g} apart, rounding explains {apart.limit_max:.2g}; root mean square "
+        f"{apart.rms:.3g} of {apart.limit_rms:.2g}; cosine {apart.cosine:.6f}"
+    )
+
+
+def _only_on_one_side(ours: Groups, theirs: Groups) -> Iterator[ParityFinding]:
+    """Yield gradients and updates that only one side has: the other does not train the parameter."""
+    steps = {key[0] for key in ours} & {key[0] for key in theirs}
+    for here, there, side in ((ours, theirs, "first"), (theirs, ours, "second")):
+        for key, groups in here.items():
+            if key[1] in ("gradient", "update") and key not in there and key[0] in steps:
+                entry = next(iter(groups.values()))[0].entry
+                yield ParityFinding(key[0], key[1], key[2], entry.order, reason=f"only the {side} side has it")
+
+
+def _numbers(a: Recording, b: Recording) -> Iterator[ParityFinding]:
+    """Yield the comparison of samples, counts, loss, gradient norm and learning rates of each step."""
+    theirs = _steps(b)
+    for step, row in _steps(a).items():
+        if step in theirs:
+            yield _samples(step, a, b)
+            yield from _scalars(row, theirs[step], eps_of(a.compute, b.compute))
+            yield from _rates(step, a, b)
+
+
+def _steps(recording: Recording) -> dict[int, StepNumbers]:
+    """Return the numbers of each step over all ranks. Sums of context parallel ranks are first_side out."""
+    steps: dict[int, StepNumbers] = {}
+    for record in recording.ranks:
+        for row in record.steps:
+            joined = steps.setdefault(row.step, StepNumbers(row.step, {}, row.counts, {}))
+            for name in row.values:
+                if record.split is None or not name.startswith("sum of"):
+                    joined.values.setdefault(name, row.values[name])
+                    joined.moved.setdefault(name, row.moved.get(name, 0.0))
+    return steps
+
+
+def _samples(step: int, a: Recording, b: Recording) -> ParityFinding:
+    sides = []
+    for side in (a, b):
+        batches = {batch.rows: batch for record in side.ranks for batch in record.batches if batch.step == step}
+        sides.append(sorted(name for batch in batches.values() for name in batch.samples))
+    finding = ParityFinding(step, "data", "samples of the step", -1.0)
+    if sides[0] != sides[1]:
+        only = [sorted(set(sides[0]) - set(sides[1]))[:3], sorted(set(sides[1]) - set(sides[0]))[:3]]
+        finding.reason = f"only the first side has {only[0]}, only the second {only[1]}"
+        finding.samples = tuple(only[0] + only[1])
+    return finding
+
+
+def _scalars(row: StepNumbers, other: StepNumbers, eps: float) -> Iterator[ParityFinding]:
+    for name in row.counts.keys() & other.counts.keys():
+        finding = ParityFinding(row.step, "loss", f"count {name}", -1.0)
+        if row.counts[name] != other.counts[name]:
+            finding.reason = f"{row.counts[name]:.10g} and {other.counts[name]:.10g}"
+        yield finding
+    for name in row.values.keys() & other.values.keys():
+        if name == "lr":
+            continue
+        value, other_value = row.values[name], other.values[name]
+        moved = max(row.moved.get(name, 0.0), other.moved.get(name, 0.0))
+        if name == "grad_norm":  # no pass measured it; the gradients themselves are compared
+            continue
+        limit = ROUNDINGS * moved + 2 * eps * abs(value)
+        finding = ParityFinding(row.step, "loss", name, 0.0 if name != "loss" else 1.0)
+        finding.sides = ({"value": value}, {"value": other_value})
+        if abs(value - other_value) > limit or math.isfinite(value) != math.isfinite(other_value):
+            finding.reason = f"{value:.8g} and {other_value:.8g}; rounding explains {limit:.2g}"
+        yield finding
+
+
+def _rates(step: int, a: Recording, b: Recording) -> Iterator[ParityFinding]:
+    """Yield the learning rates that differ, by parameter."""
+    sides: list[dict[str, TensorEntry]] = [
+        {e.name: e for record in side.ranks for e in record.entries if (e.step, e.moment) == (step, "update")}
+        for side in (a, b)
+    ]
+    for name, entry in sides[0].items():
+        value, other_value = entry.lr, sides[1][name].lr if name in sides[1] else None
+        if value is None or other_value is None:
+            continue
+        if abs(value - other_value) > 1e-12 * max(abs(value), abs(other_value)):
+            yield ParityFinding(
+                step, "update", name, entry.order - 0.5, reason=f"learning rate {value:.6g} and {other_value:.6g}"
+            )
+
+
+def _note(findings: Sequence[ParityFinding]) -> str:
+    """Return what the pattern of differences means, where it means something."""
+    first = next((finding for finding in findings if finding.differs), None)
+    if first is None:
+        return ""
+    step = [finding for finding in findings if finding.step == first.step]
+    gradients = any(f.differs for f in step if f.phase == "gradient")
+    outputs = [f for f in step if f.phase == "output_gradient"]
+    if first.phase == "gradient" and outputs and not any(f.differs for f in outputs) and gradients:
+        return (
+            "gradients of all outputs agree in every micro-batch, and gradients of parameters do not: "
+            "the sum over ranks or micro-batches is wrong"
+        )
+    return ""

@@ -1,0 +1,203 @@
+"""Put together what the ranks of a recording have of one tensor.
+
+Parameters and gradients of parameters name their offsets in the unsharded tensor. Outputs of modules do not: a rank
+that shares a layer with others has all of the output, some of its features, or some of its tokens. The shape of the
+other side tells which: the parts of an axis are joined along the dimension in which a part is smaller than the whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tessera.evaluation.parity.recording import RankRecord, Recording, TensorEntry
+from tessera.parallel.sequence_sharding import SequenceSharding
+
+_SHARED = ("cp_ring", "cp_ulysses", "tp_outer", "tp")  # axes whose ranks compute one micro-batch together
+_DATA = ("dp_replicate", "dp_shard", "ep")
+
+
+@dataclass(frozen=True)
+class RecordedShard:
+    """Hold what one rank recorded of a tensor."""
+
+    entry: TensorEntry
+    rank: RankRecord
+
+    @property
+    def elements(self) -> Tensor | None:
+        return None if self.entry.key is None else self.rank.tensors[self.entry.key]
+
+    def at(self, axes: Sequence[str]) -> int:
+        """Return the position of the rank among the ranks of some axes."""
+        position = 0
+        for axis in axes:
+            position = position * self.rank.sizes.get(axis, 1) + self.rank.position.get(axis, 0)
+        return position
+
+
+@dataclass
+class JoinedTensor:
+    """Hold a tensor of one side: its kept elements (None: statistics only), and what the shards say together."""
+
+    shards: list[RecordedShard]
+    tensor: Tensor | None
+    shape: list[int]
+    stride: int = 1
+    replicas: list[Tensor] = field(default_factory=list)  # the same tensor as other ranks have it
+    partial: bool = False  # True: the sum over the replicas may be meant
+
+    @property
+    def entry(self) -> TensorEntry:
+        return self.shards[0].entry
+
+    @property
+    def norm(self) -> float:
+        return math.sqrt(sum(shard.entry.norm**2 for shard in self.shards))
+
+    def moved(self, which: str) -> float | None:
+        """Return the effect of rounding on the joined tensor: `moved_max`, `moved_rms` or `moved_norm`."""
+        values = [getattr(shard.entry, which) for shard in self.shards]
+        measured = [value for value in values if value is not None]
+        return max(measured) if measured else None
+
+
+Identity = tuple[int, str, str, int, int]  # see `TensorEntry.identity`
+ByRows = dict[str, list[RecordedShard]]
+Groups = dict[Identity, ByRows]
+
+
+def grouped(recording: Recording) -> Groups:
+    """Return the shards of a recording by identity, then by rows of the micro-batch."""
+    groups: Groups = {}
+    for rank in recording.ranks:
+        for entry in rank.entries:
+            groups.setdefault(entry.identity, {}).setdefault(entry.rows, []).append(RecordedShard(entry, rank))
+    for by_rows in groups.values():
+        for rows, shards in by_rows.items():  # of a module that is split over stages, the last one has the output
+            last = max(shard.entry.stage for shard in shards)
+            by_rows[rows] = [shard for shard in shards if shard.entry.stage == last]
+    return groups
+
+
+def join(shards: Sequence[RecordedShard], like: Sequence[int]) -> JoinedTensor | None:
+    """Return the tensor of these shards, which the other side has in the shape `like`; None if they do not fit."""
+    first = shards[0].entry
+    if any(shard.elements is None for shard in shards):
+        return _only_statistics(shards, like)
+    if first.offsets is not None and first.whole is not None:
+        return _by_offsets(shards)
+    if len(shards) == 1 or _elements(first.shape) == _elements(like):
+        return _replicas(shards)
+    return _by_shape(shards, list(like))
+
+
+def _elements(shape: Sequence[int]) -> list[int]:
+    """Return a shape without leading dimensions of size 1, which other libraries add for the batch."""
+    trimmed = list(shape)
+    while len(trimmed) > 1 and trimmed[0] == 1:
+        del trimmed[0]
+    return trimmed
+
+
+def _only_statistics(shards: Sequence[RecordedShard], like: Sequence[int]) -> JoinedTensor | None:
+    """Return the statistics of shards that make up a tensor of this size without overlap."""
+    distinct = list({str((s.entry.offsets, s.at(_SHARED))): s for s in shards}.values())
+    if prod(shards[0].entry.shape) == prod(like):
+        distinct = distinct[:1]
+    if sum(prod(shard.entry.shape) for shard in distinct) != prod(like):
+        return None
+    return JoinedTensor(distinct, None, list(like))
+
+
+def _replicas(shards: Sequence[RecordedShard]) -> JoinedTensor | None:
+    tensors = [shard.elements for shard in shards if shard.elements is not None]
+    entry = shards[0].entry
+    same = [tensor for tensor in tensors[1:] if tensor.shape == tensors[0].shape]
+    if len(same) < len(tensors) - 1:
+        return None
+    partial = entry.moment == "output_gradient"
+    return JoinedTensor([shards[0]], tensors[0], list(entry.shape), entry.stride, same, partial)
+
+
+def _by_offsets(shards: Sequence[RecordedShard]) -> JoinedTensor | None:
+    whole = shards[0].entry.whole or []
+    stride = max(shard.entry.stride for shard in shards)
+    first = shards[0].elements
+    if first is None or any(s.entry.whole != whole or s.entry.offsets is None for s in shards):
+        return None
+    rows = -(-whole[0] // stride) if whole else 1
+    if rows * prod(whole[1:]) > 8 * sum(prod(s.entry.shape) for s in shards) + 64:  # forged sizes
+        return None
+    joined = torch.zeros([rows, *whole[1:]] if whole else [], dtype=first.dtype)
+    covered, replicas, distinct = torch.zeros(joined.shape, dtype=torch.bool), [], []
+    for shard in shards:
+        entry, elements = shard.entry, shard.elements
+        offsets = entry.offsets or []
+        assert elements is not None
+        if whole:
+            start = -(offsets[0] if offsets else 0) % entry.stride
+            numbers = torch.arange(start, entry.shape[0], entry.stride) + offsets[0]
+            chosen = numbers % stride == 0
+            elements, numbers = elements[chosen], numbers[chosen] // stride
+            sides = [slice(at, at + size) for at, size in zip(offsets[1:], entry.shape[1:], strict=True)]
+            where: tuple[Any, ...] = (numbers, *sides)
+        else:
+            where = ()
+        inside = all(o >= 0 and o + n <= w for o, n, w in zip(offsets, entry.shape, whole, strict=True))
+        if not inside:
+            return None
+        if elements.numel() and bool(covered[where].any()):  # another copy of a part, such as of a replicated rank
+            copy = joined.clone()
+            copy[where] = elements
+            replicas.append(copy)
+            continue
+        joined[where], covered[where] = elements, True
+        distinct.append(shard)
+    return JoinedTensor(distinct, joined, whole, stride, replicas) if bool(covered.all()) else None
+
+
+def _by_shape(shards: Sequence[RecordedShard], like: list[int]) -> JoinedTensor | None:
+    """Join the shards of tensor and context parallel ranks. Each smaller dimension belongs to one of the two."""
+    entry = shards[0].entry
+    if any(shard.entry.stride != 1 for shard in shards) or len(entry.shape) != len(like):
+        return None
+    parts = sorted({shard.at(_SHARED): shard for shard in reversed(shards)}.items())
+    by_context: dict[int, list[RecordedShard]] = {}
+    for _, shard in parts:
+        by_context.setdefault(shard.at(_SHARED[:2]), []).append(shard)
+    pieces: list[Tensor] = []
+    for group in by_context.values():
+        tensors = [shard.elements for shard in group if shard.elements is not None]
+        features = next((d for d in range(1, len(like)) if tensors[0].shape[d] != like[d]), None)
+        tokens = sum(t.shape[0] for t in tensors) * len(by_context)
+        if features is not None:
+            pieces.append(torch.cat(tensors, dim=features))
+        elif tokens == like[0] and len(tensors) > 1 and not len(by_context) > 1:
+            pieces.append(torch.cat(tensors))  # sequence parallelism
+        else:
+            pieces.append(tensors[0])
+    joined = _in_sequence(pieces, [g[0] for g in by_context.values()])
+    return JoinedTensor([s for _, s in parts], joined, like) if list(joined.shape) == like else None
+
+
+def _in_sequence(pieces: list[Tensor], shards: list[RecordedShard]) -> Tensor:
+    """Return the tokens of context parallel ranks in the order of the sequence."""
+    if len(pieces) == 1:
+        return pieces[0]
+    total = sum(len(piece) for piece in pieces)
+    joined = torch.zeros([total, *pieces[0].shape[1:]], dtype=pieces[0].dtype)
+    for piece, shard in zip(pieces, shards, strict=True):
+        ring, ulysses, unit = shard.rank.split or [1, len(pieces), 1]
+        ranges = SequenceSharding(ring, ulysses, unit).ranges(total, shard.at(_SHARED[:2]))
+        numbers = torch.cat([torch.arange(start, end) for start, end in ranges])
+        if len(numbers) != len(piece):
+            return piece
+        joined[numbers] = piece
+    return joined

@@ -1,0 +1,125 @@
+"""Judge whether two tensors differ by more than rounding explains, and describe the difference.
+
+What is allowed is measured, not chosen: a recording tells how far each tensor moves if every weight is moved by one
+rounding. Any order of additions gives the exact result of weights that were moved by about so much. Added is the
+rounding of the result itself to its own type.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tessera.checkpoint.files import DTYPES
+
+ROUNDINGS = 8.0  # allowed, in multiples of the measured effect of one rounding of the weights
+_SMALL = (0.001, 0.005)  # relative errors whose shares are counted
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Describe how far two tensors are apart. Errors are relative to the first side."""
+
+    max_abs: float
+    max_rel: float
+    rms: float
+    cosine: float
+    beyond_01: float  # share of elements with a relative error beyond 0.1 %
+    beyond_05: float
+    limit_max: float
+    limit_rms: float
+    positions: tuple[int, ...] = ()  # indices of the first dimension that are beyond the limit
+    not_finite: int = 0
+
+    @property
+    def excess(self) -> float:
+        """Return the difference as a multiple of what is allowed."""
+        if self.not_finite:
+            return math.inf
+        return max(_ratio(self.max_abs, self.limit_max), _ratio(self.rms, self.limit_rms))
+
+    @property
+    def differs(self) -> bool:
+        return self.excess > 1
+
+
+def _ratio(value: float, limit: float) -> float:
+    return 0.0 if value == 0 else math.inf if limit == 0 else value / limit
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """Hold by how much rounding moves a tensor; None: no pass measured it, and `depth` operations estimate it."""
+
+    largest: float | None
+    rms: float | None
+    eps: float
+    depth: float = 1.0
+    floor: float = 0.0  # rounding of what the tensor is a difference of
+
+    def limits(self, largest: float, rms: float) -> tuple[float, float]:
+        """Return the allowed largest and root-mean-square difference of a tensor of this size."""
+        estimate = self.eps * math.sqrt(max(1.0, self.depth))
+        moved_max = estimate * largest if self.largest is None else self.largest
+        moved_rms = estimate * rms if self.rms is None else self.rms
+        # The rounding of the result: half a unit in each of the two, and eps is one unit of the largest mantissa.
+        limits = ROUNDINGS * moved_max + 2 * self.eps * largest, ROUNDINGS * moved_rms + 2 * self.eps * rms
+        return limits[0] + self.floor, limits[1] + self.floor
+
+
+def eps_of(*codes: str) -> float:
+    """Return the rounding of the coarsest of some types, by their names in safetensors; 0 for integers."""
+    types = [DTYPES[code] for code in codes if code in DTYPES]
+    return max((torch.finfo(dtype).eps for dtype in types if dtype.is_floating_point), default=0.0)
+
+
+def difference(a: Tensor, b: Tensor, rounding: Rounding) -> Difference:
+    """Compare two tensors of the same shape."""
+    if not a.numel():
+        return Difference(0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0)
+    first, second = a.double(), b.double()
+    if torch.equal(first, second):
+        limits = rounding.limits(float(first.abs().max()), float(first.square().mean().sqrt()))
+        return Difference(0.0, 0.0, 0.0, 1.0, 0.0, 0.0, limits[0], limits[1])
+    bad = ~(torch.isfinite(first) & torch.isfinite(second)) & ~((first == second) | (first.isnan() & second.isnan()))
+    ok = torch.isfinite(first) & torch.isfinite(second)
+    first, second = torch.where(ok, first, 0.0), torch.where(ok, second, 0.0)
+    apart = (first - second).abs()
+    size = first.abs()
+    relative = torch.where(apart > 0, apart / size.clamp(min=torch.finfo(torch.float32).tiny), 0.0)
+    norms = float(first.norm() * second.norm())
+    limit_max, limit_rms = rounding.limits(float(size.max()), float(size.square().mean().sqrt()))
+    over = (apart > limit_max) | bad
+    if not bool(over.any()):
+        # A difference that no single element shows is shown by the rows that are farthest beyond its mean square.
+        over = apart > max(limit_rms, float(apart.square().mean().sqrt()))
+    rows = over.reshape(len(over), -1).any(1).nonzero().flatten().tolist() if over.dim() else []
+    return Difference(
+        float(apart.max()),
+        float(relative.max()),
+        float(apart.square().mean().sqrt()),
+        float((first * second).sum()) / norms if norms else float(float(first.norm()) == float(second.norm())),
+        float((relative > _SMALL[0]).double().mean()),
+        float((relative > _SMALL[1]).double().mean()),
+        limit_max,
+        limit_rms,
+        tuple(rows[:4096]),
+        int(bad.sum()),
+    )
+
+
+def statistics(tensor: Tensor) -> dict[str, Any]:
+    """Return maximum, minimum, mean and norm of the kept elements."""
+    wide = tensor.double().flatten()
+    if not wide.numel():
+        return {"max": 0.0, "min": 0.0, "mean": 0.0, "norm": 0.0}
+    return {
+        "max": float(wide.max()),
+        "min": float(wide.min()),
+        "mean": float(wide.mean()),
+        "norm": float(wide.norm()),
+    }

@@ -1,0 +1,148 @@
+"""Record one pass of a folder's model: as Tessera computes it, and as transformers, diffusers or a user's class do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tessera.config.registry import import_object
+from tessera.config.run_config import ModelSection
+from tessera.core.batch import Batch
+from tessera.core.outputs import LATENTS, LOGITS
+from tessera.core.spec import ModelSpec
+from tessera.diffusion.family import GenerationSpec
+from tessera.diffusion.given_images import from_tokens
+from tessera.errors import TesseraError
+from tessera.evaluation.parity.recorder import THE_MODEL, Budget, record_call
+from tessera.evaluation.parity.recording import RankRecord, Recording
+from tessera.inference.proof import OurModel, generation_batch, other_prompt, proof_messages, tokens_of
+from tessera.inference.reference import DiffusersModel, StockModel, TransformersReference, in_float32
+from tessera.models import resolve
+from tessera.weights.map import WeightMap
+from tessera.weights.operations import Identity
+
+LIBRARIES = ("transformers", "diffusers")
+
+
+def record_beside(folder: Path, other: str, family: str | None, budget: Budget) -> tuple[Recording, Recording]:
+    """Record the model of a folder, and another implementation of it, on the same small input in float32.
+
+    `other`: transformers, diffusers, or `package.module:function`, which is called with the folder and returns a module
+    that takes the inputs of the class of transformers or diffusers.
+    """
+    spec, config = resolve(ModelSection(path=folder, family=family))
+    ours = OurModel(folder, spec, config)
+    diffuses = isinstance(spec, GenerationSpec)
+    if (other == "diffusers") != diffuses and other in LIBRARIES:
+        raise TesseraError(
+            f"{other} has no class for a model of the family {spec.name}",
+            where=str(folder),
+            allowed=["diffusers" if diffuses else "transformers", "package.module:function"],
+            code="parity.wrong-library",
+        )
+    batch, stock, inputs = (_generation_inputs if diffuses else _language_inputs)(folder, spec, config, ours)
+    module = stock.model if other in LIBRARIES else _own_module(other, folder)
+    assert ours.module is not None
+    ours.module.eval()
+    calls: list[tuple[str, nn.Module, Callable[[nn.Module], Any]]] = [
+        ("Tessera", ours.module, lambda model: _scalar(_ours(model, batch, diffuses))),
+        (other, module, lambda model: _scalar(_theirs(model, inputs, diffuses))),
+    ]
+    pairs = module_pairs(spec.main.weight_map(config), ours.module, module)
+    records: list[RankRecord] = []
+    for name, model, call in calls:
+        model.requires_grad_(True)
+        with torch.enable_grad():
+            records.append(record_call(model, call, budget, rounding=2 if name == "Tessera" else 0))
+    first, second = (Recording(f"{folder} by {name}", [r]) for (name, *_), r in zip(calls, records, strict=True))
+    first.pairs = pairs
+    return first, second
+
+
+def _language_inputs(folder: Path, spec: ModelSpec, config: Any, ours: OurModel) -> tuple[Batch, Any, dict[str, Any]]:
+    if ours.processor is None:
+        batch = ours.example()
+        return batch, StockModel(folder), {"input_ids": tokens_of(batch)[None]}
+    images = ours.images()
+    batch, stock = ours.prompt(proof_messages(images)), TransformersReference(folder)
+    inputs = stock.inputs(proof_messages(images), images)
+    if other_prompt(inputs["input_ids"][0].tolist(), tokens_of(batch).tolist()) is None:
+        return batch, stock, in_float32(inputs)
+    batch = ours.prompt(proof_messages([]))  # the chat template gives other tokens there: both get ours
+    return batch, stock, {"input_ids": tokens_of(batch)[None]}
+
+
+def _generation_inputs(folder: Path, spec: Any, config: Any, ours: OurModel) -> tuple[Batch, Any, dict[str, Any]]:
+    family = config.generation()
+    batch = generation_batch(spec, config, family)
+    latents = from_tokens(batch["latents"], family.patch, config.proof_grid())
+    return batch, DiffusersModel(folder), config.diffusers_inputs(batch, latents)
+
+
+def _own_module(path: str, folder: Path) -> nn.Module:
+    module = import_object(path, "B")(folder)
+    if not isinstance(module, nn.Module):
+        raise TesseraError(
+            f"{path} returned a {type(module).__name__}, which is no nn.Module",
+            where="B",
+            fix="return the module with its weights loaded from the folder that it is called with",
+            code="parity.not-a-module",
+        )
+    return module.eval()
+
+
+def _ours(model: nn.Module, batch: Batch, diffuses: bool) -> Tensor:
+    if diffuses:
+        latents: Tensor = model(batch)[LATENTS]
+        return latents
+    logits: Tensor = model(batch)[LOGITS] if "input_ids" in batch else model(batch, logits=True)[LOGITS]
+    return logits
+
+
+def _theirs(model: nn.Module, inputs: Mapping[str, Any], diffuses: bool) -> Tensor:
+    out = model(**inputs, return_dict=False) if diffuses else model(**inputs)
+    result = out if isinstance(out, Tensor) else out["logits"] if isinstance(out, Mapping) else out[0]
+    assert isinstance(result, Tensor)
+    return result
+
+
+def _scalar(result: Tensor) -> Tensor:
+    """Return a mean square, so that backward reaches every output without labels or losses of either side."""
+    return result.float().square().mean()
+
+
+def module_pairs(weights: WeightMap | None, ours: nn.Module, theirs: nn.Module) -> dict[str, str]:
+    """Return names of modules and parameters here -> names there, from the names of weights.
+
+    A weight that is stored alone and unchanged pairs its modules. So do the modules around them, as long as each module
+    has one partner.
+    """
+    there = dict(theirs.named_parameters())
+    pairs, around = {THE_MODEL: THE_MODEL}, dict[str, set[str]]()
+    for name, parameter in ours.named_parameters():
+        match = None if weights is None else weights.rule_for(name)
+        rule, foreign = (None, (name,)) if match is None else match
+        if rule is not None and (len(foreign) > 1 or not isinstance(rule.op, Identity)):
+            continue
+        spellings = [foreign[0]] if weights is None else [weights.in_memory(foreign[0]), foreign[0], name]
+        other = next((n for n in spellings if n in there and there[n].shape == parameter.shape), None)
+        if other is None:
+            continue
+        pairs[name] = other
+        here, partner = name.rpartition(".")[0], other.rpartition(".")[0]
+        while here and partner:
+            around.setdefault(here, set()).add(partner)
+            here, partner = here.rpartition(".")[0], partner.rpartition(".")[0]
+    back: dict[str, set[str]] = {}
+    for here, partners in around.items():
+        for partner in partners:
+            back.setdefault(partner, set()).add(here)
+    for here, partners in around.items():
+        partner = next(iter(partners))
+        if len(partners) == 1 and len(back[partner]) == 1:
+            pairs[here] = partner
+    return pairs

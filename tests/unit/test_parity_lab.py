@@ -1,0 +1,352 @@
+"""The parity lab: recordings, their files, shards that are put together, and what counts as a difference."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import json
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+from tessera.cli.main import app
+from tessera.evaluation.parity.compare import Comparison, compare_recordings
+from tessera.evaluation.parity.recorder import Budget, moved_weights, record_call
+from tessera.evaluation.parity.recording import RankRecord, Recording, TensorEntry, read_recording, write_recording
+from tessera.evaluation.parity.results import lines, write_results
+from tessera.parallel.sequence_sharding import SequenceSharding
+from tessera.tools.parity.bisect import _first
+from tessera.tools.parity.lab import parity
+from tessera.tools.parity.runs import parse_steps
+from tests.errors import raises
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(24, 24), nn.LayerNorm(24), nn.Linear(24, 24)
+        self.blocks = nn.ModuleList(nn.Linear(24, 24) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(self.norm(torch.tanh(self.first(x))))
+        for block in self.blocks:
+            x = x + torch.nn.functional.gelu(block(x))
+        return x.square().mean()
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+INPUTS = torch.randn(32, 24, generator=torch.Generator().manual_seed(1))
+
+
+def recording(module: nn.Module, label: str = "net", inputs: Tensor = INPUTS, **options: object) -> Recording:
+    record = record_call(module, lambda model: model(inputs), **options)  # type: ignore[arg-type]
+    return Recording(label, [record])
+
+
+@pytest.fixture(scope="module")
+def reference() -> Recording:
+    return recording(net())
+
+
+def first_of(a: Recording, b: Recording) -> tuple[str, str] | None:
+    finding = compare_recordings(a, b).first
+    return None if finding is None else (finding.phase, finding.name)
+
+
+# ---------------------------------------------------------------------------------------------- what differs
+
+
+def test_the_same_model_does_not_differ(reference: Recording) -> None:
+    assert first_of(reference, recording(net())) is None
+
+
+def test_another_order_of_additions_does_not_differ(reference: Recording) -> None:
+    """A permutation of hidden units adds the same products in another order."""
+    other = net()
+    with torch.no_grad():
+        for block in other.blocks:
+            block.register_forward_hook(
+                lambda module, inputs, output: (
+                    inputs[0][:, torch.arange(23, -1, -1)] @ module.weight.flip(1).t() + module.bias
+                )
+            )
+    assert first_of(reference, recording(other)) is None
+
+
+def test_float32_is_allowed_what_bfloat16_rounds(reference: Recording) -> None:
+    class Rounded(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return super().forward(x)
+
+    torch.manual_seed(0)
+    assert first_of(reference, recording(Rounded(), compute=torch.bfloat16)) is None
+    torch.manual_seed(0)
+    assert first_of(reference, recording(Rounded())) is not None, "it is a fault if nobody says that it is bfloat16"
+
+
+@torch.no_grad()
+def transpose(module: Net) -> None:
+    module.second.weight.copy_(module.second.weight.t().clone())
+
+
+def drop_bias(module: Net) -> None:
+    module.blocks[1].register_forward_hook(lambda part, inputs, output: output - part.bias)
+
+
+def round_norm(module: Net) -> None:
+    module.norm.register_forward_hook(lambda part, inputs, output: output.bfloat16().float())
+
+
+def scale_gradient(module: Net) -> None:
+    module.norm.weight.register_hook(lambda gradient: gradient * 1.01)
+
+
+FAULTS: list[tuple[Callable[[Net], None], str, str]] = [
+    (transpose, "weight", "second.weight"),
+    (drop_bias, "output", "blocks.1"),
+    (round_norm, "output", "norm"),
+    (scale_gradient, "gradient", "norm.weight"),
+]
+
+
+@pytest.mark.parametrize(("plant", "phase", "name"), FAULTS)
+def test_a_planted_fault_is_named_first(
+    reference: Recording, plant: Callable[[Net], None], phase: str, name: str
+) -> None:
+    module = net()
+    plant(module)
+    assert first_of(reference, recording(module)) == (phase, name)
+
+
+def test_nan_on_one_side_differs(reference: Recording) -> None:
+    module = net()
+    module.norm.register_forward_hook(lambda part, inputs, output: output / torch.zeros(()))
+    assert first_of(reference, recording(module)) == ("output", "norm")
+
+
+def test_recordings_without_elements_compare_by_their_norms() -> None:
+    nothing = Budget(bytes=0)
+    plain = recording(net(), budget=nothing)
+    assert not plain.ranks[0].tensors
+    assert first_of(plain, recording(net(), budget=nothing)) is None
+    module = net()
+    drop_bias(module)
+    assert first_of(plain, recording(module, budget=nothing)) == ("output", "blocks.1")
+
+
+def test_samples_of_elements_are_the_same_for_any_budget(reference: Recording) -> None:
+    small = recording(net(), budget=Budget(elements=100))
+    entry = next(e for e in small.ranks[0].entries if e.moment == "weight" and e.name == "first.weight")
+    assert entry.stride == 8
+    assert entry.key is not None
+    assert small.ranks[0].tensors[entry.key].shape == (3, 24)
+    assert first_of(reference, small) is None
+    module = net()
+    transpose(module)
+    assert first_of(small, recording(module)) == ("weight", "second.weight")
+
+
+def test_moved_weights_are_restored() -> None:
+    module = net()
+    before = copy.deepcopy(module.state_dict())
+    with moved_weights(module, torch.float32, 0):
+        assert not torch.equal(before["first.weight"], module.first.weight)
+    assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+
+
+# ---------------------------------------------------------------------------------------------- shards
+
+
+def tensor_entry(record: RankRecord, moment: str, name: str, tensor: Tensor, **more: object) -> None:
+    entry = TensorEntry(1, moment, name, "F32", list(tensor.shape), key=str(len(record.tensors)), **more)  # type: ignore[arg-type]
+    entry.moved_max, entry.moved_rms = 1e-6, 1e-7
+    record.tensors[str(len(record.tensors))] = tensor.contiguous()
+    record.entries.append(entry)
+
+
+def whole_and_parts(
+    whole: Tensor, parts: list[Tensor], sizes: dict[str, int], split: list[int] | None = None
+) -> Comparison:
+    first = RankRecord(0)
+    tensor_entry(first, "output", "layer", whole, rows="0")
+    ranks = []
+    axis = next(iter(sizes))
+    for rank, part in enumerate(parts):
+        record = RankRecord(rank, {axis: rank}, sizes, split)
+        tensor_entry(record, "output", "layer", part, rows="0")
+        ranks.append(record)
+    return compare_recordings(Recording("whole", [first]), Recording("parts", ranks))
+
+
+def test_features_of_tensor_parallel_ranks_are_joined() -> None:
+    whole = torch.randn(8, 6)
+    assert whole_and_parts(whole, list(whole.chunk(2, dim=1)), {"tp": 2}).first is None
+    swapped = whole_and_parts(whole, list(whole.chunk(2, dim=1))[::-1], {"tp": 2})
+    assert swapped.first is not None
+
+
+def test_tokens_of_ring_ranks_are_joined_in_the_order_of_the_sequence() -> None:
+    whole, split = torch.randn(16, 6), SequenceSharding(2, 1)
+    parts = [torch.cat([whole[a:b] for a, b in split.ranges(16, rank)]) for rank in range(2)]
+    comparison = whole_and_parts(whole, parts, {"cp_ring": 2}, [2, 1, 1])
+    assert comparison.first is None
+    assert not comparison.skipped
+
+
+def test_replicas_that_disagree_are_a_difference() -> None:
+    whole = torch.randn(8, 6)
+    assert whole_and_parts(whole, [whole, whole.clone()], {"tp": 2}).first is None
+    first = whole_and_parts(whole, [whole, whole + 0.1], {"tp": 2}).first
+    assert first is not None
+    assert "ranks have different values" in first.reason
+
+
+def test_parameters_are_joined_by_their_offsets() -> None:
+    whole = torch.randn(7, 4)
+    record = RankRecord(0)
+    tensor_entry(record, "gradient", "weight", whole)
+    ranks = []
+    for rank, (start, end) in enumerate(((0, 4), (4, 7))):
+        other = RankRecord(rank, {"dp_shard": rank}, {"dp_shard": 2})
+        tensor_entry(other, "gradient", "weight", whole[start:end], whole=[7, 4], offsets=[start, 0])
+        ranks.append(other)
+    assert first_of(Recording("a", [record]), Recording("b", ranks)) is None
+    del ranks[1]
+    comparison = compare_recordings(Recording("a", [record]), Recording("b", ranks))
+    assert comparison.skipped, "a part is missing: nothing is said"
+
+
+# ---------------------------------------------------------------------------------------------- files
+
+
+@pytest.fixture
+def folder(reference: Recording, tmp_path: Path) -> Path:
+    return write_recording(reference, tmp_path / "recording")
+
+
+def test_a_recording_is_read_as_it_was_written(reference: Recording, folder: Path) -> None:
+    again = read_recording(folder)
+    assert again.ranks[0].entries == reference.ranks[0].entries
+    assert first_of(reference, again) is None
+    assert [path.name for path in folder.parent.iterdir()] == ["recording"]
+
+
+def test_a_folder_that_exists_is_not_replaced(reference: Recording, folder: Path) -> None:
+    with raises("parity.folder-exists"):
+        write_recording(reference, folder)
+    assert [path.name for path in folder.parent.iterdir()] == ["recording"]
+
+
+def edit(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def forge(path: Path) -> None:
+    header = json.dumps({"0": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}}).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header)
+
+
+TENSORS = "rank-0.safetensors"
+DAMAGES: list[tuple[Callable[[Path], object], str]] = [
+    (lambda f: (f / "recording.json").unlink(), "parity.no-recording"),
+    (lambda f: edit(f / "recording.json", version=9), "parity.damaged-recording"),
+    (lambda f: edit(f / "recording.json", ranks=10**9), "parity.damaged-recording"),
+    (lambda f: edit(f / "recording.json", ranks=2), "parity.damaged-recording"),
+    (lambda f: edit(f / "recording.json", pairs=[1]), "parity.damaged-recording"),
+    (lambda f: edit(f / "rank-0.json", entries=[{"step": "x"}]), "parity.damaged-recording"),
+    (lambda f: edit(f / "rank-0.json", rank=1), "parity.damaged-recording"),
+    (lambda f: (f / "rank-0.json").write_text("{"), "parity.damaged-recording"),
+    (lambda f: (f / TENSORS).unlink(), "parity.damaged-recording"),
+    (lambda f: (f / TENSORS).write_bytes((f / TENSORS).read_bytes()[:-100]), "weights.unreadable-file"),
+    (lambda f: (f / TENSORS).write_bytes(b""), "weights.unreadable-file"),
+    (lambda f: forge(f / TENSORS), "weights.unreadable-file"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(DAMAGES)))
+def test_a_damaged_recording_is_refused(folder: Path, number: int) -> None:
+    damage, code = DAMAGES[number]
+    damage(folder)
+    with raises(code):
+        read_recording(folder)
+
+
+def test_shapes_that_differ_from_the_tensors_are_refused(reference: Recording, tmp_path: Path) -> None:
+    record = copy.deepcopy(reference.ranks[0])
+    record.entries[0].shape = [5, 5]
+    with raises("parity.damaged-recording"):
+        read_recording(write_recording(replace(reference, ranks=[record]), tmp_path / "forged"))
+
+
+def test_recordings_of_different_steps_are_refused(reference: Recording) -> None:
+    other = copy.deepcopy(reference)
+    for entry in other.ranks[0].entries:
+        entry.step = 2
+    with raises("parity.nothing-in-common"):
+        compare_recordings(reference, other)
+
+
+def test_results_are_a_page_a_table_and_json(reference: Recording, tmp_path: Path) -> None:
+    module = net()
+    drop_bias(module)
+    comparison = compare_recordings(reference, recording(module, "<b>other</b>"))
+    page, data, table = write_results(comparison, tmp_path)
+    assert "<b>other</b>" not in page.read_text()
+    assert json.loads(data.read_text())["first"]["name"] == "blocks.1"
+    rows = list(csv.DictReader(table.open()))
+    assert len(rows) == sum(bool(finding.sides[0]) for finding in comparison.findings)
+    (row,) = (row for row in rows if row["NPU Name"] == "output.blocks.1")
+    assert row["Result"] == "error"
+    assert float(row["MaxAbsErr"]) > 0.01
+    assert {"Cosine", "EucDist", "One Thousandth Err Ratio", "Requires_grad Consistent", "Data_name"} <= row.keys()
+    text = lines(comparison)
+    assert any(line.startswith(" >>") and "blocks.1" in line for line in text)
+
+
+# ---------------------------------------------------------------------------------------------- commands
+
+
+def test_the_command_compares_recordings(reference: Recording, folder: Path, tmp_path: Path) -> None:
+    module = net()
+    drop_bias(module)
+    other = write_recording(recording(module), tmp_path / "other")
+    same = CliRunner().invoke(app, ["compare", str(folder), str(folder)])
+    assert same.exit_code == 0, same.output
+    different = CliRunner().invoke(app, ["compare", str(folder), str(other), "--out", str(tmp_path / "results")])
+    assert different.exit_code == 1
+    assert "first difference: step 1: output of blocks.1" in different.output
+    assert (tmp_path / "results" / "parity.html").is_file()
+
+
+def test_wrong_requests_are_refused(folder: Path, tmp_path: Path) -> None:
+    for steps in ("0", "2-1", "x", "1-", "-1"):
+        with raises("parity.wrong-steps"):
+            parse_steps(steps)
+    with raises("parity.unknown-over"):
+        parity(folder, folder, over="days")  # type: ignore[arg-type]
+    with raises("parity.engine-without-data"):
+        parity(folder, "engine")
+    with raises("parity.command-without-out"):
+        parity("HEAD", "HEAD", over="commits", command="true")
+    refused = CliRunner().invoke(app, ["compare", str(folder), "--over", "data"])
+    assert getattr(refused.exception, "code", None) == "parity.one-side"
+
+
+def test_the_first_step_is_found_in_curves() -> None:
+    a = {step: {"loss": 1.0 / step, "grad_norm": 1.0} for step in range(1, 9)}
+    b = {step: {"loss": 1.0 / step + (0.01 if step > 4 else 1e-9), "grad_norm": 1.0} for step in range(2, 9)}
+    assert _first(a, b, lambda step, name, value: 1e-6).step == 5
+    assert _first(a, a, lambda step, name, value: 0.0).step is None
+    with raises("parity.no-common-step"):
+        _first(a, {}, lambda step, name, value: 0.0)
