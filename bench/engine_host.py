@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from tessera.config.run_config import ModelSection
 from tessera.core.batch import Batch, Segments
 from tessera.core.cache import CacheStep
-from tessera.inference.engine.engine import Engine
-from tessera.inference.engine.request import Request
-from tessera.inference.engine.scheduler import EngineLimits
+from tessera.engine.engine import Engine
+from tessera.engine.request import Request
+from tessera.engine.scheduler import EngineLimits
 from tessera.models import resolve
 from tessera.models.processing.tokenizer import train_tokenizer
 from tessera.nn.cache import KVCache

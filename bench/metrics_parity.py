@@ -16,7 +16,7 @@ import sys
 from typing import Any
 
 from tessera.core.sample import Sample
-from tessera.evaluation.benchmark import BenchmarkQuestion, Metric
+from tessera.evaluation.benchmark import AnswerMetric, BenchmarkQuestion
 from tessera.evaluation.metrics import boxes, choice, ifeval, reasoned, texts, vqa
 
 COUNT = 100
@@ -362,7 +362,7 @@ def question(case: dict[str, Any], expected: list[str] | None = None) -> Benchma
     return BenchmarkQuestion("id", Sample("id", ()), tuple(wanted), options, {}, fields)
 
 
-def mean_figures(metric: Metric, cases: list[dict[str, Any]]) -> list[float]:
+def mean_figures(metric: AnswerMetric, cases: list[dict[str, Any]]) -> list[float]:
     marks = [metric.mark(case["answer"], question(case)).values for case in cases]
     means = {name: sum(mark[name] for mark in marks) / len(marks) for name in marks[0]}
     return list(metric.summary(means).values())[:4]

@@ -36,10 +36,10 @@ from tessera.config.run_config import ModelSection
 from tessera.core.batch import Batch
 from tessera.core.cache import CacheRow
 from tessera.data.media.files import Limits
-from tessera.inference.engine.engine import Engine
-from tessera.inference.engine.graphs import DecodeGraphs
-from tessera.inference.engine.request import Request
-from tessera.inference.engine.scheduler import EngineLimits
+from tessera.engine.engine import Engine
+from tessera.engine.graphs import DecodeGraphs
+from tessera.engine.request import Request
+from tessera.engine.scheduler import EngineLimits
 from tessera.inference.loaded import LoadedModel, LoadedProcessor
 from tessera.models import resolve
 from tessera.models.processing.tokenizer import train_tokenizer

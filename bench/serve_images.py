@@ -24,9 +24,9 @@ from PIL import Image
 from serve import DEVICE, Bench, report, transformers_model, wait
 
 from tessera.data.media.files import Limits
-from tessera.inference.engine.engine import Engine
-from tessera.inference.engine.request import Request
-from tessera.inference.engine.scheduler import EngineLimits
+from tessera.engine.engine import Engine
+from tessera.engine.request import Request
+from tessera.engine.scheduler import EngineLimits
 from tessera.inference.loaded import LoadedProcessor
 from tessera.inference.prepare import PromptPool
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tessera.batch.run import generate_answers
 from tessera.config.run_config import ParallelSection, RunConfig
 from tessera.errors import TesseraError
 from tessera.evaluation.evaluate import evaluate
 from tessera.hub.config import load_local_config
-from tessera.inference.batch.run import generate_answers
 from tessera.inference.chat import Chat
 from tessera.inference.load import AdapterPaths, generate, load
 from tessera.inference.load_pipeline import load_pipeline as pipeline

@@ -277,7 +277,7 @@ def _answer(options: Mapping[str, Any], adapters: Mapping[Path, float]) -> None:
 
 def _answer_file(options: Mapping[str, Any], adapters: Mapping[Path, float]) -> None:
     """Answer the rows of --data."""
-    from tessera.inference.batch.run import generate_answers
+    from tessera.batch.run import generate_answers
     from tessera.runtime import log
 
     if "out" not in options:

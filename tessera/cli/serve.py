@@ -14,7 +14,7 @@ from tessera.cli.run import FamilyOption, TrustFlag, check_path
 from tessera.errors import TesseraError
 
 if TYPE_CHECKING:
-    from tessera.inference.server.settings import Settings
+    from tessera.server.settings import Settings
 
 _PACKAGES = {"starlette": "starlette", "uvicorn": "uvicorn", "prometheus_client": "prometheus-client"}
 
@@ -67,7 +67,7 @@ def serve(
     adapters = _adapters(adapter or [])
     _check_folders({"--allow-files": allow_files, "--allow-adapters": allow_adapters})
     _check_key(api_key)
-    from tessera.inference.server.settings import Settings
+    from tessera.server.settings import Settings
 
     settings = Settings(
         name=name or model.resolve().name,
@@ -99,9 +99,9 @@ def serve(
 
 def _serve(settings: Settings, address: tuple[str, int], drain: float, **model: Any) -> None:
     """Bind, load the model, and answer until a signal. `model`: fields of `ModelOptions`."""
-    from tessera.inference.server.app import make_app
-    from tessera.inference.server.run import bind, run_server
     from tessera.runtime import log
+    from tessera.server.app import make_app
+    from tessera.server.run import bind, run_server
 
     if settings.name in model["adapters"]:
         raise TesseraError(
@@ -111,7 +111,7 @@ def _serve(settings: Settings, address: tuple[str, int], drain: float, **model: 
             code="adapter.name-of-model",
         )
     with bind(*address) as sock, log.on_screen():
-        from tessera.inference.server.start import ModelOptions, start_service
+        from tessera.server.start import ModelOptions, start_service
 
         service = start_service(ModelOptions(**model), settings)
         names = ", ".join([service.settings.name, *service.adapters])

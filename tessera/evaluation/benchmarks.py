@@ -9,11 +9,11 @@ from typing import Any
 
 from tessera.core.sample import Sample
 from tessera.data.sources.container import RecordError
+from tessera.engine.request import Sampling
 from tessera.errors import TesseraError, nearest
 from tessera.evaluation.benchmark import Benchmark, BenchmarkQuestion, together
 from tessera.evaluation.tasks.load import TaskBenchmark, open_task, published_files, task_of_file
 from tessera.inference.answering import answer_texts
-from tessera.inference.engine.request import Sampling
 from tessera.inference.loaded import LoadedModel, LoadedProcessor
 from tessera.runtime.progress import WorkProgress
 

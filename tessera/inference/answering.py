@@ -11,10 +11,10 @@ from typing import Any, Protocol, TypeVar
 from tessera.core.batch import Batch
 from tessera.core.sample import Sample
 from tessera.core.spec import LanguageProcessor
+from tessera.engine.engine import Engine
+from tessera.engine.request import GREEDY, Answer, Delta, Request, Sampling
+from tessera.engine.scheduler import EngineLimits
 from tessera.errors import TesseraError
-from tessera.inference.engine.engine import Engine
-from tessera.inference.engine.request import GREEDY, Answer, Delta, Request, Sampling
-from tessera.inference.engine.scheduler import EngineLimits
 from tessera.inference.loaded import LoadedModel, LoadedProcessor
 from tessera.inference.prepare import PromptPool
 

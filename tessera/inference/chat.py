@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tessera.core.batch import Batch
-from tessera.inference.engine.offline import ConversationEngine
+from tessera.engine.offline import ConversationEngine
 
 
 class Answers(Protocol):

@@ -20,12 +20,12 @@ from tessera.data.media.files import Limits
 from tessera.data.media.read import ChatProcessor, read_media
 from tessera.diffusion.family import GenerationSpec
 from tessera.diffusion.sampling.over_ranks import ModelOverRanks, PassRanks
+from tessera.engine.model import GenerativeModel
+from tessera.engine.offline import ConversationEngine, answer_prompts
+from tessera.engine.request import Request, Sampling, check_new_tokens
+from tessera.engine.text import AnswerText
 from tessera.errors import TesseraError, with_fix
 from tessera.inference.chat import Chat
-from tessera.inference.engine.model import GenerativeModel
-from tessera.inference.engine.offline import ConversationEngine, answer_prompts
-from tessera.inference.engine.request import Request, Sampling, check_new_tokens
-from tessera.inference.engine.text import AnswerText
 from tessera.inference.export import export_folder
 from tessera.inference.messages import conversations, sample_of
 from tessera.inference.own_generation import OwnGeneration

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from tessera.core.batch import Batch
-from tessera.inference.engine.failures import not_finite_error
-from tessera.inference.engine.request import Request, Sampling
-from tessera.inference.engine.sampler import Sampler
+from tessera.engine.failures import not_finite_error
+from tessera.engine.request import Request, Sampling
+from tessera.engine.sampler import Sampler
 
 
 @dataclass(frozen=True)

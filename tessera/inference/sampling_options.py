@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from tessera.engine.request import Sampling
 from tessera.errors import TesseraError
-from tessera.inference.engine.request import Sampling
 
 
 def sampling_of(temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0) -> Sampling:

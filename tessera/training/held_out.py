@@ -21,11 +21,11 @@ from tessera.data.loader.loader import RowReader, workers_per_rank
 from tessera.data.media.files import limits_of
 from tessera.data.media.read import ChatProcessor, read_media
 from tessera.data.sources.source import open_source
+from tessera.engine.model import GenerativeModel
+from tessera.engine.offline import answer_prompts
+from tessera.engine.request import Sampling
 from tessera.errors import TesseraError
 from tessera.inference.answer_images import with_copies
-from tessera.inference.engine.model import GenerativeModel
-from tessera.inference.engine.offline import answer_prompts
-from tessera.inference.engine.request import Sampling
 from tessera.inference.own_generation import OwnGeneration
 from tessera.inference.questions import Question, questions
 from tessera.parallel.mesh import DATA, Mesh

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tessera.errors import TesseraError
 from tessera.evaluation.benchmarks import benchmark_of, score_table
-from tessera.inference.engine.request import Sampling
+from tessera.engine.request import Sampling
 from tessera_compat.mindspeed_mm.arguments import Args
 from tessera_compat.mindspeed_mm.inference_json import load_model, read_settings
 from tessera_compat.mindspeed_mm.report import JobReport

@@ -14,9 +14,9 @@ from small_folders import small_folder
 
 import tessera
 from tessera.cli.chat import Terminal
+from tessera.engine.scheduler import EngineLimits
 from tessera.errors import TesseraError
 from tessera.inference.chat import Chat
-from tessera.inference.engine.scheduler import EngineLimits
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ from random import Random
 import pytest
 from engine_cases import MOST_NEW, main_shape, models_of
 
-from tessera.inference.engine.engine import Engine
-from tessera.inference.engine.request import Request, Sampling
+from tessera.engine.engine import Engine
+from tessera.engine.request import Request, Sampling
 from tests.dist.spawn import end_ranks, run_ranks
 from tests.toys.engine_models import BareModel
 from tests.toys.random_times import Run, limits_for, run_at_random_times

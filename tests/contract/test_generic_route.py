@@ -163,8 +163,8 @@ def test_a_qwen3_that_no_folder_can_hold_is_refused_before_it_is_trained() -> No
 
 def test_a_class_answers_by_its_own_method_and_commands_for_many_requests_refuse_it(tmp_path: Path) -> None:
     pytest.importorskip("prometheus_client", reason="the server needs it")
-    from tessera.inference.server.settings import Settings
-    from tessera.inference.server.start import ModelOptions, start_service
+    from tessera.server.settings import Settings
+    from tessera.server.start import ModelOptions, start_service
 
     folder = write_text_class("MistralForCausalLM", {**SIZES, "sliding_window": None}, tmp_path / "class")
     data = write_text_chats(tmp_path / "chats.jsonl")

@@ -10,10 +10,10 @@ import torch
 
 import tessera
 from tessera.checkpoint.state import model_tensors
+from tessera.engine.engine import Engine
+from tessera.engine.request import Request
+from tessera.engine.scheduler import EngineLimits
 from tessera.inference.adapters import bank_of
-from tessera.inference.engine.engine import Engine
-from tessera.inference.engine.request import Request
-from tessera.inference.engine.scheduler import EngineLimits
 from tests.dist.layout_cases import FOUR_LAYERS
 from tests.dist.spawn import run_ranks
 from tests.toys.banked import NEW, Banked, alone, linear_layers, prompt

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from tessera.core.batch import Batch, Segments
 from tessera.core.cache import CacheRow, CacheStep
-from tessera.inference.engine.engine import Engine
-from tessera.inference.engine.graphs import DecodeGraphs
-from tessera.inference.engine.request import Request
-from tessera.inference.engine.scheduler import EngineLimits
+from tessera.engine.engine import Engine
+from tessera.engine.graphs import DecodeGraphs
+from tessera.engine.request import Request
+from tessera.engine.scheduler import EngineLimits
 from tessera.inference.loaded import LoadedModel
 from tessera.models import FAMILIES
 from tessera.nn.decoder import TextDecoder

@@ -11,13 +11,13 @@ from tessera.checkpoint.state import model_tensors
 from tessera.data.media.files import Limits
 from tessera.inference.loaded import LoadedProcessor
 from tessera.inference.prepare import PromptPool
-from tessera.inference.server.metrics import Metrics
-from tessera.inference.server.service import Service
-from tessera.inference.server.settings import Settings
-from tessera.inference.server.tokens import Tokens
 from tessera.models.processing.chat import ChatTemplate
 from tessera.models.processing.tokenizer import train_tokenizer
 from tessera.models.qwen2_vl import SPEC
+from tessera.server.metrics import Metrics
+from tessera.server.service import Service
+from tessera.server.settings import Settings
+from tessera.server.tokens import Tokens
 from tests.toys.fake_engine import FakeEngine
 from tests.toys.save_folder import save_folder
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from tessera.core.batch import Batch
 from tessera.core.cache import CacheStep
-from tessera.inference.engine.offline import answers_to
-from tessera.inference.engine.request import Sampling
+from tessera.engine.offline import answers_to
+from tessera.engine.request import Sampling
 from tessera.nn.cache import KVCache
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tessera.engine.request import Delta, Finish, Request, TokenLogprob
 from tessera.errors import TesseraError
-from tessera.inference.engine.request import Delta, Finish, Request, TokenLogprob
 
 T = TypeVar("T")
 

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tessera.inference.server.app import make_app
-from tessera.inference.server.run import bind, run_server
 from tessera.runtime import log
+from tessera.server.app import make_app
+from tessera.server.run import bind, run_server
 from tests.toys.chat_service import make_processor, make_service
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import uvicorn
 
-from tessera.inference.server.app import make_app
-from tessera.inference.server.service import Service
+from tessera.server.app import make_app
+from tessera.server.service import Service
 from tests.toys.browser import Browser
 
 

@@ -13,9 +13,9 @@ import torch
 from tessera.checkpoint.hf import load_folder
 from tessera.checkpoint.state import model_tensors
 from tessera.config.run_config import ModelSection, ParallelSection, PrecisionSection
-from tessera.inference.engine.engine import Engine
-from tessera.inference.engine.request import Answer, Delta, Request
-from tessera.inference.engine.scheduler import EngineLimits
+from tessera.engine.engine import Engine
+from tessera.engine.request import Answer, Delta, Request
+from tessera.engine.scheduler import EngineLimits
 from tessera.models import build_on_meta, resolve
 from tessera.parallel.apply import parallelize
 from tessera.parallel.make_plan import make_plan

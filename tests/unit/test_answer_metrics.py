@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tessera.core.sample import Message, Part, Sample
-from tessera.evaluation.benchmark import BenchmarkQuestion, Mark, Metric, together
+from tessera.evaluation.benchmark import AnswerMetric, BenchmarkQuestion, Mark, together
 from tessera.evaluation.metrics import judge
 from tessera.evaluation.metrics.boxes import iou, predicted
 from tessera.evaluation.metrics.choice import by_mmmu, by_vlmevalkit, chance_letter
@@ -29,7 +29,7 @@ def ask(*expected: str, options: str = "", id: str = "q", **fields: Any) -> Benc
     return BenchmarkQuestion(id, sample, expected, listed, {}, fields)
 
 
-def metric(name: str, **options: Any) -> Metric:
+def metric(name: str, **options: Any) -> AnswerMetric:
     return metric_of(name, options, "test", lambda: [("a red dog runs",), ("a blue cat sits",), ("a sun",)])
 
 
@@ -417,7 +417,7 @@ def test_functions_of_the_user(tmp_path: Path) -> None:
         "def endless(answer, question):\n    return float('inf')\nVALUE = 3\n"
     )
 
-    def of_user(name: str, **options: Any) -> Metric:
+    def of_user(name: str, **options: Any) -> AnswerMetric:
         return metric_of(name, options, "test", list, tmp_path)
 
     assert of_user("mine.py:length", most=2).mark("abc", ask("x")) == Mark("abc", {"score": 2.0})

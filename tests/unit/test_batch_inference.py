@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 import torch
 
+from tessera.batch import output as output_module
+from tessera.batch.answer import BatchResult, SampleAnswers, _missing, answer_file
+from tessera.batch.output import BatchOutput
+from tessera.batch.rows import AnswerOptions, SampleRows
 from tessera.core.batch import Batch, Segments
 from tessera.core.sample import Sample
+from tessera.engine.failures import call_failed
+from tessera.engine.request import Delta, Finish, Request, Sampling
 from tessera.errors import TesseraError
-from tessera.inference.batch import output as output_module
-from tessera.inference.batch.answer import BatchResult, SampleAnswers, _missing, answer_file
-from tessera.inference.batch.output import BatchOutput
-from tessera.inference.batch.rows import AnswerOptions, SampleRows
-from tessera.inference.engine.failures import call_failed
-from tessera.inference.engine.request import Delta, Finish, Request, Sampling
 from tessera.inference.prepare import PromptPool
 from tessera.runtime.distributed import World
 from tests.errors import raises
@@ -437,8 +437,8 @@ def request(name: str, url: str = "/v1/chat/completions", **body: Any) -> str:
 
 def answer_bodies(data: Path, out: Path, engine: Any = None) -> tuple[BatchResult, Any]:
     pytest.importorskip("prometheus_client", reason="the service of the server needs it")
-    from tessera.inference.batch.bodies import BodyRows
-    from tessera.inference.batch.service import ServiceAnswers
+    from tessera.batch.bodies import BodyRows
+    from tessera.batch.service import ServiceAnswers
     from tests.toys.chat_service import make_processor, make_service
 
     rows = BodyRows.open(data, None, 0)
@@ -453,7 +453,7 @@ def answer_bodies(data: Path, out: Path, engine: Any = None) -> tuple[BatchResul
 
 
 def test_requests_of_the_batch_api_get_responses_of_the_batch_api(tmp_path: Path) -> None:
-    from tessera.inference.batch.bodies import is_request_file
+    from tessera.batch.bodies import is_request_file
 
     data, out = tmp_path / "batch.jsonl", tmp_path / "a.jsonl"
     data.write_text(

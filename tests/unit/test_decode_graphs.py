@@ -12,7 +12,7 @@ from torch import Tensor
 from tessera.core.batch import Batch
 from tessera.core.cache import CacheRow, CacheStep
 from tessera.core.outputs import LOGITS
-from tessera.inference.engine.graphs import DecodeGraphs
+from tessera.engine.graphs import DecodeGraphs
 from tessera.models import FAMILIES
 from tessera.runtime import device as devices
 from tests.close import assert_as_close

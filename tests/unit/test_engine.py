@@ -17,11 +17,11 @@ from torch import Tensor
 
 from tessera.core.batch import Batch, Segments
 from tessera.core.cache import CacheStep
-from tessera.inference.engine.engine import Engine
-from tessera.inference.engine.media import Piece, join_media, split_media, split_prompts
-from tessera.inference.engine.request import Answer, Delta, Request, Sampling
-from tessera.inference.engine.scheduler import EngineLimits
-from tessera.inference.engine.thread import EngineThread
+from tessera.engine.engine import Engine
+from tessera.engine.media import Piece, join_media, split_media, split_prompts
+from tessera.engine.request import Answer, Delta, Request, Sampling
+from tessera.engine.scheduler import EngineLimits
+from tessera.engine.thread import EngineThread
 from tessera.nn.cache import KVCache
 from tests.close import distance, rounding, size
 from tests.errors import raises

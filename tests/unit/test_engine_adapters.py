@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tessera.checkpoint.state import model_tensors
-from tessera.inference.engine.engine import Engine
-from tessera.inference.engine.request import Request
-from tessera.inference.engine.scheduler import EngineLimits
+from tessera.engine.engine import Engine
+from tessera.engine.request import Request
+from tessera.engine.scheduler import EngineLimits
 from tests.errors import raises
 from tests.toys.banked import NEW, Banked, alone, linear_layers, mixture, prompt, vision_language
 from tests.toys.engine_models import BareModel

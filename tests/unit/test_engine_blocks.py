@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tessera.inference.engine.blocks import PADDING_BLOCK, BlockKeys, BlockPool
+from tessera.engine.blocks import PADDING_BLOCK, BlockKeys, BlockPool
 
 
 def keys_of(tokens: list[int], root: str = "", size: int = 2) -> list[bytes]:

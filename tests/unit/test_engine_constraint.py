@@ -20,15 +20,15 @@ from tokenizers.models import Unigram
 
 import tessera
 from tessera.core.batch import Batch
+from tessera.engine.constraint import Grammars, Matcher
+from tessera.engine.engine import Engine
+from tessera.engine.request import Answer, Constraint, Delta, Request, Sampling
+from tessera.engine.sampler import Sampler
 from tessera.errors import TesseraError
-from tessera.inference.engine.constraint import Grammars, Matcher
-from tessera.inference.engine.engine import Engine
-from tessera.inference.engine.request import Answer, Constraint, Delta, Request, Sampling
-from tessera.inference.engine.sampler import Sampler
-from tessera.inference.server.tools import constraint_for
 from tessera.models.processing.chat import ChatSpan
 from tessera.models.processing.conversation import ConversationProcessor
 from tessera.models.processing.tokenizer import ChatEncoder, train_tokenizer
+from tessera.server.tools import constraint_for
 from tests.errors import raises
 from tests.toys.chat_service import write_model
 

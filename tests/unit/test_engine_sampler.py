@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from tessera.core.batch import Batch
-from tessera.inference.engine.request import Constraint, Request, Sampling
-from tessera.inference.engine.sampler import (
+from tessera.engine.request import Constraint, Request, Sampling
+from tessera.engine.sampler import (
     Sampled,
     Sampler,
     log_exponentials,

@@ -14,8 +14,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokeniz
 from tokenizers.models import BPE
 
 from tessera.core.batch import Batch
-from tessera.inference.engine.request import Request
-from tessera.inference.engine.text import AnswerText
+from tessera.engine.request import Request
+from tessera.engine.text import AnswerText
 from tessera.models.processing.tokenizer import train_tokenizer
 
 LEARNED = [

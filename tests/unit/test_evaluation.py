@@ -11,11 +11,11 @@ import pytest
 from PIL import Image
 
 import tessera
+from tessera.engine.engine import Engine
 from tessera.evaluation.benchmark import BenchmarkQuestion
 from tessera.evaluation.benchmarks import benchmark_of, score_table
 from tessera.evaluation.evaluate import evaluate, held_out_sources
 from tessera.inference import answering
-from tessera.inference.engine.engine import Engine
 from tessera.inference.questions import Question, questions
 from tests.errors import raises
 from tests.toys.chat_service import write_model

@@ -37,21 +37,24 @@ MAY_IMPORT: dict[str, set[str]] = {
     "optim": {*BASE, "lora"},
     "tasks": {*BASE, "ops", "nn", "lora", "models"},
     "diffusion": {*BASE, "hub", "ops", "nn", "lora", "data", "models", "parallel", "checkpoint", "tasks"},
-    "inference": {*BASE, "hub", "nn", "lora", "data", "models", "diffusion", "parallel", "checkpoint"},
+    "engine": {*BASE, "nn", "lora", "models", "checkpoint"},
+    "inference": {*BASE, "hub", "nn", "lora", "data", "models", "diffusion", "parallel", "checkpoint", "engine"},
+    "server": {*BASE, "lora", "data", "models", "engine", "inference"},
+    "batch": {*BASE, "hub", "data", "checkpoint", "engine", "inference", "server"},
     "observe": {*BASE, "data", "parallel", "checkpoint", "optim", "tasks"},
     "training": {
         *BASE,
         *("hub", "nn", "lora", "data", "models", "diffusion", "parallel", "checkpoint", "optim"),
-        *("tasks", "inference", "observe"),
+        *("tasks", "engine", "inference", "observe"),
     },
-    "evaluation": {*BASE, "hub", "data", "parallel", "checkpoint", "inference", "observe"},
+    "evaluation": {*BASE, "hub", "data", "parallel", "checkpoint", "engine", "inference", "observe"},
     "tools": {
         *BASE,
         *("hub", "ops", "lora", "data", "models", "diffusion", "checkpoint", "optim", "parallel"),
-        *("tasks", "training", "inference", "evaluation", "observe"),
+        *("tasks", "training", "engine", "inference", "evaluation", "observe"),
     },
-    "api": {*BASE, "hub", "diffusion", "parallel", "training", "inference", "evaluation", "observe", "tools"},
-    "cli": {*BASE, "diffusion", "training", "inference", "evaluation", "observe", "tools", "api"},
+    "api": {*BASE, "hub", "diffusion", "parallel", "training", "inference", "batch", "evaluation", "observe", "tools"},
+    "cli": {*BASE, "diffusion", "training", "inference", "server", "batch", "evaluation", "observe", "tools", "api"},
 }
 DEVICE_WORDS = re.compile(r"torch\.(?:cuda|npu)\b|\btorch_npu\b|[\"'](?:cuda|npu|nccl|hccl)[\"':]|\.cuda\(\)")
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tessera.core.batch import Batch, Segments
+from tessera.engine.request import Sampling
 from tessera.errors import TesseraError
-from tessera.inference.engine.request import Sampling
 from tessera.inference.sampling_options import sampling_of
 from tests.errors import raises
 from tests.toys.engine_models import Counter, new_tokens

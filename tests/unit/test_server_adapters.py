@@ -18,9 +18,9 @@ from starlette.testclient import TestClient
 
 import tessera
 from tessera.cli.main import main
-from tessera.inference.server.app import make_app
-from tessera.inference.server.settings import Settings
-from tessera.inference.server.start import ModelOptions, start_service
+from tessera.server.app import make_app
+from tessera.server.settings import Settings
+from tessera.server.start import ModelOptions, start_service
 from tests.toys.banked import Banked, linear_layers
 from tests.toys.chat_service import write_model
 from tests.toys.media_zoo import animation_of_dots

@@ -17,13 +17,13 @@ pytest.importorskip("httpx2")
 
 from starlette.testclient import TestClient
 
+from tessera.engine.request import Request
 from tessera.errors import TesseraError
-from tessera.inference.engine.request import Request
 from tessera.inference.loaded import LoadedProcessor
-from tessera.inference.server import prompts
-from tessera.inference.server.app import make_app
-from tessera.inference.server.body import read_json
-from tessera.inference.server.errors import ApiError, of_tessera
+from tessera.server import prompts
+from tessera.server.app import make_app
+from tessera.server.body import read_json
+from tessera.server.errors import ApiError, of_tessera
 from tests.toys.chat_service import make_processor, make_service
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"

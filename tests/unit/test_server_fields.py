@@ -19,9 +19,9 @@ pytest.importorskip("httpx2")
 from starlette.testclient import TestClient
 
 from tessera.inference.loaded import LoadedProcessor
-from tessera.inference.server.app import make_app
-from tessera.inference.server.fields import IGNORED, REFUSED
-from tessera.inference.server.service import Service
+from tessera.server.app import make_app
+from tessera.server.fields import IGNORED, REFUSED
+from tessera.server.service import Service
 from tests.toys.chat_service import make_processor, make_service
 
 TEXT = "one two three four five"

@@ -16,7 +16,7 @@ pytest.importorskip("httpx2")
 
 from starlette.testclient import TestClient
 
-from tessera.inference.server.app import make_app
+from tessera.server.app import make_app
 from tests.toys.chat_service import make_processor, make_service
 
 

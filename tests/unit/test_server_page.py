@@ -15,11 +15,11 @@ pytest.importorskip("httpx")
 
 from starlette.testclient import TestClient
 
-import tessera.inference.server
-from tessera.inference.server.app import make_app
+import tessera.server
+from tessera.server.app import make_app
 from tests.toys.chat_service import make_processor, make_service
 
-FOLDER = Path(tessera.inference.server.__file__).parent / "page"
+FOLDER = Path(tessera.server.__file__).parent / "page"
 FILES = sorted(FOLDER.iterdir())
 KINDS = {".js": "text/javascript", ".css": "text/css", ".json": "application/json"}
 WORDS = json.loads((FOLDER / "words.json").read_text(encoding="utf-8"))

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from tessera.inference.server.answer_parts import AnswerParts
-from tessera.inference.server.reasoning import ReasoningSplitter, reasoning_for
-from tessera.inference.server.tools import parser_for
+from tessera.server.answer_parts import AnswerParts
+from tessera.server.reasoning import ReasoningSplitter, reasoning_for
+from tessera.server.tools import parser_for
 
 # text, whether the prompt opened the reasoning, whether answers have tags -> reasoning, content
 CASES: dict[str, tuple[str, bool, bool, str, str]] = {

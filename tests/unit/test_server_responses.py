@@ -17,11 +17,11 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 
-from tessera.inference.server.errors import ApiError, of_validation
-from tessera.inference.server.response_events import Events, as_chunk
-from tessera.inference.server.response_store import ResponseStore
-from tessera.inference.server.responses import REFUSED_FIELDS, ResponsesRequest, to_chat
-from tessera.inference.server.routes_responses import ResponsesApi
+from tessera.server.errors import ApiError, of_validation
+from tessera.server.response_events import Events, as_chunk
+from tessera.server.response_store import ResponseStore
+from tessera.server.responses import REFUSED_FIELDS, ResponsesRequest, to_chat
+from tessera.server.routes_responses import ResponsesApi
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 USAGE = {"prompt_tokens": 7, "completion_tokens": 5, "total_tokens": 12, "prompt_tokens_details": {"cached_tokens": 4}}

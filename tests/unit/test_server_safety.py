@@ -24,8 +24,8 @@ from starlette.types import Message
 
 from tessera.errors import TesseraError
 from tessera.inference.loaded import LoadedProcessor
-from tessera.inference.server.app import make_app
-from tessera.inference.server.service import Service
+from tessera.server.app import make_app
+from tessera.server.service import Service
 from tests.toys.chat_service import make_processor, make_service
 
 CHAT = "/v1/chat/completions"

@@ -10,7 +10,7 @@ import pytest
 
 from tessera.data.tool_calls import format_calls
 from tessera.errors import TesseraError
-from tessera.inference.server.tools import ToolPiece, constraint_for, parser_for
+from tessera.server.tools import ToolPiece, constraint_for, parser_for
 
 NAMES = ("weather", "weather_now", "now")
 Calls = list[tuple[str, str]]  # name and text of the arguments

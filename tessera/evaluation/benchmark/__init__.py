@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from tessera.core.sample import Sample
 from tessera.data.sources.container import RecordError
-from tessera.inference.engine.request import Sampling
+from tessera.engine.request import Sampling
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def together(marks: Sequence[Mark]) -> Mark:
 
 
 @dataclass(frozen=True)
-class Metric:
+class AnswerMetric:
     """Score answers. `summary` returns figures from the means of values; the first figure is the score."""
 
     name: str
@@ -62,7 +62,7 @@ class Benchmark(Protocol):
 
     name: str
     variant: str  # the name of the protocol, such as "lmms-eval"
-    metric: Metric
+    metric: AnswerMetric
     root: Path  # folder of media
     max_new_tokens: int
     sampling: Sampling

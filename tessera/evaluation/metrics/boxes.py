@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from tessera.data.sources.container import RecordError
-from tessera.evaluation.benchmark import BenchmarkQuestion, Mark, Metric
+from tessera.evaluation.benchmark import AnswerMetric, BenchmarkQuestion, Mark
 
 Box = tuple[float, float, float, float]
 Unit = Literal["shares", "thousandths", "pixels", "loc", "any", "size"]
@@ -118,7 +118,7 @@ def boxes(
     unit: Unit = "shares",
     thresholds: tuple[float, ...] = (0.5, 0.1, 0.3, 0.7, 0.9),
     expected: Literal["xywh", "xyxy"] = "xywh",
-) -> Metric:
+) -> AnswerMetric:
     """Score a box by its intersection over union with the expected one.
 
     `unit`: in which the model writes boxes. `any`: all boxes of the answer as pixels and as thousandths, of which the
@@ -137,7 +137,7 @@ def boxes(
         text = None if best is None else ", ".join(f"{value:.4g}" for value in best)
         return Mark(text, values | {"no box": float(best is None)})
 
-    return Metric("boxes", mark)
+    return AnswerMetric("boxes", mark)
 
 
 def _expected_box(question: BenchmarkQuestion, form: str) -> tuple[Box, int, int]:

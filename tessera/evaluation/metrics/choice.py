@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Literal
 
-from tessera.evaluation.benchmark import BenchmarkQuestion, Mark, Metric
+from tessera.evaluation.benchmark import AnswerMetric, BenchmarkQuestion, Mark
 from tessera.evaluation.metrics.texts import without_case
 
 Rule = Literal["mmmu", "mcq", "mmbench", "light", "scienceqa", "vlmevalkit", "first"]
@@ -154,7 +154,7 @@ _RULES: dict[Rule, Find] = {
 }
 
 
-def choice(*, rule: Rule = "vlmevalkit", letters: str = "", mean_of: str = "") -> Metric:
+def choice(*, rule: Rule = "vlmevalkit", letters: str = "", mean_of: str = "") -> AnswerMetric:
     """Score 1 for the letter of the right option.
 
     `letters`: options that the question itself contains. `mean_of`: a category; the score is then the mean over the
@@ -184,4 +184,4 @@ def choice(*, rule: Rule = "vlmevalkit", letters: str = "", mean_of: str = "") -
             return {"accuracy": overall}
         return {f"mean of {mean_of}": sum(shares) / len(shares) if shares else 0.0, "accuracy": overall}
 
-    return Metric("choice", mark, summary)
+    return AnswerMetric("choice", mark, summary)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tessera.data.sources.container import RecordError
-from tessera.evaluation.benchmark import BenchmarkQuestion, Mark, Metric
+from tessera.evaluation.benchmark import AnswerMetric, BenchmarkQuestion, Mark
 
 Check = Callable[[str, Mapping[str, Any]], bool]
 _MAX_PATTERN = 200  # keywords are regular expressions of the data: hostile ones are kept short
@@ -153,7 +153,7 @@ def follows(answer: str, instruction: str, fields: Mapping[str, Any]) -> bool:
     return bool(answer.strip()) and _CHECKS[instruction](answer, fields)
 
 
-def ifeval() -> Metric:
+def ifeval() -> AnswerMetric:
     """Score instructions: the share of prompts of which all are followed (strict), and further figures.
 
     The fields `instruction_id_list` and `kwargs` are those of the published data.
@@ -197,7 +197,7 @@ def ifeval() -> Metric:
             "unverified": share("unverified", verified + means.get("unverified", 0.0)),
         }
 
-    return Metric("ifeval", mark, summary)
+    return AnswerMetric("ifeval", mark, summary)
 
 
 def _listed(value: Any) -> Sequence[Any]:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
-from tessera.evaluation.benchmark import BenchmarkQuestion, Mark, Metric
+from tessera.evaluation.benchmark import AnswerMetric, BenchmarkQuestion, Mark
 from tessera.evaluation.metrics.texts import edit_distance
 
 Grams = Counter[tuple[str, ...]]
@@ -31,7 +31,7 @@ def spoken(text: str) -> str:
     return " ".join(_WORD.findall(text))
 
 
-def _error_rate(name: str, pieces: Callable[[str], Sequence[str]]) -> Metric:
+def _error_rate(name: str, pieces: Callable[[str], Sequence[str]]) -> AnswerMetric:
     def mark(answer: str, question: BenchmarkQuestion) -> Mark:
         spelled = pieces(answer)
         counts = [(edit_distance(spelled, wanted), len(wanted)) for wanted in map(pieces, question.expected)]
@@ -41,15 +41,15 @@ def _error_rate(name: str, pieces: Callable[[str], Sequence[str]]) -> Metric:
     def summary(means: Mapping[str, float]) -> dict[str, float]:
         return {name: means["errors"] / means["length"] if means.get("length") else 0.0}
 
-    return Metric(name, mark, summary, higher_is_better=False)
+    return AnswerMetric(name, mark, summary, higher_is_better=False)
 
 
-def wer(*, normalise: Literal["spoken", "none"] = "spoken") -> Metric:
+def wer(*, normalise: Literal["spoken", "none"] = "spoken") -> AnswerMetric:
     """Return the number of wrong, missing and added words divided by the number of expected words."""
     return _error_rate("wer", lambda text: (spoken(text) if normalise == "spoken" else text).split())
 
 
-def cer(*, normalise: Literal["spoken", "none"] = "spoken", blanks: bool = False) -> Metric:
+def cer(*, normalise: Literal["spoken", "none"] = "spoken", blanks: bool = False) -> AnswerMetric:
     """Return the same for characters. `blanks`: white space counts."""
 
     def characters(text: str) -> str:
@@ -63,7 +63,7 @@ def _grams(tokens: Sequence[str], order: int) -> Grams:
     return Counter(tuple(tokens[i : i + order]) for i in range(len(tokens) - order + 1))
 
 
-def bleu(*, order: int = 4, ignore_case: bool = False) -> Metric:
+def bleu(*, order: int = 4, ignore_case: bool = False) -> AnswerMetric:
     """Return BLEU of all answers together, from 0 to 1, without smoothing.
 
     Tokens are words, single characters of Chinese and Japanese, and punctuation marks. Of several expected texts, that
@@ -90,7 +90,7 @@ def bleu(*, order: int = 4, ignore_case: bool = False) -> Metric:
         precision = math.exp(sum(math.log(matches / grams) for matches, grams in shares) / order)
         return {"bleu": precision * min(1.0, math.exp(1 - wanted / length))}
 
-    return Metric("bleu", mark, summary)
+    return AnswerMetric("bleu", mark, summary)
 
 
 class _Cider:
@@ -124,7 +124,7 @@ class _Cider:
         return 10 * total / 4 / len(expected)
 
 
-def cider(references: References) -> Metric:
+def cider(references: References) -> AnswerMetric:
     """Return CIDEr-D: the mean cosine of weighted n-grams of answer and expected texts, times 10.
 
     `references`: the expected texts of all questions. They are read when the first answer is scored.
@@ -136,4 +136,4 @@ def cider(references: References) -> Metric:
             weights.append(_Cider(references()))
         return Mark(answer.strip() or None, {"cider": weights[0].score(answer, question.expected)})
 
-    return Metric("cider", mark)
+    return AnswerMetric("cider", mark)

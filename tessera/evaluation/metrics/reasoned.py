@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from tessera.evaluation.benchmark import BenchmarkQuestion, Mark, Metric
+from tessera.evaluation.benchmark import AnswerMetric, BenchmarkQuestion, Mark
 from tessera.evaluation.metrics.choice import by_mmmu, by_vlmevalkit
 from tessera.evaluation.metrics.judge import Judge, judge_of_environment
 from tessera.evaluation.metrics.texts import edit_distance, last_number
@@ -64,7 +64,7 @@ def score_open(answer: str, expected: Iterable[str]) -> float:
     return 0.0
 
 
-def mmmu(*, rule: Literal["lmms-eval", "vlmevalkit"] = "lmms-eval") -> Metric:
+def mmmu(*, rule: Literal["lmms-eval", "vlmevalkit"] = "lmms-eval") -> AnswerMetric:
     """Score MMMU: questions with options by their letter, and open questions.
 
     `vlmevalkit`: an open question has the options A, its answer, and B, "Other Answers".
@@ -81,7 +81,7 @@ def mmmu(*, rule: Literal["lmms-eval", "vlmevalkit"] = "lmms-eval") -> Metric:
         extracted = "; ".join(map(str, conclusions(answer))) or None
         return Mark(extracted, {"accuracy": score_open(answer, question.expected)})
 
-    return Metric("mmmu", mark)
+    return AnswerMetric("mmmu", mark)
 
 
 # ---------------------------------------------------------------------------------------------- MathVista
@@ -183,7 +183,7 @@ def _sensible(reply: str, question: BenchmarkQuestion) -> bool:
 
 def mathvista(
     *, rule: Literal["published", "vlmevalkit", "last"] = "published", judge: bool = False, prompt: str = _ASK
-) -> Metric:
+) -> AnswerMetric:
     """Score MathVista by type and precision of the answer.
 
     `published`: an answer that is not only a choice or a number is given to the judge; without one it counts as empty.
@@ -210,7 +210,7 @@ def mathvista(
         right = _is_right(normalise_math(text or "", question), question)
         return Mark(text, {"accuracy": float(right), **values})
 
-    return Metric("mathvista" if asked_judge is None else f"mathvista, judge {asked_judge.model}", mark)
+    return AnswerMetric("mathvista" if asked_judge is None else f"mathvista, judge {asked_judge.model}", mark)
 
 
 def question_text(question: BenchmarkQuestion) -> str:

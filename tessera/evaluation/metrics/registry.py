@@ -15,11 +15,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from tessera.config.registry import IMPORT_PATH, check_callable, import_object
 from tessera.errors import TesseraError, first_line, nearest
-from tessera.evaluation.benchmark import BenchmarkQuestion, Mark, Metric
+from tessera.evaluation.benchmark import AnswerMetric, BenchmarkQuestion, Mark
 from tessera.evaluation.metrics import boxes, choice, ifeval, overlap, reasoned, texts, vqa
 from tessera.runtime.files import check_regular, leads_out
 
-METRICS: Mapping[str, Callable[..., Metric]] = {
+METRICS: Mapping[str, Callable[..., AnswerMetric]] = {
     "exact": texts.exact,
     "contains": texts.contains,
     "regex": texts.regex,
@@ -54,7 +54,7 @@ def metric_of(
     where: str = "--metric",
     references: overlap.References = list,
     folder: Path | None = None,
-) -> Metric:
+) -> AnswerMetric:
     """Return a metric. `references`: the expected answers of all questions. `folder`: of the file of a user's function.
 
     A function of the user must be trusted before this is called.
@@ -75,7 +75,7 @@ def metric_of(
     return make(**fixed, **_checked(make, options, f"{where}.{name}"))
 
 
-def _checked(make: Callable[..., Metric], options: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _checked(make: Callable[..., AnswerMetric], options: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return the options of a metric with their types checked."""
     types = {name: kind for name, kind in get_type_hints(make).items() if name not in ("return", "references")}
     required = [name for name, each in inspect.signature(make).parameters.items() if each.default is each.empty]
@@ -99,7 +99,7 @@ def _checked(make: Callable[..., Metric], options: Mapping[str, Any], where: str
 # ---------------------------------------------------------------------------------------------- functions of the user
 
 
-def _of_user(name: str, options: Mapping[str, Any], where: str, folder: Path | None) -> Metric:
+def _of_user(name: str, options: Mapping[str, Any], where: str, folder: Path | None) -> AnswerMetric:
     """Return the metric of a user's function(answer, question), which returns a number or numbers by name."""
     path, _, attribute = name.rpartition(":")
     function = _from_file(path, attribute, where, folder) if path.endswith(".py") else import_object(name, where)
@@ -125,7 +125,7 @@ def _of_user(name: str, options: Mapping[str, Any], where: str, folder: Path | N
             )
         return Mark(answer.strip() or None, numbers)
 
-    return Metric(name, mark)
+    return AnswerMetric(name, mark)
 
 
 def _from_file(path: str, attribute: str, where: str, folder: Path | None) -> Callable[..., Any]:

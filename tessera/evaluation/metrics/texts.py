@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from tessera.errors import TesseraError
-from tessera.evaluation.benchmark import BenchmarkQuestion, Mark, Metric
+from tessera.evaluation.benchmark import AnswerMetric, BenchmarkQuestion, Mark
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -22,13 +22,13 @@ NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d)\.?)(?:[eE
 _FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {0x3000: 0x20}
 
 
-def plain_metric(name: str, score: Callable[[str, Sequence[str]], float]) -> Metric:
+def plain_metric(name: str, score: Callable[[str, Sequence[str]], float]) -> AnswerMetric:
     """Return a metric of one value. It compares an answer with the expected answers and reads no other field."""
 
     def mark(answer: str, question: BenchmarkQuestion) -> Mark:
         return Mark(answer.strip() or None, {name: float(score(answer, question.expected))})
 
-    return Metric(name, mark)
+    return AnswerMetric(name, mark)
 
 
 def edit_distance(first: Sequence[Hashable], second: Sequence[Hashable]) -> int:
@@ -50,7 +50,7 @@ def without_case(text: str, *, punctuation: bool = True) -> str:
     return text if punctuation else text.translate(_PUNCTUATION)
 
 
-def exact(*, ignore_case: bool = False, ignore_punctuation: bool = False) -> Metric:
+def exact(*, ignore_case: bool = False, ignore_punctuation: bool = False) -> AnswerMetric:
     """Score 1 for an answer that equals an expected answer. White space at both ends is ignored."""
 
     def clean(text: str) -> str:
@@ -60,7 +60,7 @@ def exact(*, ignore_case: bool = False, ignore_punctuation: bool = False) -> Met
     return plain_metric("accuracy", lambda answer, expected: clean(answer) in map(clean, expected))
 
 
-def contains(*, ignore_case: bool = True) -> Metric:
+def contains(*, ignore_case: bool = True) -> AnswerMetric:
     """Score 1 for an answer that contains an expected answer."""
 
     def clean(text: str) -> str:
@@ -69,7 +69,7 @@ def contains(*, ignore_case: bool = True) -> Metric:
     return plain_metric("accuracy", lambda answer, expected: any(clean(text) in clean(answer) for text in expected))
 
 
-def regex(*, pattern: str, ignore_case: bool = False) -> Metric:
+def regex(*, pattern: str, ignore_case: bool = False) -> AnswerMetric:
     """Score 1 if the pattern, in which {expected} is an expected answer as plain text, is found in the answer.
 
     The pattern is from the task file. Data never contains patterns: a hostile one would take forever.
@@ -110,7 +110,7 @@ def last_number(text: str) -> float | None:
     return numbers[-1] if numbers else None
 
 
-def numeric(*, tolerance: float = 0.0, relative: float = 0.0) -> Metric:
+def numeric(*, tolerance: float = 0.0, relative: float = 0.0) -> AnswerMetric:
     """Score 1 for a number that differs by at most `tolerance`, or by the share `relative` of the expected number.
 
     The answer is a number, or a text whose last number counts.
@@ -123,7 +123,7 @@ def numeric(*, tolerance: float = 0.0, relative: float = 0.0) -> Metric:
         right = value is not None and any(abs(value - n) <= max(tolerance, relative * abs(n)) for n in wanted)
         return Mark(None if value is None else repr(value), {"accuracy": float(right)})
 
-    return Metric("accuracy", mark)
+    return AnswerMetric("accuracy", mark)
 
 
 def _percent_or_number(text: str) -> float | None:
@@ -147,11 +147,11 @@ def score_relaxed(answer: str, expected: Sequence[str]) -> float:
     return 0.0
 
 
-def relaxed() -> Metric:
+def relaxed() -> AnswerMetric:
     return plain_metric("relaxed_accuracy", score_relaxed)
 
 
-def gsm8k(*, pattern: str = r"The answer is (\-?[0-9\.\,]+).") -> Metric:
+def gsm8k(*, pattern: str = r"The answer is (\-?[0-9\.\,]+).") -> AnswerMetric:
     """Score the number at the end of an answer: the last number, and, as `strict`, what `pattern` finds first."""
     strict = checked_pattern(pattern, "metric.pattern")
 
@@ -170,7 +170,7 @@ def gsm8k(*, pattern: str = r"The answer is (\-?[0-9\.\,]+).") -> Metric:
         }
         return Mark(numbers[-1] if numbers else None, values)
 
-    return Metric("gsm8k", mark)
+    return AnswerMetric("gsm8k", mark)
 
 
 # ---------------------------------------------------------------------------------------------- words
@@ -190,7 +190,7 @@ def score_anls(answer: str, expected: Sequence[str], *, raw_length: bool = True)
     return best if best >= 0.5 else 0.0
 
 
-def anls(*, length: Literal["raw", "normalised"] = "raw") -> Metric:
+def anls(*, length: Literal["raw", "normalised"] = "raw") -> AnswerMetric:
     return plain_metric(
         "anls", lambda answer, expected: score_anls(answer.strip(), expected, raw_length=length == "raw")
     )
@@ -210,11 +210,11 @@ def score_f1(answer: str, expected: Sequence[str]) -> float:
     return max((f1(words(answer), words(text)) for text in expected), default=0.0)
 
 
-def token_f1() -> Metric:
+def token_f1() -> AnswerMetric:
     return plain_metric("f1", score_f1)
 
 
-def ocrbench(*, fold: bool = True, math_column: str = "dataset", math_value: str = "HME100k") -> Metric:
+def ocrbench(*, fold: bool = True, math_column: str = "dataset", math_value: str = "HME100k") -> AnswerMetric:
     """Score 1 for an answer that contains an expected text.
 
     If the column `math_column` has the value `math_value`, the text is a formula: white space is deleted and case
@@ -232,4 +232,4 @@ def ocrbench(*, fold: bool = True, math_column: str = "dataset", math_value: str
         right = any(clean(text) in clean(answer.strip()) for text in question.expected)
         return Mark(answer.strip() or None, {"accuracy": float(right)})
 
-    return Metric("ocrbench", mark)
+    return AnswerMetric("ocrbench", mark)

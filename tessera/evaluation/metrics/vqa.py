@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from tessera.evaluation.benchmark import BenchmarkQuestion, Mark, Metric
+from tessera.evaluation.benchmark import AnswerMetric, BenchmarkQuestion, Mark
 from tessera.evaluation.metrics.texts import plain_metric
 
 _MARKS = ';/[]"{}()=+\\_-><@`,?!'
@@ -59,11 +59,11 @@ def score_vqa(answer: str, expected: Sequence[str], *, words: bool = True) -> fl
     return sum(min(1.0, (sum(hits) - hit) / 3) for hit in hits) / len(hits)
 
 
-def vqa(*, words: bool = True) -> Metric:
+def vqa(*, words: bool = True) -> AnswerMetric:
     return plain_metric("vqa_accuracy", lambda answer, expected: score_vqa(answer, expected, words=words))
 
 
-def yes_no(*, rule: Literal["equal", "words"] = "equal", score: Literal["accuracy", "f1"] = "accuracy") -> Metric:
+def yes_no(*, rule: Literal["equal", "words"] = "equal", score: Literal["accuracy", "f1"] = "accuracy") -> AnswerMetric:
     """Score yes or no. `equal`: the answer is exactly one of the two; `words`: it has one of the two as a word.
 
     With `words`, an answer that is neither counts as no in precision and recall; with `equal` it counts in neither.
@@ -100,7 +100,7 @@ def yes_no(*, rule: Literal["equal", "words"] = "equal", score: Literal["accurac
         }
         return {score: figures.pop(score), **figures}
 
-    return Metric("yes_no", mark, summary)
+    return AnswerMetric("yes_no", mark, summary)
 
 
 _OUTCOMES = ("true positive", "false positive", "false negative")

@@ -11,15 +11,15 @@ from typing import Any
 from tessera.config.reader import build, read_mapping
 from tessera.config.trust import Trust, check_trusted
 from tessera.data.sources.container import RecordError
+from tessera.engine.request import Sampling
 from tessera.errors import TesseraError, nearest
-from tessera.evaluation.benchmark import BenchmarkQuestion, Mark, Metric
+from tessera.evaluation.benchmark import AnswerMetric, BenchmarkQuestion, Mark
 from tessera.evaluation.metrics.registry import METRICS, is_code, metric_of
 from tessera.evaluation.metrics.texts import checked_pattern
 from tessera.evaluation.tasks.rows import Rows
 from tessera.evaluation.tasks.sections import ExtractionSection, TaskSection
 from tessera.evaluation.tasks.table import Table, check_sums, open_table
 from tessera.evaluation.tasks.template import check_template
-from tessera.inference.engine.request import Sampling
 
 log = logging.getLogger("tessera")
 
@@ -199,13 +199,13 @@ def _check(task: TaskSection, where: str) -> None:
         )
 
 
-def _after_extraction(metric: Metric, extraction: ExtractionSection) -> Metric:
+def _after_extraction(metric: AnswerMetric, extraction: ExtractionSection) -> AnswerMetric:
     """Return a metric that scores what is extracted of an answer."""
 
     def mark(answer: str, question: BenchmarkQuestion) -> Mark:
         return metric.mark(extracted(answer, extraction), question)
 
-    return Metric(metric.name, mark, metric.summary, metric.higher_is_better)
+    return AnswerMetric(metric.name, mark, metric.summary, metric.higher_is_better)
 
 
 def extracted(answer: str, extraction: ExtractionSection) -> str:

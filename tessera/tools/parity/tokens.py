@@ -13,15 +13,15 @@ from torch import Tensor
 from tessera.core.batch import Batch, Segments
 from tessera.core.outputs import LOGITS
 from tessera.core.spec import EncodesMedia
+from tessera.engine.engine import Engine
+from tessera.engine.media import split_prompts
+from tessera.engine.offline import blocks_for, checked
+from tessera.engine.request import Request
+from tessera.engine.scheduler import EngineLimits
 from tessera.errors import TesseraError
 from tessera.evaluation.evaluate import held_out_sources
 from tessera.evaluation.parity.judge import ROUNDINGS
 from tessera.evaluation.parity.recorder import moved_weights
-from tessera.inference.engine.engine import Engine
-from tessera.inference.engine.media import split_prompts
-from tessera.inference.engine.offline import blocks_for, checked
-from tessera.inference.engine.request import Request
-from tessera.inference.engine.scheduler import EngineLimits
 from tessera.inference.load import load
 from tessera.inference.questions import Question, questions
 

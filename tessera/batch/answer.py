@@ -1,0 +1,135 @@
+"""Answer the rows that have no answer yet: prompts are prepared ahead while the engine steps."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from tessera.batch.output import BatchOutput, PartFile
+from tessera.batch.rows import PromptRow, SampleRows, UnusableRow
+from tessera.core.batch import Batch
+from tessera.engine.request import Request
+from tessera.inference.answering import AnswersRequests, answers_to_all
+from tessera.inference.prepare import PromptPool
+from tessera.runtime import distributed as dist
+from tessera.runtime.progress import WorkProgress
+
+_AT_ONCE = 512  # rows that the engine has at once: those it answers, and the next ones
+_BLOCK = 64  # consecutive rows of a rank
+
+
+class AnswersRows(Protocol):
+    """Declare what answers the rows of an input on one rank."""
+
+    def run(self, numbers: list[range], answered: np.ndarray, part: PartFile) -> None:
+        """Answer the rows in `numbers` that are not answered, and write them."""
+        ...
+
+
+@dataclass(frozen=True)
+class BatchResult:
+    """Describe a finished output file."""
+
+    path: Path
+    rows: int
+    errors: int  # rows that have an error instead of an answer
+    answered: int  # rows that this rank answered now; the others were answered before, or by other ranks
+
+
+def answer_file(
+    rows: int,
+    out: Path,
+    facts: Mapping[str, Any],
+    start: Callable[[], contextlib.AbstractContextManager[AnswersRows]],
+    *,
+    overwrite: bool = False,
+    world: dist.World,
+) -> BatchResult:
+    """Answer the rows that have no answer yet, on all ranks, and publish the output file.
+
+    `facts`: JSON of model, input and options, which must not change until the output is finished. `start`: load the
+    model; it is not called if all rows are answered.
+    """
+    with contextlib.ExitStack() as stack:
+        with dist.main_rank_first(world):
+            if world.is_main:
+                output = stack.enter_context(BatchOutput.claimed(out, rows, facts, overwrite))
+            else:
+                output = BatchOutput.joined(out)
+        answered = output.answered() | output.finished
+        dist.wait_for_all_ranks(world)  # a rank that is already writing would change what the others have just read
+        numbers = [*_missing(answered, world)]
+        if numbers:
+            with output.part(world.rank) as part, start() as answering:
+                answering.run(numbers, answered, part)
+        dist.wait_for_all_ranks(world)
+        with dist.main_rank_first(world):
+            if world.is_main and not output.finished:
+                output.publish()
+        return BatchResult(out, rows, output.errors, count_missing(numbers, answered))
+
+
+def count_missing(numbers: list[range], answered: np.ndarray) -> int:
+    """Return how many of the rows in `numbers` are not answered."""
+    return sum(int((~answered[block.start : block.stop]).sum()) for block in numbers)
+
+
+def _missing(answered: np.ndarray, world: dist.World) -> Iterator[range]:
+    """Yield the rows that this rank reads: of each of its blocks, from the first row without an answer to the last."""
+    size = max(1, min(_BLOCK, len(answered) // (8 * world.size)))
+    for first in range(world.rank * size, len(answered), world.size * size):
+        missing = np.flatnonzero(~answered[first : first + size])
+        if len(missing):
+            yield range(first + int(missing[0]), first + int(missing[-1]) + 1)
+
+
+@dataclass
+class SampleAnswers:
+    """Answer the samples of a data set with one engine."""
+
+    rows: SampleRows
+    engine: AnswersRequests
+    prompts: PromptPool
+    stop_tokens: frozenset[int]
+
+    def run(self, numbers: list[range], answered: np.ndarray, part: PartFile) -> None:
+        """Answer the rows in `numbers` that are not answered."""
+        began, tokens = time.monotonic(), 0
+
+        def count_tokens(count: int) -> None:
+            nonlocal tokens
+            tokens += count
+            progress.note = f"{tokens / max(time.monotonic() - began, 1e-9):,.0f} tokens/s"
+            progress.count(0)
+
+        def refuse(row: PromptRow | UnusableRow, error: BaseException) -> None:
+            part.write(row.index, self.rows.refusal(row, error), error=True)
+            progress.count()
+
+        def usable() -> Iterator[PromptRow]:
+            for row in (row for block in numbers for row in self.rows.read(block) if not answered[row.index]):
+                if isinstance(row, UnusableRow):
+                    refuse(row, row.error)
+                else:
+                    yield row
+
+        def prepare(row: PromptRow) -> Future[Batch]:
+            return self.prompts.submit(row.conversation, row.root)
+
+        def request(row: PromptRow, batch: Batch) -> Request:
+            return self.rows.request(row, batch, self.stop_tokens)
+
+        with WorkProgress("answering", count_missing(numbers, answered), "rows") as progress:
+            for row, answer in answers_to_all(self.engine, usable(), prepare, request, _AT_ONCE, count_tokens):
+                if isinstance(answer, BaseException):
+                    refuse(row, answer)
+                else:
+                    part.write(row.index, self.rows.answer(row, answer))
+                    progress.count()

@@ -1,0 +1,136 @@
+"""The state of a request while it waits and runs: its tokens, its blocks, and what is computed so far."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from torch import Tensor
+
+from tessera.engine.blocks import BlockKeys, BlockPool
+from tessera.engine.constraint import Matcher
+from tessera.engine.media import Piece
+from tessera.engine.request import Request, TokenLogprob
+from tessera.engine.text import AnswerText
+
+NEVER_PUBLISHED = 1 << 62  # as `RequestState.published`: no other request reuses its blocks
+
+
+@dataclass(eq=False)
+class RequestState:
+    """Hold a request and its progress. Tokens that the device has sampled and the host has not read are `pending`."""
+
+    number: int
+    request: Request
+    text: AnswerText
+    matcher: Matcher | None
+    tokens: list[int]  # of the prompt and of the answer, as far as the host has read them
+    pieces: Sequence[Piece]  # media of the prompt
+    block_size: int
+    root: str = ""  # what keys of blocks depend on besides tokens, positions and media: versions of the weights
+    prompt_length: int = field(init=False)
+    offset: int = field(init=False)  # what positions of new tokens exceed their indices by
+    needed: int = field(init=False)  # tokens of a complete answer and its prompt that the cache needs: not the last
+    text_positions: np.ndarray = field(init=False)  # of the prompt: [axes, tokens] or [tokens]
+    media_end: int = field(init=False)  # the token after the last one that media replace
+    waits: bool = False
+    row: int | None = None  # its row of the sampler while it runs
+    in_sampler: bool = False
+    blocks: array[int] = field(default_factory=lambda: array("q"))
+    computed: int = 0  # tokens in the cache, counting those of the call in flight
+    pending: int = 0  # tokens that calls in flight sample
+    published: int = 0  # blocks that other requests can reuse
+    cached_tokens: int | None = None  # tokens of the prompt whose blocks were reused when it first ran
+    prompt_read: bool = False  # whether log-probabilities of the whole prompt are computed, if it asks for them
+    embeddings: dict[Piece, Tensor] = field(default_factory=dict)  # of media that the next chunks need
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    finished: bool = False
+
+    def __post_init__(self) -> None:
+        positions = self.request.prompt["positions"]
+        self.prompt_length = len(self.tokens)
+        self.text_positions = positions.numpy()
+        # After the last token: a moment of a video before it may have a later position.
+        self.offset = int(positions[..., -1].max()) + 1 - self.prompt_length
+        self.needed = self.prompt_length + max(self.request.max_new_tokens, 1) - 1
+        self.media_end = max((piece.end for piece in self.pieces), default=0)
+
+    @cached_property
+    def keys(self) -> BlockKeys:
+        """Return the keys of its blocks, as far as they are computed. The first call waits for the hashes of media."""
+        media = np.zeros((self.prompt_length, 3), np.int64)
+        for piece in self.pieces:
+            slots = piece.slots.numpy()
+            media[slots, :2] = np.frombuffer(piece.digest, np.int64)
+            media[slots, 2] = np.arange(len(slots))
+        tokens = np.array(self.tokens[: self.prompt_length])
+        columns = [tokens[:, None], self.text_positions.reshape(-1, self.prompt_length).T, media]
+        return BlockKeys(self.root, np.concatenate(columns, axis=1), self.block_size)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Return the key by which requests are sorted: lower ones are served first, and preempted last."""
+        return self.request.priority, self.number
+
+    @property
+    def new_tokens(self) -> int:
+        """Return the number of tokens of the answer so far."""
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Return whether logits of all tokens of the prompt are needed."""
+        return self.request.prompt_logprobs is not None and not self.prompt_read
+
+    @property
+    def length(self) -> int:
+        """Return the number of its tokens, including a pending one."""
+        return len(self.tokens) + self.pending
+
+    @property
+    def remaining(self) -> int:
+        """Return how many tokens the cache lacks."""
+        return min(len(self.tokens) + self.pending, self.needed) - self.computed
+
+    def write_positions(self, start: int, target: np.ndarray) -> None:
+        """Write the positions of the tokens from `start` to `target`, [axes, tokens] or [tokens]."""
+        count = target.shape[-1]
+        inside = max(min(self.prompt_length - start, count), 0)
+        target[..., :inside] = self.text_positions[..., start : start + inside]
+        target[..., inside:] = np.arange(start + inside, start + count) + self.offset
+
+    def block_keys(self, count: int) -> list[bytes]:
+        """Return the keys of the first `count` blocks, which have tokens that the host has read."""
+        start = self.keys.tokens
+        new = self.tokens[start : count * self.block_size]
+        if new:
+            contents = np.zeros((len(new), self.keys.width), np.int64)
+            contents[:, 0] = new
+            contents[:, 1:-3] = (self.offset + start + np.arange(len(new)))[:, None]
+            self.keys.extend(contents)
+        return self.keys.upto(count)
+
+    def advance(self, new: int) -> None:
+        """Count tokens that a call has computed, and drop embeddings that no later chunk needs."""
+        self.computed += new
+        if self.embeddings:
+            self.embeddings = {piece: e for piece, e in self.embeddings.items() if piece.end > self.computed}
+
+    def publish(self, pool: BlockPool) -> None:
+        """Let other requests reuse the blocks that are full."""
+        count = min(self.computed, len(self.tokens)) // self.block_size
+        if count > self.published:
+            keys = self.block_keys(count)
+            for number in range(self.published, count):
+                pool.publish(self.blocks[number], keys[number])
+            self.published = count
+
+    def leave(self, pool: BlockPool) -> None:
+        """Release the blocks. A request that continues later computes its tokens again, or reuses the blocks."""
+        pool.release(self.blocks)
+        self.blocks, self.computed, self.published = array("q"), 0, 0
+        self.row, self.in_sampler = None, False
+        self.embeddings.clear()

@@ -1,0 +1,118 @@
+"""Decode an answer token by token, and end it at its stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+from tessera.core.spec import LanguageProcessor
+from tessera.engine.request import Request
+from tessera.models.processing.conversation import ConversationProcessor
+
+_UNFINISHED = "\ufffd"  # decoders return this for an incomplete UTF-8 character
+_MOST_TEXTS = 1 << 16  # runs of tokens whose texts are kept
+_LONGEST = 4  # bytes of a UTF-8 character, and so the largest number of its tokens
+
+
+def decoder_of(processor: object, skip_special: bool) -> Callable[[Sequence[int]], str]:
+    """Return the function that decodes tokens, which keeps texts: most short runs of tokens come again."""
+    if not isinstance(processor, LanguageProcessor):
+        return lambda _: ""
+    spells = isinstance(processor, ConversationProcessor) and not skip_special
+    decode = processor.spell if isinstance(processor, ConversationProcessor) and spells else processor.decode
+    short = lru_cache(_MOST_TEXTS)(decode)
+    return lambda tokens: (short if len(tokens) <= _LONGEST else decode)(tokens)
+
+
+class AnswerText:
+    """Turn the tokens of an answer into text that may be sent.
+
+    If nobody needs the text before the end, it is decoded there. Otherwise a token costs the decoding of the few tokens
+    around it. Incomplete characters wait for their end, and possible
+    beginnings of stop strings wait until they are none. Bytes that are no UTF-8 become replacement characters.
+
+    The stop string that ends first ends the answer; the longest one, if several end there.
+    """
+
+    def __init__(self, request: Request, decode: Callable[[Sequence[int]], str]) -> None:
+        self._stops = sorted((stop for stop in request.stop if stop), key=len, reverse=True)
+        self._include_stop = request.include_stop
+        self._earliest = request.min_new_tokens
+        self._decode = decode
+        self._at_end = not request.stream and not self._stops
+        self._count = 0
+        # Tokens from the last border but one between complete characters. Decoders treat the first token of a text
+        # differently (its space), so the text of new tokens is what a longer text has more than a shorter one.
+        self._tokens: list[int] = []
+        self._border = 0  # number of tokens before the last border
+        self._passed = 0  # characters in the text of the tokens that are in `_waiting` or were sent
+        self._waiting = ""  # the possible beginning of a stop string
+        self._ended = False
+
+    def add(self, token: int) -> tuple[str, str | None]:
+        """Return text that may be sent, and the stop string that ends the answer with this token, or None."""
+        assert not self._ended, "the answer has ended"
+        self._count += 1
+        if self._at_end:
+            self._tokens.append(token)
+            return "", None
+        return self._pass(self._text_of(token), last=False)
+
+    def close(self) -> str:
+        """Return the text that waits, at the end of the answer."""
+        if self._ended:
+            return ""
+        rest = self._decode(tuple(self._tokens))[self._passed :]
+        self._ended = True
+        return self._pass(rest, last=True)[0]
+
+    def _text_of(self, token: int) -> str:
+        """Return the complete characters that a token adds."""
+        self._tokens.append(token)
+        text = self._decode(tuple(self._tokens))
+        if len(text) == self._passed and not self._decode((token, token)):
+            self._tokens.pop()  # a special token without text: many of them would make every decoding longer
+            return ""
+        stable = len(text.rstrip(_UNFINISHED)) if text.endswith(_UNFINISHED) else len(text)
+        if len(self._tokens) - self._border > _LONGEST and stable < len(text):
+            stable = len(text) - 1  # only the last of these tokens can belong to a character that is still incomplete
+        passed, self._passed = self._passed, max(self._passed, stable)
+        if self._passed == len(text):
+            self._tokens, self._border = self._tokens[self._border :], len(self._tokens) - self._border
+            self._passed = len(self._decode(tuple(self._tokens)))
+        elif len(self._tokens) - self._border > _LONGEST:
+            self._tokens = self._tokens[-_LONGEST:]
+            self._border = len(self._tokens)
+            self._passed = max(len(self._decode(tuple(self._tokens))) - 1, 0)
+        return text[passed:stable]
+
+    def _pass(self, text: str, last: bool) -> tuple[str, str | None]:
+        """Return what may be sent of the waiting text and new text, and the stop string that ends in the new text."""
+        if not self._stops:
+            return text, None
+        whole, start = self._waiting + text, len(self._waiting)
+        stop = self._first_stop(whole, start) if self._count >= self._earliest else None
+        if stop is not None:
+            self._ended, self._waiting = True, ""
+            end, word = stop
+            return whole[: end if self._include_stop else end - len(word)], word
+        length = 0 if last else max((_overlap(whole, word) for word in self._stops), default=0)
+        self._waiting = whole[len(whole) - length :]
+        return whole[: len(whole) - length], None
+
+    def _first_stop(self, text: str, start: int) -> tuple[int, str] | None:
+        """Return end and text of the first stop string that ends after `start`."""
+        ends = []
+        for word in self._stops:
+            position = text.find(word, max(start - len(word) + 1, 0))
+            if position >= 0:
+                ends.append((position + len(word), word))
+        return min(ends, key=lambda end: end[0], default=None)  # the longest is first in `_stops`
+
+
+def _overlap(text: str, word: str) -> int:
+    """Return the length of the longest beginning of `word`, but not all of it, that ends `text`."""
+    length = min(len(word) - 1, len(text))
+    if text.find(word[0], len(text) - length) < 0:
+        return 0
+    return next((n for n in range(length, 0, -1) if text.endswith(word[:n])), 0)

@@ -1,0 +1,171 @@
+"""The endpoints of /v1/responses, on top of a function that answers chat completions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing
+from typing import Any, TypeAlias
+
+from pydantic import ValidationError
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from tessera.errors import TesseraError
+from tessera.runtime.log import logger
+from tessera.server.body import read_json
+from tessera.server.errors import ApiError, of_tessera, of_validation
+from tessera.server.response_events import Event, Events, as_chunk
+from tessera.server.response_store import ResponseStore
+from tessera.server.responses import REFUSED_FIELDS, ResponsesRequest, to_chat
+
+# Returns a chat completion, or its chunks when the body has `stream: true`. Refusals are raised before the first chunk.
+RunChat: TypeAlias = Callable[
+    [dict[str, Any], Request], Awaitable[dict[str, Any] | AsyncGenerator[dict[str, Any], None]]
+]
+SendEvents: TypeAlias = Callable[[Request, AsyncGenerator[Event, None]], Response]
+
+
+def send_events(request: Request, events: AsyncGenerator[Event, None]) -> Response:
+    """Return a response that streams events to any client that reads them."""
+    return StreamingResponse(_encoded(events), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+
+async def _encoded(events: AsyncGenerator[Event, None]) -> AsyncIterator[str]:
+    async with aclosing(events):
+        async for event in events:
+            yield sse_text(event)
+
+
+def sse_text(event: Event) -> str:
+    """Return an event as a server-sent event, which has the name of its type."""
+    return f"event: {event['type']}\ndata: {json.dumps(event, separators=(',', ':'))}\n\n"
+
+
+class ResponsesApi:
+    """Answer /v1/responses. `read`: returns the body of a request. `send`: streams events to the client."""
+
+    def __init__(
+        self,
+        run_chat: RunChat,
+        store: ResponseStore | None = None,
+        *,
+        read: Callable[[Request], Awaitable[bytes]] = Request.body,
+        send: SendEvents = send_events,
+    ) -> None:
+        self._run_chat = run_chat
+        self._store = ResponseStore() if store is None else store
+        self._read = read
+        self._send = send
+        self._running: dict[str, Events] = {}  # streams that are not complete
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/responses", self.create, methods=["POST"]),
+            Route("/v1/responses/{id}", self.retrieve, methods=["GET"]),
+            Route("/v1/responses/{id}", self.delete, methods=["DELETE"]),
+            Route("/v1/responses/{id}/cancel", self.cancel, methods=["POST"]),
+        ]
+
+    # -------------------------------------------------------------------------------------- endpoints
+
+    async def create(self, request: Request) -> Response:
+        """Answer POST /v1/responses."""
+        body = _parsed(await self._read(request))
+        chat = to_chat(body, self._store.conversation(body.previous_response_id))
+        result = await self._run_chat(chat, request)
+        events = Events(body)
+        if isinstance(result, dict):
+            events.start()
+            events.add(as_chunk(result))
+            events.close()
+            self._keep(body, events)
+            return _json(events.response)
+        try:  # the status is sent with the first event: a refusal must come before it
+            first = await anext(result)
+        except BaseException:
+            await result.aclose()
+            raise
+        return self._send(request, self._stream(body, events, first, result))
+
+    async def retrieve(self, request: Request) -> Response:
+        """Answer GET /v1/responses/ID. A stream that is not complete is returned as far as it is."""
+        if request.query_params.get("stream", "").lower() in ("true", "1"):
+            raise ApiError(400, "stored responses cannot be streamed", param="stream", code="unsupported_parameter")
+        id = request.path_params["id"]
+        running = self._running.get(id)
+        return _json(self._store.get(id) if running is None else running.response)
+
+    async def delete(self, request: Request) -> Response:
+        """Answer DELETE /v1/responses/ID."""
+        id = request.path_params["id"]
+        self._store.delete(id)
+        return _json({"id": id, "object": "response", "deleted": True})
+
+    async def cancel(self, request: Request) -> Response:
+        """Answer POST /v1/responses/ID/cancel: end a stream."""
+        id = request.path_params["id"]
+        running = self._running.get(id)
+        if running is None:
+            status = self._store.get(id)["status"]
+            raise ApiError(400, f"the response is not running: it is {status}", param="response_id", code="not_running")
+        running.cancel()
+        return _json(running.response)
+
+    # -------------------------------------------------------------------------------------- streams
+
+    async def _stream(
+        self,
+        body: ResponsesRequest,
+        events: Events,
+        first: dict[str, Any],
+        chunks: AsyncGenerator[dict[str, Any], None],
+    ) -> AsyncGenerator[Event, None]:
+        self._running[events.id] = events
+        try:
+            async with aclosing(chunks):
+                for event in [*events.start(), *events.add(first)]:
+                    yield event
+                try:
+                    async for chunk in chunks:
+                        if events.status != "in_progress":
+                            break
+                        for event in events.add(chunk):
+                            yield event
+                except Exception as error:
+                    for event in events.fail(_error_of(error).body()["error"]):
+                        yield event
+            last = events.close()
+            self._keep(body, events)
+            for event in last:
+                yield event
+        finally:
+            self._running.pop(events.id, None)
+
+    def _keep(self, body: ResponsesRequest, events: Events) -> None:
+        if body.store:
+            self._store.put(events.response, body.items())
+
+
+def _json(value: Mapping[str, Any]) -> Response:
+    """Return a JSON body. Escapes keep halves of characters, which a model may write, valid."""
+    return Response(json.dumps(value), media_type="application/json")
+
+
+def _parsed(body: bytes) -> ResponsesRequest:
+    values = read_json(body)
+    try:
+        return ResponsesRequest.model_validate(values)
+    except ValidationError as error:
+        raise of_validation(error, REFUSED_FIELDS, ResponsesRequest.model_fields) from None
+
+
+def _error_of(error: Exception) -> ApiError:
+    """Return what a client is told about an error in the middle of a stream. Unexpected errors are logged."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, TesseraError):
+        return of_tessera(error)
+    logger().error("internal error of the server", exc_info=error)
+    return ApiError(500, "an internal error: see the log of the server", code="internal_error")

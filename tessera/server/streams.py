@@ -1,0 +1,139 @@
+"""Send answers to clients. A client that leaves, or reads too slowly, ends the work for it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from tessera.errors import TesseraError
+from tessera.runtime.log import logger
+from tessera.server.errors import ApiError, of_tessera
+
+T = TypeVar("T")
+INTERNAL = ApiError(500, "an internal error: see the log of the server", code="internal_error")
+
+
+class ClientLeft(Exception):  # not an error of this program
+    """Report that nobody waits for the answer any more."""
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`. Cancel it and raise `ClientLeft` when the client disconnects."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientLeft
+        return task.result()
+    finally:
+        for unfinished in (task, gone):
+            unfinished.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def error_of(error: BaseException) -> ApiError:
+    """Return what a client is told about an error. Unexpected errors are logged."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, TesseraError) and (answer := of_tessera(error)).status != 500:
+        return answer
+    if isinstance(error, TimeoutError):
+        return ApiError(504, "the answer took longer than this server allows", code="timeout")
+    logger().error("internal error of the server", exc_info=error)
+    return INTERNAL
+
+
+async def in_time(chunks: AsyncGenerator[T, None], deadline: float) -> AsyncGenerator[T, None]:
+    """Yield chunks until a deadline, in the time of the loop."""
+    async with aclosing(chunks):
+        while True:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    chunk = await anext(chunks)
+            except StopAsyncIteration:
+                return
+            except TimeoutError as error:
+                raise error_of(error) from None
+            yield chunk
+
+
+async def rejoined(first: T, chunks: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+    """Yield the first chunk, which was awaited before, and the others."""
+    async with aclosing(chunks):
+        yield first
+        async for chunk in chunks:
+            yield chunk
+
+
+def chunk_text(chunk: dict[str, Any]) -> str:
+    return f"data: {to_json(chunk)}\n\n"
+
+
+class EventStream(Response):
+    """Send server-sent events. `end`: what is sent after the last one."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        events: AsyncGenerator[dict[str, Any], None],
+        slow_client_s: float,
+        encode: Callable[[dict[str, Any]], str] = chunk_text,
+        end: bytes = b"data: [DONE]\n\n",
+    ) -> None:
+        self.status_code = 200
+        self.background = None
+        self._events = events
+        self._slow_client_s = slow_client_s
+        self._encode = encode
+        self._end = end
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._events):
+            await while_connected(receive, self._stream(send))
+
+    async def _stream(self, send: Send) -> None:
+        start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        await self._in_time(send, start)
+        try:
+            async for event in self._events:
+                await self._send_bytes(send, self._encode(event).encode())
+        except ClientLeft:
+            raise
+        except Exception as error:
+            await self._send_bytes(send, chunk_text(error_of(error).body()).encode())
+        await self._send_bytes(send, self._end)
+        await self._in_time(send, {"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_bytes(self, send: Send, data: bytes) -> None:
+        await self._in_time(send, {"type": "http.response.body", "body": data, "more_body": True})
+
+    async def _in_time(self, send: Send, message: Message) -> None:
+        try:
+            async with asyncio.timeout(self._slow_client_s):
+                await send(message)
+        except (TimeoutError, OSError):
+            raise ClientLeft from None
+
+
+def to_json(value: Any) -> str:
+    """Return JSON. Characters that are not valid Unicode (halves of a pair) are escaped."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return text
