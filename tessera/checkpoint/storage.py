@@ -26,14 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-from tessera.checkpoint.files import (
-    CODES,
-    Entry,
-    Fault,
-    FileRecord,
-    SafetensorsFile,
-    storage_order,
-)
+from tessera.checkpoint.files import CODES, Fault, FileRecord, write_safetensors
 from tessera.checkpoint.parts import KeyedPart, SplitTensor, check_cover
 from tessera.errors import TesseraError
 from tessera.runtime import device as devices
@@ -78,13 +71,7 @@ class TensorSave:
 
     def write(self, folder: Path, fault: Fault) -> list[FileRecord]:
         """Write this rank's chunks to one file. Return a list with its record; an empty list if there are no chunks."""
-        if not self.chunks:
-            return []
-        entries = storage_order([Entry(key, chunk.dtype, tuple(chunk.shape)) for key, chunk in self.chunks.items()])
-        with SafetensorsFile(folder / self.file, entries, fault) as file:
-            for entry in entries:
-                file.put(entry.key, self.chunks[entry.key])
-        return [file.record]
+        return [write_safetensors(folder / self.file, self.chunks, fault)] if self.chunks else []
 
 
 def _copies(chunks: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
