@@ -102,12 +102,9 @@ def open_tables(file: Path, key: str) -> Tables | None:
     try:
         tables = Tables(file)
         if tables.about.get("key") == key:
-            if _HASH not in tables.about:
-                problem = "an earlier version wrote it without a hash"
-            elif tables.about[_HASH] == _content_hash(tables, tables.about):
+            if tables.about.get(_HASH) == _content_hash(tables, tables.about):
                 return tables
-            else:
-                problem = "its content does not match its hash"
+            problem = "its content does not match its hash"
     except (ValueError, OSError, KeyError, TypeError, OverflowError) as error:
         problem = str(error)
     log.warning("%s is not used and is made again: %s", file, problem)
@@ -167,17 +164,13 @@ def open_or_adopt(file: Path, key: str) -> Tables | None:
 
 
 def cached_tables(
-    name: str,
-    facts: Any,
-    cache_folder: Path | None,
-    make: Callable[[], Mapping[str, np.ndarray]],
-    is_valid: Callable[[AnyTables], bool],
+    name: str, facts: Any, cache_folder: Path | None, make: Callable[[], Mapping[str, np.ndarray]]
 ) -> AnyTables:
     """Return the arrays that `make` returns, from a cache if possible. `facts`: JSON of all that `make` depends on."""
     key = digest_of([_ARRAY_FORMAT, name, facts])
     file = None if cache_folder is None else cache_folder.absolute() / f"{name}-{key[:32]}.safetensors"
     tables: AnyTables | None = None if file is None else open_or_adopt(file, key)
-    if tables is None or not is_valid(tables):
+    if tables is None:
         tables = keep_tables(file, MemoryTables(make(), {"key": key}), shared=True)
     return tables
 

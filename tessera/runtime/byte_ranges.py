@@ -1,4 +1,4 @@
-"""Read ranges of an open file as one file, for libraries that expect a file: a member of an archive, or a part of it."""
+"""Present ranges of an open file as a file, for libraries that read files: a member of an archive, or several parts."""
 
 from __future__ import annotations
 

@@ -71,6 +71,14 @@ def reason(error: BaseException) -> str:
     return str(getattr(error, "strerror", None) or first_line(error))
 
 
+def refused(what: str, name: str, why: str) -> TesseraError:
+    """Return the error about a media file. `what`: such as "damaged video" or "unreadable image"."""
+    return TesseraError(
+        f"{what}: {name} ({why})",
+        code="media.damaged-file" if what.startswith("damaged") else "media.unreadable-file",
+    )
+
+
 @contextmanager
 def refusing(what: str, name: str) -> Iterator[None]:
     """Convert every exception of a decoder in the block to a `TesseraError`. Decoders raise undocumented exceptions."""
@@ -79,10 +87,7 @@ def refusing(what: str, name: str) -> Iterator[None]:
     except TesseraError:
         raise
     except Exception as error:
-        raise TesseraError(
-            f"{what}: {name} ({reason(error)})",
-            code="media.damaged-file" if what.startswith("damaged") else "media.unreadable-file",
-        ) from None
+        raise refused(what, name, reason(error)) from None
 
 
 def resolve(value: Any, root: Path) -> Path:

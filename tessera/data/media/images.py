@@ -14,7 +14,7 @@ import numpy as np
 from PIL import ExifTags, Image, ImageChops, UnidentifiedImageError
 
 from tessera.core.sample import MediaSize
-from tessera.data.media.files import Limits, Opened, Target, refusing, size_of
+from tessera.data.media.files import Limits, Opened, Target, refused, refusing, size_of
 from tessera.data.workers.worker import memory_limit
 from tessera.errors import TesseraError
 from tessera.runtime.byte_ranges import byte_ranges
@@ -113,7 +113,7 @@ def check_pixels(width: int, height: int, name: str, limits: Limits) -> None:
             code="media.too-many-pixels",
         )
     if width < 1 or height < 1:
-        raise TesseraError(f"unreadable image: {name} ({width}x{height})", code="media.unreadable-file")
+        raise refused("unreadable image", name, f"{width}x{height}")
 
 
 @contextmanager
