@@ -6,7 +6,7 @@ from __future__ import annotations
 _CODES_BY_CURE = {
     "restore the file from a backup, or export, convert or download it again": """
         adapter.unreadable-config adapter.none-in-file checkpoint.damaged-pickle checkpoint.damaged-torch-file
-        checkpoint.dcp-metadata-unreadable checkpoint.dcp-part-differs checkpoint.unreadable-file
+        checkpoint.dcp-metadata-unreadable checkpoint.dcp-part-differs
         data.damaged-media data.damaged-parquet data.unreadable-feature-list data.features-outside-folder
         environment.not-json environment.not-utf8 environment.not-a-mapping environment.wrong-value-in-file
         generation.unreadable-vae megatron.checkpoint-file-changed megatron.iteration-missing

@@ -146,9 +146,8 @@ def _saved_tensors(
     """Return fully trained parameters by their names in PEFT's files. `tensors`: the unsharded tensors."""
     stored: dict[str, Tensor] = {}
     for name, foreign in in_memory.items():
-        match = weight_map.rule_for(name)
-        assert match is not None, "checked"
-        stored |= dict(zip(foreign, match[0].op.to_foreign(tensors[name].cpu()), strict=True))
+        rule, _ = weight_map.required_rule(name)
+        stored |= dict(zip(foreign, rule.op.to_foreign(tensors[name].cpu()), strict=True))
         for copy, native in weight_map.copies:  # PEFT expects a tied head beside its embedding
             if native == name:
                 stored[weight_map.in_memory(copy)] = tensors[name].cpu()
