@@ -160,13 +160,17 @@ def open_or_adopt(file: Path, key: str) -> Tables | None:
 
 
 def cached_tables(
-    name: str, facts: Any, cache_folder: Path | None, make: Callable[[], Mapping[str, np.ndarray]]
+    name: str,
+    facts: Any,
+    cache_folder: Path | None,
+    make: Callable[[], Mapping[str, np.ndarray]],
+    is_valid: Callable[[AnyTables], bool],
 ) -> AnyTables:
     """Return the arrays that `make` returns, from a cache if possible. `facts`: JSON of all that `make` depends on."""
     key = digest_of([_ARRAY_FORMAT, name, facts])
     file = None if cache_folder is None else cache_folder.absolute() / f"{name}-{key[:32]}.safetensors"
     tables: AnyTables | None = None if file is None else open_or_adopt(file, key)
-    if tables is None:
+    if tables is None or not is_valid(tables):
         tables = keep_tables(file, MemoryTables(make(), {"key": key}), shared=True)
     return tables
 

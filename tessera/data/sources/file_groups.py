@@ -138,6 +138,12 @@ class FileGroups(Container):
         return assemble(stem_of(next(iter(files))), attributes, text, media, self.columns)
 
 
+def _are_groups(tables: AnyTables) -> bool:
+    if not {"sample", "letters", "ends"} <= set(tables):
+        return False
+    return len(tables["ends"]) == len(tables["sample"]) + 1 and int(tables["ends"][-1]) == len(tables["letters"])
+
+
 def _name_arrays(names: Sequence[str]) -> dict[str, np.ndarray]:
     """Store file names in two arrays, which can be mapped from a file and shared by processes."""
     encoded = [os.fsencode(name) for name in names]
@@ -248,7 +254,7 @@ def open_files(
         sample = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
         return {"sample": sample, **_name_arrays([name for group in groups for name in group])}
 
-    tables = cached_tables("folder", [kind, facts], cache_folder, find)
+    tables = cached_tables("folder", [kind, facts], cache_folder, find, _are_groups)
     opened = FolderFiles(path, path.name, tables, limit, columns, facts)
     opened.kind = kind
     return opened
@@ -351,7 +357,13 @@ def open_tar(
         columns = np.array(members, dtype=np.int64).reshape(-1, 4).T
         return {**dict(zip(("sample", "start", "size", "type"), columns, strict=True)), **_name_arrays(names)}
 
-    tables = cached_tables("tar", [limit, facts], cache_folder, find)
+    def is_valid(tables: AnyTables) -> bool:
+        if not _are_groups(tables) or not {"start", "size", "type"} <= set(tables):
+            return False
+        start, size = tables["start"], tables["size"]
+        return len(start) == 0 or 0 <= int(start[-1]) <= facts["size"] - int(size[-1])
+
+    tables = cached_tables("tar", [limit, facts], cache_folder, find, is_valid)
     return TarShard(path, name, tables, limit, columns, facts)
 
 

@@ -145,7 +145,12 @@ def open_text_file(path: Path, name: str, kind: TextKind, limit: int | None, cac
             return {"spans": find_lines(path, None if limit is None else limit + 1, quoted=True)[1:]}
         return {"spans": find_lines(path, limit)}
 
-    tables = cached_tables("rows", [kind, limit, facts], cache_folder, find_spans)
+    def is_valid(tables: AnyTables) -> bool:
+        spans = tables.get("spans", np.empty(0))
+        shaped = spans.dtype == np.int64 and spans.ndim == 2 and spans.shape[1] == 3
+        return shaped and (len(spans) == 0 or 0 <= int(spans[-1, 0]) <= int(facts["size"]) - int(spans[-1, 1]))
+
+    tables = cached_tables("rows", [kind, limit, facts], cache_folder, find_spans, is_valid)
     return TextFile(path, name, kind, tables, facts)
 
 
