@@ -6,7 +6,7 @@ from __future__ import annotations
 _CODES_BY_CURE = {
     "restore the file from a backup, or export, convert or download it again": """
         adapter.unreadable-config adapter.none-in-file checkpoint.damaged-pickle checkpoint.damaged-torch-file
-        checkpoint.dcp-metadata-unreadable checkpoint.dcp-part-differs checkpoint.unreadable-file
+        checkpoint.dcp-metadata-unreadable checkpoint.dcp-part-differs
         data.damaged-media data.damaged-parquet data.unreadable-feature-list data.features-outside-folder
         environment.not-json environment.not-utf8 environment.not-a-mapping environment.wrong-value-in-file
         generation.unreadable-vae megatron.checkpoint-file-changed megatron.iteration-missing
@@ -14,7 +14,7 @@ _CODES_BY_CURE = {
         megatron.other-layout megatron.rank-files-missing megatron.slice-missing megatron.slices-differ
         model.bad-native-config output.bad-export-record tokenizer.id-too-high weights.absurd-shape
         weights.damaged-index weights.damaged-quantization weights.duplicate-tensor weights.experts-incomplete
-        weights.indexed-file-missing weights.invalid-safetensors weights.not-a-tensor weights.not-safetensors
+        weights.indexed-file-missing weights.invalid-safetensors weights.not-a-tensor
         weights.path-outside-folder adapter.matrix-missing tokenizer.unreadable-file""",
     "load or resume from an earlier checkpoint: `tessera resume` does so by itself": """
         checkpoint.damaged checkpoint.damaged-manifest checkpoint.damaged-state checkpoint.damaged-table

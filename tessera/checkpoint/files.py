@@ -28,6 +28,7 @@ from torch import Tensor
 from tessera.errors import TesseraError
 from tessera.runtime.files import check_regular, refuse_pickle
 from tessera.version import __version__
+from tessera.weights.file_plan import PlannedTensor
 
 Fault = Callable[[str], None]
 CHUNK_BYTES = 16 << 20
@@ -303,80 +304,44 @@ CODES: Mapping[torch.dtype, str] = {
 DTYPES: Mapping[str, torch.dtype] = {code: dtype for dtype, code in CODES.items()}
 
 
-@dataclass(frozen=True)
-class Entry:
-    """Describe a tensor to write to a safetensors file: its key, dtype and shape."""
-
-    key: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
-
-
-def storage_order(entries: Sequence[Entry]) -> list[Entry]:
-    """Return entries in an order that aligns every tensor to its element size, as readers of safetensors require.
+def storage_order(plans: Mapping[str, PlannedTensor]) -> dict[str, PlannedTensor]:
+    """Return tensors in an order that aligns each of them to its element size, as readers of safetensors require.
 
     The order is unchanged if it is aligned; otherwise the largest element sizes come first.
     """
     at = 0
-    for entry in entries:
-        if at % entry.dtype.itemsize:
-            return sorted(entries, key=lambda entry: -entry.dtype.itemsize)
-        at += entry.nbytes
-    return list(entries)
+    for plan in plans.values():
+        if at % plan.dtype.itemsize:
+            return dict(sorted(plans.items(), key=lambda item: -item[1].dtype.itemsize))
+        at += plan.nbytes
+    return dict(plans)
 
 
-class SafetensorsFile(DurableFile):
-    """Write a safetensors file. The constructor gets its entries, and `put` writes their tensors in the same order."""
-
-    def __init__(
-        self, path: Path, entries: Sequence[Entry], fault: Fault = no_fault, metadata: Mapping[str, str] | None = None
-    ) -> None:
-        """Compute the header. `metadata`: strings for its `__metadata__`."""
-        assert sys.byteorder == "little", "safetensors is a little-endian format"
-        super().__init__(path, fault)
-        self._waiting = list(reversed(storage_order(entries)))
-        self._metadata = metadata
-
-    def __enter__(self) -> Self:
-        super().__enter__()
-        try:
-            self._fault(f"write {self._path.name} header")
-            self.write(safetensors_header(list(reversed(self._waiting)), self._metadata))
-        except BaseException as error:
-            self.__exit__(type(error))
-            raise
-        return self
-
-    def put(self, key: str, tensor: Tensor) -> None:
-        entry = self._waiting.pop()
-        assert (entry.key, entry.dtype, entry.shape) == (key, tensor.dtype, tuple(tensor.shape)), f"not next: {key}"
-        self._fault(f"write {self._path.name} {key}")
-        if tensor.numel():
-            flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-            self.write(flat.view(torch.uint8).numpy().data)
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        assert kind is not None or not self._waiting, "some tensors were announced but not written"
-        super().__exit__(kind)
+def write_safetensors(
+    path: Path, tensors: Mapping[str, Tensor], fault: Fault = no_fault, metadata: Mapping[str, str] | None = None
+) -> FileRecord:
+    """Write a safetensors file durably and return its record. `metadata`: strings for its `__metadata__`."""
+    assert sys.byteorder == "little", "safetensors is a little-endian format"
+    plans = storage_order({key: PlannedTensor.of(tensor) for key, tensor in tensors.items()})
+    with DurableFile(path, fault) as file:
+        fault(f"write {path.name} header")
+        file.write(safetensors_header(plans, metadata))
+        for key in plans:
+            fault(f"write {path.name} {key}")
+            if tensors[key].numel():
+                flat = tensors[key].detach().to("cpu").contiguous().reshape(-1)
+                file.write(flat.view(torch.uint8).numpy().data)
+    return file.record
 
 
-def safetensors_header(entries: Sequence[Entry], metadata: Mapping[str, str] | None = None) -> bytes:
+def safetensors_header(plans: Mapping[str, PlannedTensor], metadata: Mapping[str, str] | None = None) -> bytes:
     """Return the header of a file with these tensors in this order. `metadata`: strings for `__metadata__`."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     at = 0
-    for entry in entries:
-        if entry.key in table:
-            raise TesseraError(f"two tensors of one file have the name {entry.key!r}", code="weights.duplicate-tensor")
-        table[entry.key] = {
-            "dtype": code_of(entry.dtype, entry.key),
-            "shape": list(entry.shape),
-            "data_offsets": [at, at + entry.nbytes],
-        }
-        at += entry.nbytes
+    for key, plan in plans.items():
+        end = at + plan.nbytes
+        table[key] = {"dtype": code_of(plan.dtype, key), "shape": list(plan.shape), "data_offsets": [at, end]}
+        at = end
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text

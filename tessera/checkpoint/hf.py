@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tessera.checkpoint.files import Entry, box_slices
+from tessera.checkpoint.files import box_slices
 from tessera.checkpoint.forms import NativeTensors, SafetensorsForm, StoredForm, fill_tensors, main_dtype
 from tessera.checkpoint.publish import pretty_json
 from tessera.checkpoint.writer import plan_safetensors
@@ -52,22 +52,25 @@ def stored_dtype(folder: Path) -> torch.dtype:
 # ---------------------------------------------------------------------------------------------- writing
 
 
-def _split_into_files(tensors: Mapping[str, Tensor], weight_map: WeightMap, shard_bytes: int) -> list[list[Entry]]:
+Plans = dict[str, PlannedTensor]
+
+
+def _split_into_files(tensors: Mapping[str, Tensor], weight_map: WeightMap, shard_bytes: int) -> list[Plans]:
     """Divide tensors into files of at most `shard_bytes`. All tensors made from one model tensor are in one file."""
-    files: list[list[list[Entry]]] = [[]]
+    files: list[list[Plans]] = [[]]
     space = shard_bytes
     for names in dict.fromkeys(weight_map.group_of(name) for name in tensors):
         foreign = weight_map.to_foreign({name: tensors[name] for name in names})
-        group = [Entry(key, blank.dtype, tuple(blank.shape)) for key, blank in foreign.items()]
-        size = sum(entry.nbytes for entry in group)
+        group = {key: PlannedTensor.of(blank) for key, blank in foreign.items()}
+        size = sum(plan.nbytes for plan in group.values())
         if size > space and files[-1]:
             files.append([])
             space = shard_bytes
         files[-1].append(group)
         space -= size
     # Write large dtypes first, for alignment. An fp8 weight directly follows its scales and is sorted by their dtype.
-    ordered = (sorted(groups, key=lambda group: -group[0].dtype.itemsize) for groups in files)
-    return [[entry for group in groups for entry in group] for groups in ordered]
+    ordered = (sorted(groups, key=lambda group: -next(iter(group.values())).dtype.itemsize) for groups in files)
+    return [{key: plan for group in groups for key, plan in group.items()} for groups in ordered]
 
 
 def plan_folder(
@@ -84,18 +87,19 @@ def plan_folder(
     contents = _split_into_files(tensors, weight_map, shard_bytes)
     names, index = new_weight_files(config, len(contents))
     files = dict(zip(names, contents, strict=True))
-    every = [entry for content in contents for entry in content]
-    if like and all(entry.key in like for entry in every):
-        theirs: dict[str, list[Entry]] = {}
-        for entry in every:
-            theirs.setdefault(like[entry.key], []).append(entry)
+    every = {key: plan for content in contents for key, plan in content.items()}
+    assert len(every) == sum(map(len, contents)), "a weight map gives each tensor a name of its own"
+    if like and all(key in like for key in every):
+        theirs: dict[str, Plans] = {}
+        for key, plan in every.items():
+            theirs.setdefault(like[key], {})[key] = plan
         if len(theirs) > 1 or new_weight_files(config, 1)[0][0] in theirs:
             files = dict(sorted(theirs.items()))
     weights = plan_safetensors(files)
     plans = {CONFIG_FILE: FilePlan.of_bytes(pretty_json(config)), **weights.files}
     if len(files) > 1:
         table = {key: weights.places[key][0].file for key in sorted(weights.places)}
-        size = sum(entry.nbytes for entry in every)
+        size = sum(plan.nbytes for plan in every.values())
         plans[index] = FilePlan.of_bytes(pretty_json({"metadata": {"total_size": size}, "weight_map": table}))
     return FolderPlan(plans, weights.places)
 
@@ -157,7 +161,7 @@ def _holders(ranks: Ranks, tensors: Mapping[str, Tensor]) -> dict[str, tuple[int
 
     Ranks of different pipeline stages have different tensors.
     """
-    here = {name: PlannedTensor(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    here = {name: PlannedTensor.of(tensor) for name, tensor in tensors.items()}
     holders: dict[str, tuple[int, PlannedTensor]] = {}
     for rank, plans in enumerate(ranks.on_all(lambda: here)):
         for name, plan in plans.items():

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import re
 import uuid
 from collections.abc import Callable, Mapping
@@ -45,15 +46,17 @@ def step_of(path: Path) -> int | None:
     return None if match is None else int(match.group(1))
 
 
-def _is_newer(path: Path) -> bool:
-    """Return whether a newer Tessera wrote a checkpoint."""
+def _manifest_of(path: Path) -> Manifest | NewerFormatError | None:
+    """Return the manifest of a checkpoint, the error if a newer Tessera wrote it, or None if it is unreadable."""
     try:
-        read_manifest(path)
-    except NewerFormatError:
-        return True
+        return read_manifest(path)
+    except NewerFormatError as error:
+        return error
     except TesseraError:
-        pass
-    return False
+        return None
+
+
+Stored = tuple[Path, Manifest | NewerFormatError | None]  # a checkpoint with its manifest, see `_manifest_of`
 
 
 class StepFolders:
@@ -66,31 +69,24 @@ class StepFolders:
         self.protected_step = -1  # the checkpoint of this step is never removed
         self._keep, self._fault, self._free = keep, fault, free
 
-    def newest_first(self) -> list[tuple[Path, int | None]]:
-        """Return all checkpoints with their serial numbers, newest first. Unreadable ones (serial None) come first."""
+    def newest_first(self) -> list[Stored]:
+        """Return all checkpoints with their manifests, newest first. Those without a manifest come first."""
         if not self.folder.is_dir():
             return []
-        checkpoints: list[tuple[Path, int | None]] = []
-        for path in self.folder.iterdir():
-            if step_of(path) is not None and path.is_dir():
-                try:
-                    checkpoints.append((path, read_manifest(path).serial))
-                except TesseraError:
-                    checkpoints.append((path, None))
-        return sorted(checkpoints, key=lambda entry: (entry[1] is None, entry[1] or 0, entry[0].name), reverse=True)
+        paths = [path for path in self.folder.iterdir() if step_of(path) is not None and path.is_dir()]
+        stored = [(path, _manifest_of(path)) for path in paths]
+        serials = {path: manifest.serial for path, manifest in stored if isinstance(manifest, Manifest)}
+        return sorted(stored, key=lambda entry: (serials.get(entry[0], math.inf), entry[0].name), reverse=True)
 
     def newest_with(self, name: str) -> Path | None:
         """Return the newest checkpoint whose file `name` is undamaged; None if there is none.
 
         Other files are not read. Raise if a newer Tessera wrote one of the checkpoints.
         """
-        for path, _ in self.newest_first():
-            try:
-                records = [record for record in read_manifest(path).files if record.name == name]
-            except NewerFormatError:
-                raise
-            except TesseraError:
-                continue
+        for path, manifest in self.newest_first():
+            if isinstance(manifest, NewerFormatError):
+                raise manifest
+            records = [record for record in manifest.files if record.name == name] if manifest is not None else []
             if records and not problems_in(path, records):
                 return path
         return None
@@ -115,7 +111,7 @@ class StepFolders:
         """
         existing = self.newest_first()
         records = [*shards, *(write_file(staging / name, content, self._fault) for name, content in files.items())]
-        serial = 1 + max((serial or 0 for _, serial in existing), default=0)
+        serial = 1 + max((m.serial for _, m in existing if isinstance(m, Manifest)), default=0)
         write_file(staging / MANIFEST, Manifest(step, serial, tuple(records)).to_json(), self._fault)
         sync_folder(staging, self._fault)
         target = self._free_name(step)
@@ -142,21 +138,21 @@ class StepFolders:
         """Never remove the checkpoint of this step. The checkpoint that was protected before may be removed again."""
         self.protected_step = step
         stored = self.newest_first()
-        newest = next((path for path, serial in stored if serial is not None), None)
+        newest = next((path for path, manifest in stored if isinstance(manifest, Manifest)), None)
         if newest is not None:
             self._prune(newest, [entry for entry in stored if entry[0] != newest])
 
-    def _prune(self, newest: Path, older: list[tuple[Path, int | None]]) -> None:
+    def _prune(self, newest: Path, older: list[Stored]) -> None:
         """Remove all checkpoints but the newest `keep` and the protected one.
 
         Older checkpoints of the step of `newest`, and checkpoints without a readable manifest, are also removed.
         Checkpoints of a newer Tessera stay.
         """
         step = newest.name.split(".")[0]
-        worth = [path for path, serial in older if serial is not None and path.name.split(".")[0] != step]
+        worth = [p for p, manifest in older if isinstance(manifest, Manifest) and p.name.split(".")[0] != step]
         stay = {*worth[: self._keep - 1], *(path for path in worth if step_of(path) == self.protected_step)}
-        for path, _ in older:
-            if path not in stay and not _is_newer(path):
+        for path, manifest in older:
+            if path not in stay and not isinstance(manifest, NewerFormatError):
                 self._remove(path)
 
     def _remove(self, path: Path) -> bool:
@@ -184,15 +180,13 @@ class StepFolders:
             return False
         spare: list[tuple[Path, int]] = []
         has_good = False
-        for path, _ in self.newest_first():
-            try:
-                files = read_manifest(path).files
-            except TesseraError:
+        for path, manifest in self.newest_first():
+            if not isinstance(manifest, Manifest):
                 continue
             if has_good:
-                spare.append((path, sum(record.size for record in files)))
+                spare.append((path, sum(record.size for record in manifest.files)))
             else:
-                has_good = not problems_in(path, files)
+                has_good = not problems_in(path, manifest.files)
         if not full and free + sum(size for _, size in spare) < needed:
             return False  # removing all of them would not free enough
         freed = 0

@@ -26,18 +26,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-from tessera.checkpoint.files import (
-    CODES,
-    Entry,
-    Fault,
-    FileRecord,
-    SafetensorsFile,
-    storage_order,
-)
+from tessera.checkpoint.files import CODES, MAX_MANIFEST_BYTES, Fault, FileRecord, write_safetensors
 from tessera.checkpoint.parts import KeyedPart, SplitTensor, check_cover
 from tessera.errors import TesseraError
 from tessera.runtime import device as devices
 from tessera.runtime.collective import Ranks
+from tessera.runtime.files import read_bytes
 from tessera.runtime.torch_internals import foreach_copy_
 
 TABLE = "tensors.json"
@@ -78,13 +72,7 @@ class TensorSave:
 
     def write(self, folder: Path, fault: Fault) -> list[FileRecord]:
         """Write this rank's chunks to one file. Return a list with its record; an empty list if there are no chunks."""
-        if not self.chunks:
-            return []
-        entries = storage_order([Entry(key, chunk.dtype, tuple(chunk.shape)) for key, chunk in self.chunks.items()])
-        with SafetensorsFile(folder / self.file, entries, fault) as file:
-            for entry in entries:
-                file.put(entry.key, self.chunks[entry.key])
-        return [file.record]
+        return [write_safetensors(folder / self.file, self.chunks, fault)] if self.chunks else []
 
 
 def _copies(chunks: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
@@ -191,13 +179,7 @@ def total_bytes(tensors: Mapping[str, Tensor]) -> int:
 
 def read_table(folder: Path) -> Metadata:
     """Read `tensors.json` of a checkpoint; see `parse_table`."""
-    path = folder / TABLE
-    try:
-        return parse_table(path.read_bytes(), str(path))
-    except OSError as error:
-        raise TesseraError(
-            f"the file cannot be read: {error.strerror}", where=str(path), code="checkpoint.unreadable-file"
-        ) from error
+    return parse_table(read_bytes(folder / TABLE, MAX_MANIFEST_BYTES), str(folder / TABLE))
 
 
 def parse_table(data: bytes, where: str) -> Metadata:

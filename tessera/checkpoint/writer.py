@@ -24,7 +24,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from tessera.checkpoint.files import Entry, Fault, free_bytes, no_fault, safetensors_header, storage_order, sync_folder
+from tessera.checkpoint.files import Fault, free_bytes, no_fault, safetensors_header, storage_order, sync_folder
 from tessera.checkpoint.forms import NativeTensors, TensorGroup
 from tessera.checkpoint.publish import Origin, space_report, staged
 from tessera.errors import TesseraError
@@ -33,7 +33,7 @@ from tessera.runtime.crc32 import crc32
 from tessera.runtime.libc import begin_write_back, same_bytes
 from tessera.runtime.process import open_files, usable_cpus
 from tessera.runtime.progress import WorkProgress, human_bytes
-from tessera.weights.file_plan import FilePlan, FolderPlan, Place
+from tessera.weights.file_plan import FilePlan, FolderPlan, Place, PlannedTensor
 from tessera.weights.map import WeightMap
 from tessera.weights.rows import Bytes, TensorRows
 
@@ -203,16 +203,16 @@ def _one_thread_each() -> Iterator[None]:
 # ---------------------------------------------------------------------------------------------- files
 
 
-def plan_safetensors(files: Mapping[str, Sequence[Entry]]) -> FolderPlan:
+def plan_safetensors(files: Mapping[str, Mapping[str, PlannedTensor]]) -> FolderPlan:
     """Plan safetensors files. `files`: file name -> its tensors in order."""
     plans, places = dict[str, FilePlan](), dict[str, list[Place]]()
-    for name, entries in files.items():
-        ordered = storage_order(entries)
+    for name, tensors in files.items():
+        ordered = storage_order(tensors)
         header = safetensors_header(ordered)
         at = len(header)
-        for entry in ordered:
-            places[entry.key] = [Place(name, at)]
-            at += entry.nbytes
+        for key, plan in ordered.items():
+            places[key] = [Place(name, at)]
+            at += plan.nbytes
         plans[name] = FilePlan(at, ((0, header),))
     return FolderPlan(plans, places)
 

@@ -17,6 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tessera.runtime.files import replacing
+
 log = logging.getLogger("tessera")
 
 CACHE_VARIABLE = "TESSERA_CACHE"
@@ -73,20 +75,11 @@ def adopt(file: Path) -> bool:
 
 def _link_or_copy(source: Path, target: Path) -> None:
     """Make `target` a hard link to `source`, or a copy on another file system. The change is atomic."""
-    fresh = unique_name(target)
-    try:
+    with replacing(target) as fresh:
         try:
             os.link(source, fresh)
         except OSError:
             shutil.copyfile(source, fresh)
-        os.replace(fresh, target)
-    finally:
-        fresh.unlink(missing_ok=True)  # `os.replace` does nothing if both are links to the same file
-
-
-def unique_name(file: Path) -> Path:
-    """Return the name of a temporary file beside a file, unique among all processes and machines."""
-    return file.with_name(f"{file.name}.{os.getpid()}-{os.urandom(4).hex()}.part")
 
 
 @functools.cache

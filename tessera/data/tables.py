@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,9 @@ import numpy as np
 import safetensors.numpy
 from safetensors import SafetensorError, safe_open
 
-from tessera.data.cache import adopt, digest_of, share, unique_name
+from tessera.data.cache import adopt, digest_of, share
 from tessera.errors import TesseraError
+from tessera.runtime.files import replacing
 
 log = logging.getLogger("tessera")
 
@@ -82,16 +82,12 @@ def _mapped(file: Path, start: int, entry: Mapping[str, Any]) -> np.ndarray:
 def write_tables(file: Path, arrays: Mapping[str, np.ndarray], about: Mapping[str, str]) -> None:
     """Write a file of tables atomically. Several processes may write the same file at once."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    beside = unique_name(file)
     dense = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-    try:
-        beside.write_bytes(b"")
-        permissions = beside.stat().st_mode  # as the umask sets them; safetensors would deny other users to read
-        safetensors.numpy.save_file(dense, beside, metadata={**about, _HASH: _content_hash(dense, about)})
-        beside.chmod(permissions)
-        os.replace(beside, file)
-    finally:
-        beside.unlink(missing_ok=True)  # left by an error, such as a full disk
+    with replacing(file) as fresh:
+        fresh.write_bytes(b"")
+        permissions = fresh.stat().st_mode  # as the umask sets them; safetensors would deny other users to read
+        safetensors.numpy.save_file(dense, fresh, metadata={**about, _HASH: _content_hash(dense, about)})
+        fresh.chmod(permissions)
 
 
 def open_tables(file: Path, key: str) -> Tables | None:
@@ -102,12 +98,9 @@ def open_tables(file: Path, key: str) -> Tables | None:
     try:
         tables = Tables(file)
         if tables.about.get("key") == key:
-            if _HASH not in tables.about:
-                problem = "an earlier version wrote it without a hash"
-            elif tables.about[_HASH] == _content_hash(tables, tables.about):
+            if tables.about.get(_HASH) == _content_hash(tables, tables.about):
                 return tables
-            else:
-                problem = "its content does not match its hash"
+            problem = "its content does not match its hash"
     except (ValueError, OSError, KeyError, TypeError, OverflowError) as error:
         problem = str(error)
     log.warning("%s is not used and is made again: %s", file, problem)

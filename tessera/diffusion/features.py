@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +36,7 @@ from tessera.diffusion.feature_folder import (
     shard_content,
 )
 from tessera.errors import TesseraError
-from tessera.runtime.files import read_json_mapping
+from tessera.runtime.files import read_json_mapping, replacing
 
 PLAN = "plan.json"  # settings of the features in an incomplete folder
 
@@ -112,16 +111,12 @@ def _grids(batch: Batch, number: int) -> list[list[int]]:
 
 def publish(file: Path, content: bytes) -> None:
     """Write a file under a temporary name, flush it to the disk, and rename it."""
-    # All ranks write the plan, and ranks on several machines may have the same process id: add a random part.
-    beside = file.with_name(f"{file.name}.{os.getpid()}-{secrets.token_hex(4)}.part")
     try:
-        with beside.open("wb") as opened:
+        with replacing(file) as fresh, fresh.open("wb") as opened:
             opened.write(content)
             opened.flush()
             os.fsync(opened.fileno())
-        os.replace(beside, file)
     except OSError as error:
-        beside.unlink(missing_ok=True)
         # A second process with the same command wrote the same file, and removed all temporary files when it finished.
         if isinstance(error, FileNotFoundError) and file.is_file():
             return

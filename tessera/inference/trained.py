@@ -25,9 +25,9 @@ from tessera.inference.found_model import FoundModel
 from tessera.inference.load import chosen_adapters
 from tessera.inference.weight_source import float32_names, with_checkpoints
 from tessera.lora.exchange import is_adapters, read_saved
-from tessera.lora.factors import layer_paths, merge_adapter
+from tessera.lora.factors import merge_adapter
 from tessera.lora.load import part_of, read_adapters
-from tessera.lora.select import Adapters, expert_paths, factor_names, magnitude_name, tensor_names, weight_names
+from tessera.lora.select import Adapters, factor_names, magnitude_name, tensor_names, weight_names
 from tessera.runtime.collective import Ranks
 from tessera.weights.file_plan import PlannedTensor
 from tessera.weights.map import WeightMap
@@ -78,7 +78,7 @@ class TrainedForm(StoredForm):
 
     def open_adapters(self, path: Path, weight_map: WeightMap | None, base: Path | None) -> None:
         """Read adapters from a LoRA file or a PEFT folder."""
-        adapters = read_adapters(path, layer_paths(self._shapes), weight_map, part_of(base), expert_paths(self._shapes))
+        adapters = read_adapters(path, self._shapes, weight_map, part_of(base))
         for layer, factors in adapters.items():
             matrices = factors.a.to(self._dtype), factors.b.to(self._dtype)
             self._factors |= dict(zip(factor_names(layer), matrices, strict=True))

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tessera.checkpoint.files import Entry, SafetensorsFile, storage_order, write_file
+from tessera.checkpoint.files import write_file, write_safetensors
 from tessera.checkpoint.hf import gather_on_rank0
 from tessera.checkpoint.publish import Origin, publish
 from tessera.config.run_config import AdapterForm
@@ -17,7 +17,7 @@ from tessera.errors import TesseraError
 from tessera.lora.exchange import DOTTED, FILES, FIRST, HEADER_KEY, MAGNITUDE_KEY, UNDERSCORED
 from tessera.lora.experts import to_peft, wrapper_names
 from tessera.lora.factors import Factors, all_modules, experts_in_memory, parameters_in_memory, plain_form, to_foreign
-from tessera.lora.peft import CONFIG, PREFIX, WEIGHTS, make_config
+from tessera.lora.peft import CONFIG, PREFIX, make_config
 from tessera.lora.select import Adapters, expert_paths, factor_names, magnitude_name, tensor_names
 from tessera.weights.map import WeightMap
 
@@ -126,7 +126,7 @@ def _write_peft(
     sides |= {f"{prefix}{name}": tensor for name, tensor in saved.items()}
     stated = {f"{FIRST}.{key}": value for key, value in config.items() if key != "base_model_name_or_path"}
     header = None if form == "peft" else {HEADER_KEY: json.dumps(stated, indent=2, sort_keys=True)}
-    _write(staging / (WEIGHTS if form == "peft" else FILES[form]), sides, header)
+    write_safetensors(staging / FILES[form], sides, metadata=header)
 
 
 def _write_exchange(staging: Path, form: str, modules: Mapping[str, Factors]) -> None:
@@ -137,14 +137,7 @@ def _write_exchange(staging: Path, form: str, modules: Mapping[str, Factors]) ->
         # Readers scale by alpha / rank, also for rsLoRA, so alpha is computed from the scale.
         alpha = torch.tensor(factors.adapter.scale * factors.adapter.rank)
         tensors |= {f"{name}.lora_down.weight": factors.a, f"{name}.lora_up.weight": factors.b, f"{name}.alpha": alpha}
-    _write(staging / FILES[form], tensors, None)
-
-
-def _write(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, str] | None) -> None:
-    entries = [Entry(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()]
-    with SafetensorsFile(path, entries, metadata=header) as file:
-        for entry in storage_order(entries):
-            file.put(entry.key, tensors[entry.key].contiguous())
+    write_safetensors(staging / FILES[form], tensors)
 
 
 def _saved_tensors(
@@ -153,9 +146,8 @@ def _saved_tensors(
     """Return fully trained parameters by their names in PEFT's files. `tensors`: the unsharded tensors."""
     stored: dict[str, Tensor] = {}
     for name, foreign in in_memory.items():
-        match = weight_map.rule_for(name)
-        assert match is not None, "checked"
-        stored |= dict(zip(foreign, match[0].op.to_foreign(tensors[name].cpu()), strict=True))
+        rule, _ = weight_map.required_rule(name)
+        stored |= dict(zip(foreign, rule.op.to_foreign(tensors[name].cpu()), strict=True))
         for copy, native in weight_map.copies:  # PEFT expects a tied head beside its embedding
             if native == name:
                 stored[weight_map.in_memory(copy)] = tensors[name].cpu()

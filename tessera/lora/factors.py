@@ -93,27 +93,15 @@ def all_modules(parameters: Iterable[str], weight_map: WeightMap) -> set[str]:
 
 def experts_in_memory(path: str, weight_map: WeightMap, where: str) -> str:
     """Return the name of a module of experts in transformers, whose classes always stack experts."""
-    match = weight_map.rule_for(f"{path}.down")
-    if match is None:
-        raise TesseraError(f"the weight map has no rule for {path}.down", where=where, code="model.no-weight-rule")
-    rule, names = match
+    rule, names = weight_map.required_rule(f"{path}.down", where)
     # A folder stores X.experts.down_proj, or one tensor per expert: X.experts.0.down_proj.weight.
     return weight_map.in_memory(names[0]).rsplit(".", 3 if isinstance(rule.op, Stack) else 1)[0]
 
 
 def parameters_in_memory(names: Collection[str], weight_map: WeightMap) -> dict[str, tuple[str, ...]]:
     """Return the names in transformers of fully trained parameters."""
-    renamed: dict[str, tuple[str, ...]] = {}
-    for name in names:
-        match = weight_map.rule_for(name)
-        if match is None:
-            raise TesseraError(
-                f"the weight map has no rule for {name}",
-                where="model.lora.modules_to_save",
-                code="model.no-weight-rule",
-            )
-        renamed[name] = tuple(weight_map.in_memory(foreign) for foreign in match[1])
-    return renamed
+    rules = {name: weight_map.required_rule(name, "model.lora.modules_to_save") for name in names}
+    return {name: tuple(map(weight_map.in_memory, foreign)) for name, (_, foreign) in rules.items()}
 
 
 # ---------------------------------------------------------------------------------------------- between forms
@@ -123,12 +111,8 @@ def to_foreign(native: Mapping[str, Factors], weight_map: WeightMap, where: str)
     """Translate native adapters to the modules of a weight map's format, named as in transformers."""
     foreign: dict[str, Factors] = {}
     for path, factors in native.items():
-        match = modules_of(path, weight_map)
-        if match is None:
-            raise TesseraError(
-                f"the weight map has no rule for {path}.weight", where=where, code="model.no-weight-rule"
-            )
-        op, modules = match[0], [in_memory(module, weight_map) for module in match[1]]
+        rule, names = weight_map.required_rule(f"{path}{_WEIGHT}", where)
+        op, modules = rule.op, [weight_map.in_memory(name).removesuffix(_WEIGHT) for name in names]
         check_operation(op, path, where)
         if isinstance(op, TensorChunk):
             if modules[0] not in foreign:

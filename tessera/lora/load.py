@@ -62,7 +62,7 @@ def settled(
     if path is None or section.targets:
         return section
     if is_adapters(path):
-        read = read_adapters(path, layer_paths(parameters), weight_map, part, expert_paths(parameters))
+        read = read_adapters(path, parameters, weight_map, part)
         adapters = {layer: factors.adapter for layer, factors in read.items()}
         first = next(iter(adapters.values()))
         update = {"rank": first.rank, "alpha": first.alpha, "rslora": first.rslora, "dora": first.dora}
@@ -114,10 +114,7 @@ def fill_adapters(
     if not is_adapters(path):
         load_checkpoint(path, {f"{MODEL}{name}": tensor for name, tensor in here.items()})
         return
-    paths, experts = layer_paths(parameters), expert_paths(parameters)
-    Ranks.current().on_all(
-        lambda: _fill(path, here, adapters, read_adapters(path, paths, weight_map, part, experts), full)
-    )
+    Ranks.current().on_all(lambda: _fill(path, here, adapters, read_adapters(path, parameters, weight_map, part), full))
 
 
 def _fill(
@@ -181,27 +178,24 @@ def merge_into(
             allowed=["a finite number; 1 is the trained strength"],
             code="adapter.bad-strength",
         )
-    parameters = list(parameters)
-    adapters = read_adapters(path, layer_paths(parameters), weight_map, part, expert_paths(parameters))
-    merge_factors(adapters, tensors, strength, str(path))
+    merge_factors(read_adapters(path, parameters, weight_map, part), tensors, strength, str(path))
 
 
 def read_adapters(
-    path: Path,
-    paths: Sequence[str],
-    weight_map: WeightMap | None,
-    part: str = FIRST,
-    experts: Mapping[str, tuple[str, ...]] | None = None,
+    path: Path, parameters: Iterable[str], weight_map: WeightMap | None, part: str = FIRST
 ) -> dict[str, Factors]:
     """Read all adapters of a file or a PEFT folder and return them by the paths of native layers.
 
-    `paths`: the layers of the model. Raise if the file has an adapter of any other layer. Adapters of layers that the
-    forward pass does not use (`WeightMap.idle`) are left out. `part`: see `part_of`. `experts`: see `expert_paths`.
+    `parameters`: names of all parameters of the model. Raise if the file has an adapter of a layer that the model does
+    not have. Adapters of layers that the forward pass does not use (`WeightMap.idle`) are left out. `part`: see
+    `part_of`.
     """
     if weight_map is None:
         raise TesseraError(
             "this family has no weight map, so adapters cannot be read", where=str(path), code="adapter.no-weight-map"
         )
+    parameters = list(parameters)
+    paths, experts = layer_paths(parameters), expert_paths(parameters)
     stored = open_adapters(path, part)
     stacked: dict[str, Factors] = {}
     if experts:
@@ -237,7 +231,7 @@ def read_all(
     """
     if is_adapters(path):
         _refuse_saved(list(read_saved(path, list(shapes), weight_map)), path)
-        return read_adapters(path, layer_paths(shapes), weight_map, experts=expert_paths(shapes))
+        return read_adapters(path, shapes, weight_map)
     section = settled(LoraSection(path=path), shapes, weight_map)
     _refuse_saved(section.modules_to_save, path)
     adapters = find_adapters(section, module, plan, f"{path / 'config.yaml'}, model.lora.targets")

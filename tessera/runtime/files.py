@@ -13,6 +13,7 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO, TypeVar
 
@@ -309,6 +310,21 @@ def write_jsonl(path: Path, rows: Iterable[Row]) -> None:
     for row in rows:
         record.write(row, flush=False)
     record.close()
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield the name of a temporary file beside `path`, unique among all processes and machines.
+
+    At the end of the block it replaces `path`. If the block fails, it is removed.
+    """
+    fresh = path.with_name(f"{path.name}.{os.getpid()}-{os.urandom(4).hex()}.part")
+    try:
+        yield fresh
+        os.replace(fresh, path)
+    finally:
+        with suppress(OSError):  # `os.replace` keeps both names if they are links to the same file
+            fresh.unlink(missing_ok=True)
 
 
 def replace_file(path: Path, content: bytes) -> None:

@@ -18,6 +18,7 @@ from tessera.data.sources.container import RecordError, bad_sample
 from tessera.data.sources.regions import objects_of
 from tessera.data.sources.source import Source, open_source
 from tessera.errors import TesseraError
+from tessera.runtime.files import replacing
 
 SHOWN = 5  # keep the reasons of the first so many skipped rows
 
@@ -151,12 +152,7 @@ def _fresh(out: Path, overwrite: bool, *inputs: Path) -> Iterator[TextIO]:
             code="output.replaces-source",
         )
     out.parent.mkdir(parents=True, exist_ok=True)
-    beside = out.with_name(f".{out.name}.{os.getpid()}.part")
-    try:
-        with beside.open("w", encoding="utf-8") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, out)
-    finally:
-        beside.unlink(missing_ok=True)
+    with replacing(out) as fresh, fresh.open("w", encoding="utf-8") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())

@@ -27,6 +27,10 @@ class PlannedTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
 
+    @staticmethod
+    def of(tensor: Tensor) -> PlannedTensor:
+        return PlannedTensor(tensor.dtype, tuple(tensor.shape))
+
     @property
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize

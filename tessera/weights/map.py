@@ -123,6 +123,18 @@ class WeightMap:
                 return rule, tuple(_fill(foreign, match.groupdict()) for foreign in rule.foreign_names())
         return (Rule(name, name), (name,)) if self.same_names else None
 
+    def required_rule(self, name: str, where: str | None = None) -> tuple[Rule, tuple[str, ...]]:
+        """Return `rule_for` a native name; raise if no rule matches. `where`: of the error."""
+        match = self.rule_for(name)
+        if match is None:
+            raise TesseraError(
+                f"the weight map has no rule for {name}",
+                where=where,
+                allowed=[rule.native for rule in self.rules],
+                code="model.no-weight-rule",
+            )
+        return match
+
     def group_of(self, name: str) -> tuple[str, ...]:
         """Return the native names that share a foreign tensor with this name, in order."""
         for rule in self.rules:
@@ -146,14 +158,7 @@ class WeightMap:
         """Translate native tensors to foreign tensors like `to_foreign`, without concatenating row blocks."""
         foreign_tensors: dict[str, TensorRows] = {}
         for name, rows in native.items():
-            match = self.rule_for(name)
-            if match is None:
-                raise TesseraError(
-                    f"the weight map has no rule for {name}",
-                    allowed=[rule.native for rule in self.rules],
-                    code="model.no-weight-rule",
-                )
-            rule, foreign = match
+            rule, foreign = self.required_rule(name)
             if not isinstance(rule.op, TensorChunk):
                 foreign_tensors.update(zip(foreign, foreign_rows(rule.op, rows), strict=True))
             elif rule.op.number == 0:

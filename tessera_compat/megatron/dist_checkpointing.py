@@ -19,15 +19,13 @@ from torch import Tensor
 
 from tessera.checkpoint.files import (
     DTYPES,
-    Entry,
-    SafetensorsFile,
     code_of,
     hash_file,
     open_safetensors,
     read_box,
-    storage_order,
     sync_folder,
     write_file,
+    write_safetensors,
 )
 from tessera.errors import TesseraError, foreign_values, nearest
 from tessera.runtime.collective import Ranks
@@ -127,11 +125,7 @@ def _write_parts(path: Path, tensors: list[ShardedTensor], objects: dict[str, An
             parts.append([shard.key, name, offset, size, shard.global_shape, code_of(shard.dtype, name)])
     if not blocks:
         return {"parts": parts, "objects": objects, "file": None}
-    entries = [Entry(name, block.dtype, tuple(block.shape)) for name, block in blocks.items()]
-    with SafetensorsFile(path, entries) as file:
-        for entry in storage_order(entries):
-            file.put(entry.key, blocks[entry.key])
-    return {"parts": parts, "objects": objects, "file": vars(file.record)}
+    return {"parts": parts, "objects": objects, "file": vars(write_safetensors(path, blocks))}
 
 
 def _sorted_out(state: ShardedStateDict) -> tuple[list[ShardedTensor], dict[str, Any], Any]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tessera.checkpoint.files import MANIFEST, Entry, SafetensorsFile, storage_order
+from tessera.checkpoint.files import MANIFEST, write_safetensors
 from tessera.checkpoint.forms import SafetensorsForm
 from tessera.checkpoint.publish import made_from, publish
 from tessera.checkpoint.writer import PlannedFolder
@@ -167,11 +167,7 @@ def lora_mm_to_hf(family: str, options: Options) -> Path:
         )
 
     def write(staging: Path) -> None:
-        entries = storage_order([Entry(names[name], tensor.dtype, tensor.shape) for name, tensor in tensors.items()])
-        foreign_names = {native: foreign for foreign, native in names.items()}
-        with SafetensorsFile(staging / WEIGHTS, entries) as file:
-            for entry in entries:
-                file.put(entry.key, tensors[foreign_names[entry.key]].read())
+        write_safetensors(staging / WEIGHTS, {names[name]: tensor.read() for name, tensor in tensors.items()})
         if began is not None:
             (staging / CONFIG).write_bytes((Path(began) / CONFIG).read_bytes())
 

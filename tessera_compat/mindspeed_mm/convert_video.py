@@ -245,7 +245,7 @@ def _write(family: str, options: Options, tensors: Mapping[str, Tensor]) -> Path
             fix="pass the original checkpoint of the model",
             code="weights.unknown-tensor",
         )
-    plans = {name: PlannedTensor(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    plans = {name: PlannedTensor.of(tensor) for name, tensor in tensors.items()}
 
     def write(staging: Path) -> None:
         with PlannedFolder(staging, plan_megatron(form, layout, plans, str(target))) as files:

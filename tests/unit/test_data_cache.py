@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import time
 from pathlib import Path
@@ -18,10 +17,9 @@ from tessera.config.run_config import SourceSection
 from tessera.data import cache
 from tessera.data.index import build as build_module
 from tessera.data.index.build import IndexMaker
-from tessera.data.index.measure import bad_rows
 from tessera.data.index.split import SplitIndex
 from tessera.data.media.files import Limits
-from tessera.data.tables import MemoryTables, Tables, keep_tables, write_tables
+from tessera.data.tables import MemoryTables, keep_tables
 from tests.errors import raises
 
 
@@ -137,18 +135,6 @@ def test_a_full_disk_leaves_no_part_of_a_file(tmp_path: Path, monkeypatch: pytes
     with raises("data.index-not-writable"):
         keep_tables(tmp_path / "a.safetensors", MemoryTables({"a": np.arange(3)}, {"key": "k"}))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_an_index_of_a_version_without_codes_is_measured_again(tmp_path: Path, shared: Path) -> None:
-    path = write_jsonl(tmp_path / "b.jsonl", [row("q", "a"), row("q", "", id="bad")])
-    build(path, tmp_path / "first")
-    (file,) = shared.glob("index-*.safetensors")
-    tables = Tables(file)
-    arrays = {name: np.array(array) for name, array in tables.items()}
-    arrays["bad"] = np.frombuffer(json.dumps([[1, "bad", "nothing to train on"]]).encode(), np.uint8)
-    write_tables(file, arrays, tables.about)
-    assert bad_rows(Tables(file))[0].sample == ("bad", "nothing to train on", "")
-    assert [bad.code for bad in build(path, tmp_path / "second")[0].bad] == ["data.nothing-trained"]
 
 
 def test_files_that_nobody_uses_are_removed(records: Path, tmp_path: Path, shared: Path) -> None:

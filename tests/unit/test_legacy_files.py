@@ -230,7 +230,7 @@ def test_a_tensor_of_several_parts_is_read_by_those_it_needs(tmp_path: Path) -> 
     assert torch.equal(tensor.read((3, 4), (2, 3)), whole[3:5, 4:7])
     without = replace(tensor, parts=(parts[0], *(replace(part, file=tmp_path / "gone") for part in parts[1:])))
     assert torch.equal(without.read((1, 2), (3, 3)), whole[1:4, 2:5])
-    with raises("checkpoint.unreadable-file"):
+    with raises("environment.cannot-open"):
         without.read()
 
 

@@ -64,7 +64,7 @@ class Case:
         return folder
 
     def read(self, path: Path, **options: Any) -> dict[str, Factors]:
-        return read_adapters(path, self.paths, self.table, **options)
+        return read_adapters(path, [f"{layer}.weight" for layer in self.paths], self.table, **options)
 
     def product(self, path: str) -> Tensor:
         a, b = factor_names(path)

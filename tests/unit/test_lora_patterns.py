@@ -107,4 +107,4 @@ def test_patterns_without_sense_are_refused(change: dict[str, Any], error: str, 
     settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, **change}
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
     with raises(error):
-        read_adapters(tmp_path, [layer.removeprefix("base_model.model.")], WeightMap((), same_names=True))
+        read_adapters(tmp_path, [layer.removeprefix("base_model.model.") + ".weight"], WeightMap((), same_names=True))

@@ -152,7 +152,7 @@ def test_what_we_write_peft_loads(family: str, rslora: bool, tmp_path: Path) -> 
     assert compare_weights(module, spec, config, loaded.merge_and_unload(), base) == len(there)
 
     # And back to us, as it was.
-    adapters = read_adapters(tmp_path / "adapter", layers, table)
+    adapters = read_adapters(tmp_path / "adapter", [f"{layer}.weight" for layer in layers], table)
     mine = adapters_of(module)
     assert set(adapters) == set(mine)
     for path, factors in adapters.items():
@@ -300,7 +300,7 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj"
 def test_what_is_not_plain_lora_is_refused(change: dict[str, Any], error: str, tmp_path: Path) -> None:
     folder = folder_with(tmp_path, {f"{Q}.lora_A.weight": torch.zeros(2, 4)}, **change)
     with raises(error):
-        read_adapters(folder, ["text.layers.0.attn.q"], WeightMap(()))
+        read_adapters(folder, ["text.layers.0.attn.q.weight"], WeightMap(()))
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ def test_what_is_not_plain_lora_is_refused(change: dict[str, Any], error: str, t
 def test_files_that_do_not_fit_are_refused(tensors: dict[str, Tensor], error: str, tmp_path: Path) -> None:
     spec, config = resolve(ModelSection(family="qwen3", preset="quickstart"))
     with raises(error):
-        read_adapters(folder_with(tmp_path, tensors), ["text.layers.0.attn.q"], spec.main.weight_map(config))  # type: ignore[misc]
+        read_adapters(folder_with(tmp_path, tensors), ["text.layers.0.attn.q.weight"], spec.main.weight_map(config))  # type: ignore[misc]
 
 
 def test_adapters_in_a_pickle_and_adapters_to_compare_are_told_the_way(tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ def test_published_adapters_for_layers_that_nobody_reads_are_passed_over(tmp_pat
     save_file(sides, tmp_path / "adapter_model.safetensors")
     fields = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": layers}
     (tmp_path / "adapter_config.json").write_text(json.dumps(fields))
-    adapters = read_adapters(tmp_path, paths, spec.main.weight_map(config))
+    adapters = read_adapters(tmp_path, [f"{path}.weight" for path in paths], spec.main.weight_map(config))
     assert sorted(adapters) == ["blocks.2.attn.text_out", "blocks.2.text_mlp.down"]
     frozen = {name.rpartition(".")[0] for name, p in model.named_parameters() if not p.requires_grad}
     assert set(spec.main.weight_map(config).idle) == frozen  # type: ignore[union-attr]

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from tessera.checkpoint.files import CODES
 from tessera.checkpoint.legacy.pickles import LARGEST_PICKLE, Described, Name, describe
-from tessera.checkpoint.legacy.torch_files import MOST_AXES, StoredTensor, open_regular, read_torch_archive
+from tessera.checkpoint.legacy.torch_files import MOST_AXES, StoredTensor, read_torch_archive
 from tessera.checkpoint.legacy.torch_plan import ALIGNMENT, PickleWriter, plan_torch_file
 from tessera.checkpoint.parts import TensorInParts, TensorPart, check_cover
 from tessera.errors import TesseraError, first_line
-from tessera.runtime.files import check_inside
+from tessera.runtime.files import check_inside, open_regular
 from tessera.runtime.torch_internals import DCP_LAYOUT, DCP_MEMORY_FORMAT, DCP_STORAGE_INFO, DCP_STORAGE_PREFIX
 from tessera.weights.file_plan import FilePlan, FolderPlan, Place, PlannedTensor
 

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import math
 import os
-import stat
 import struct
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
 from tessera.checkpoint.legacy.pickles import LARGEST_PICKLE, Described, Keys, Name, PersistentId, describe
-from tessera.errors import TesseraError, first_line
+from tessera.errors import TesseraError
+from tessera.runtime.byte_ranges import byte_ranges
+from tessera.runtime.files import open_regular
 from tessera.runtime.torch_internals import SAVED_PARAMETER, SAVED_TENSOR, SAVED_TENSOR_WITH_DTYPE
 from tessera.weights.file_plan import map_elements
 
@@ -115,10 +116,11 @@ def read_torch_file(path: Path, classes: tuple[str, ...] = ()) -> Any:
         return read_torch_archive(opened, path, 0, os.fstat(opened.fileno()).st_size, classes)
 
 
-def read_torch_archive(opened: IO[bytes], path: Path, start: int, length: int, classes: tuple[str, ...] = ()) -> Any:
+def read_torch_archive(opened: BinaryIO, path: Path, start: int, length: int, classes: tuple[str, ...] = ()) -> Any:
     """Return the content of the archive at `start` in an open file."""
     try:
-        with zipfile.ZipFile(_Window(opened, start, length)) as archive:
+        view = byte_ranges(opened, [(start, length)], LARGEST_PICKLE)  # tensors are not read through it
+        with zipfile.ZipFile(view) as archive:
             entries = _entries(archive, path)
             pickles = [name for name in entries if name.endswith("/data.pkl") and name.count("/") == 1]
             if len(pickles) != 1:
@@ -142,20 +144,6 @@ def read_torch_archive(opened: IO[bytes], path: Path, start: int, length: int, c
         ) from None
 
 
-def open_regular(path: Path) -> IO[bytes]:
-    """Open a regular file for reading. Raise for pipes, folders and devices."""
-    try:
-        opened = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
-    except (OSError, ValueError) as error:
-        raise TesseraError(
-            f"the file cannot be opened: {first_line(error)}", where=str(path), code="checkpoint.unreadable-file"
-        ) from None
-    if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
-        opened.close()
-        raise TesseraError("not a regular file", where=str(path), code="checkpoint.unreadable-file")
-    return opened
-
-
 def _entries(archive: zipfile.ZipFile, path: Path) -> dict[str, zipfile.ZipInfo]:
     """Return the archive's entries by name. Raise unless all of them are plain, uncompressed files."""
     listed = archive.infolist()
@@ -171,41 +159,11 @@ def _entries(archive: zipfile.ZipFile, path: Path) -> dict[str, zipfile.ZipInfo]
     return entries
 
 
-class _Window:
-    """A file-like view of a part of a file."""
-
-    def __init__(self, opened: IO[bytes], start: int, length: int) -> None:
-        self.opened, self.start, self.length, self.position = opened, start, length, 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self.position
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self.position, os.SEEK_END: self.length}[whence]
-        if base + offset < 0:
-            raise OSError("negative position")
-        self.position = base + offset
-        return self.position
-
-    def read(self, size: int = -1) -> bytes:
-        rest = max(self.length - self.position, 0)
-        self.opened.seek(self.start + self.position)
-        count = rest if size < 0 else min(size, rest)
-        if count > LARGEST_PICKLE:  # tensors are not read through this view
-            raise ValueError(f"a directory or pickle of {count:,} bytes")
-        data = self.opened.read(count)
-        self.position += len(data)
-        return data
-
-
 class _TorchReader:
     """Convert a decoded pickle to containers, scalars and stored tensors."""
 
     def __init__(
-        self, path: Path, start: int, folder: str, entries: Mapping[str, zipfile.ZipInfo], opened: IO[bytes]
+        self, path: Path, start: int, folder: str, entries: Mapping[str, zipfile.ZipInfo], opened: BinaryIO
     ) -> None:
         self.path, self.start, self.folder, self.entries, self.opened = path, start, folder, entries, opened
         self.keys = Keys()

@@ -31,7 +31,6 @@ from tessera.data.index.split import (
     TruncateToLength,
     drop_long,
     find_repeats,
-    is_sound,
     too_long,
     with_cuts,
 )
@@ -44,7 +43,7 @@ from tessera.errors import TesseraError
 
 log = logging.getLogger("tessera")
 
-FORMAT = 4  # version of index files: increase it when their layout or their meaning changes
+FORMAT = 5  # version of index files: increase it when their layout or their meaning changes
 Policy = Literal["skip", "fail"]
 _CONTENT = "content_hash"
 _COMPARED = 256  # 256 usable and 256 unusable samples are measured again before a cached index is used
@@ -112,8 +111,6 @@ class IndexMaker:
     def _measured(self, work: MeasureRows) -> AnyTables:
         """Return the measures of all usable samples, also if longer than a row. A stored index is used if possible."""
         limits = {name: value for name, value in dataclasses.asdict(self.limits).items() if name not in _NOT_MEASURED}
-        if self.limits.urls is None:  # left out, so that indexes from before this field existed have the same hash
-            del limits["urls"]
         key = digest_of([FORMAT, work.source.facts(), self.processor.fingerprint, limits])
         file = self._file("index", key)
         tables = self._read(file, key)
@@ -143,10 +140,7 @@ class IndexMaker:
 
     def _still_holds(self, work: MeasureRows, tables: AnyTables) -> bool:
         """Measure some samples again. Return whether they agree with a cached index; media files may have changed."""
-        bad = bad_rows(tables)
-        if not all(row.code for row in bad):  # an earlier version, without codes, wrote the index
-            return False
-        usable, unusable = np.asarray(tables["row"]), np.array([row.row for row in bad], dtype=np.int64)
+        usable, unusable = np.asarray(tables["row"]), np.array([row.row for row in bad_rows(tables)], dtype=np.int64)
         rows = np.unique(np.concatenate([_spread(usable), _spread(unusable)]))
         some = dataclasses.replace(work, rows=rows)
         again = measure_all(some, workers=self.workers, title=work.source.path.name).arrays
@@ -187,7 +181,7 @@ class IndexMaker:
         """Return a table of the samples whose id an earlier sample of the split also has."""
         file = self._file("ids", identity)
         tables = None if file is None else open_tables(file, identity)
-        if tables is not None and {"sample", "times"} <= set(tables) and len(tables["sample"]) == len(tables["times"]):
+        if tables is not None:
             return tables
         hashes = np.concatenate([part.tables["id_hash"] for part in parts])
         return keep_tables(file, find_repeats(hashes, key=identity))
@@ -198,9 +192,7 @@ class IndexMaker:
     def _read(self, file: Path | None, key: str) -> AnyTables | None:
         """Return the tables in a file; None if the file is missing, damaged, or was made with a shorter time limit."""
         tables = None if file is None else open_tables(file, key)
-        if tables is None or not is_sound(tables) or "digest" not in tables.about:
-            return None
-        return None if 0 < float(tables.about["slow_at"]) < self.timeout_s else tables
+        return None if tables is None or 0 < float(tables.about["slow_at"]) < self.timeout_s else tables
 
     def _write(self, file: Path | None, key: str, tables: MemoryTables, parts: Path | None) -> AnyTables:
         digest = _hash(tables, ("row", "column.tokens"))
@@ -218,7 +210,7 @@ class IndexMaker:
 
 def _content(tables: AnyTables) -> str:
     """Return a hash of the samples and their lengths, without the paths of their files."""
-    return str(tables.about.get(_CONTENT) or _hash(tables, (*COMMON, "column.tokens")))
+    return tables.about.get(_CONTENT) or _hash(tables, (*COMMON, "column.tokens"))
 
 
 def _hash(tables: AnyTables, names: Sequence[str]) -> str:

@@ -51,7 +51,7 @@ class BadRow(NamedTuple):
     row: int
     id: str
     reason: str
-    code: str = ""  # "": an earlier version wrote the index
+    code: str
 
     @property
     def sample(self) -> BadSample:
@@ -122,10 +122,8 @@ class Measured:
 
     @staticmethod
     def of(tables: AnyTables) -> Measured:
-        """Return the measures in the tables of an index. Raise ValueError, KeyError or TypeError for other tables."""
+        """Return the measures in the tables of an index."""
         arrays = {name: array for name, array in tables.items() if name in COMMON or name.startswith("column.")}
-        if len({len(arrays[name]) for name in (*COMMON, *arrays)}) != 1:
-            raise ValueError("the columns have different lengths")
         about = tables.about
         return Measured(
             arrays, bad_rows(tables), int(about["bad_count"]), float(about["slow_at"]), int(about["crashed"])
@@ -248,10 +246,7 @@ class MeasureRows:
         tables = None if self.folder is None else open_tables(self._file(part), self._key(part))
         if tables is None:
             return None
-        try:
-            measured = Measured.of(tables)
-        except (ValueError, KeyError, TypeError):
-            return None
+        measured = Measured.of(tables)
         # Copies, so that not thousands of files stay mapped.
         copies = {name: np.array(array) for name, array in measured.arrays.items()}
         return None if 0 < measured.slow_at < self.timeout_s else replace(measured, arrays=copies)

@@ -16,7 +16,7 @@ import numpy as np
 from tessera.core.sample import PLAIN, BadSample, MediaSize, Message, Part, Sample
 from tessera.data.index.measure import MAX_BAD, BadRow, Measured, bad_rows, content_hash, id_hash
 from tessera.data.media.read import MediaProcessor
-from tessera.data.sources.container import RecordError
+from tessera.data.sources.container import RecordError, fail
 from tessera.data.sources.regions import without_regions
 from tessera.data.sources.source import Source
 from tessera.data.tables import AnyTables, MemoryTables, narrow
@@ -208,8 +208,7 @@ class SourceIndex:
         row = int(self.rows[at])
         sample = self.source.read(row)
         if id_hash(sample.id) != self.tables["id_hash"][at] or content_hash(sample) != self.tables["content"][at]:
-            what = "this row changed since it was indexed"
-            raise RecordError(what, where=self.source.location(row), code="data.sample-changed")
+            fail("data.sample-changed", "this row changed since it was indexed", where=self.source.location(row))
         cuts = self.tables.get("cut.at")
         if cuts is None or len(cuts) == 0:
             return sample
@@ -292,13 +291,3 @@ def find_repeats(hashes: np.ndarray, **about: str) -> MemoryTables:
     again = np.flatnonzero(times)
     again = again[np.argsort(order[again])]
     return MemoryTables({"sample": narrow(order[again]), "times": narrow(times[again])}, about)
-
-
-def is_sound(tables: AnyTables) -> bool:
-    """Return whether tables read from a file have the arrays and sizes of an index of a data set."""
-    try:
-        measured = Measured.of(tables)
-    except (KeyError, ValueError, TypeError):
-        return False
-    cuts = {len(table) for name, table in tables.items() if name.startswith("cut.")}
-    return len(cuts) < 2 and min(measured.bad_count, measured.slow_at, measured.crashed) >= 0

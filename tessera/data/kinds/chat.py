@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,7 @@ def build(request: RowRequest) -> RowSource:
                 fix="set train.global_batch, which counts rows, or data.stream=false",
                 code="data.stream-lengths-unknown",
             )
-        pack = PackFile(request, trained)
+        pack = functools.partial(pack_file, request, trained)
         return StreamedRows(section, request.seed, pack, trained.fingerprint, request.cache_folder)
     return pack_rows(request, trained)
 
@@ -73,15 +74,9 @@ def with_format(section: DataSection, record_format: RecordFormat) -> DataSectio
     return section.model_copy(update=sets)
 
 
-@dataclass(frozen=True)
-class PackFile:
-    """Pack the samples of one streamed file into rows. It is pickled for worker processes."""
-
-    request: RowRequest
-    processor: MediaProcessor
-
-    def __call__(self, section: DataSection, seed: int) -> PackedRows:
-        return pack_rows(replace(self.request, section=section, seed=seed), self.processor, report=False)
+def pack_file(request: RowRequest, processor: MediaProcessor, section: DataSection, seed: int) -> PackedRows:
+    """Pack the samples of one streamed file into rows. `section`: the data section with this file only."""
+    return pack_rows(replace(request, section=section, seed=seed), processor, report=False)
 
 
 def pack_rows(

@@ -10,7 +10,7 @@ import numpy as np
 
 from tessera.core.sample import MediaSize
 from tessera.data.media.containers import container, decoder
-from tessera.data.media.files import Limits, Opened, refusing, size_of
+from tessera.data.media.files import Limits, Opened, refused, refusing, size_of
 from tessera.errors import TesseraError
 
 # Formats whose length FFmpeg only estimates from the bit rate. For these, the durations of all packets are added up.
@@ -46,11 +46,9 @@ def decode(source: Opened, limits: Limits, sampling: AudioSampling) -> tuple[np.
         chunks = list(_decoded_chunks(held, _stream(held, source.name), sampling.rate, expected + slack))
     decoded = sum(len(chunk) for chunk in chunks)
     if abs(decoded - expected) > slack:
-        raise TesseraError(
-            f"damaged audio: {source.name} (the header states {expected / sampling.rate:.2f} s, "
-            f"{'more' if decoded > expected else f'only {decoded / sampling.rate:.2f} s'} could be decoded)",
-            code="media.damaged-file",
-        )
+        length = "more" if decoded > expected else f"only {decoded / sampling.rate:.2f} s"
+        why = f"the header states {expected / sampling.rate:.2f} s, {length} could be decoded"
+        raise refused("damaged audio", source.name, why)
     sound = np.concatenate([*chunks, np.zeros(max(0, expected - decoded))], dtype=np.float32)[:expected]
     return sound, MediaSize(0, 0, 0, samples=expected)
 
@@ -68,10 +66,8 @@ def _check_wav(source: Opened) -> None:
             break
         at += 8 + length + length % 2
     if name == b"data" and size < at + 8 + length < _WAV_UNKNOWN:
-        raise TesseraError(
-            f"damaged audio: {source.name} (the header states {length} bytes of samples, the file has {size - at - 8})",
-            code="media.damaged-file",
-        )
+        why = f"the header states {length} bytes of samples, the file has {size - at - 8}"
+        raise refused("damaged audio", source.name, why)
 
 
 def _stream(held: Any, name: str) -> Any:
@@ -94,9 +90,7 @@ def _sample_count(held: Any, name: str, sampling: AudioSampling) -> int:
             ticks = sum(packet.duration or 0 for packet in held.demux(stream) if packet.size)
             seconds = float(ticks * stream.time_base)
     if rate not in _RATES or seconds <= 0:
-        raise TesseraError(
-            f"unreadable audio: {name} ({seconds:.2f} s at {rate} samples per second)", code="media.unreadable-file"
-        )
+        raise refused("unreadable audio", name, f"{seconds:.2f} s at {rate} samples per second")
     if seconds > sampling.max_seconds:
         raise TesseraError(
             f"audio is too long: {name} lasts {seconds:.0f} s, the limit is {sampling.max_seconds:g} s",

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO
 
-from tessera.data.media.files import Limits, Opened, reason, size_of
+from tessera.data.media.files import Limits, Opened, reason, refused, size_of
 from tessera.data.workers.worker import memory_limit
 from tessera.errors import TesseraError
 
@@ -56,7 +56,7 @@ def container(source: Opened, kind: str, limits: Limits) -> Iterator[Any]:
         except Exception as error:  # demuxers raise undocumented errors on damaged files
             allowed = not isinstance(error, av.error.ArgumentError)  # raised for a format that is not in _DEMUXERS
             why = reason(error) if allowed else f"not a supported {kind} format"
-            raise TesseraError(f"unreadable {kind}: {source.name} ({why})", code="media.unreadable-file") from None
+            raise refused(f"unreadable {kind}", source.name, why) from None
         with opened:
             yield opened
 

@@ -6,18 +6,17 @@ import io
 import os
 import re
 import stat
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO, NamedTuple
 
 from tessera.config.run_config import DataSection
 from tessera.core.sample import MediaSize
 from tessera.data.media.urls import UrlPolicy, fetch_image, is_url
 from tessera.errors import TesseraError, first_line
+from tessera.runtime.byte_ranges import byte_ranges
 from tessera.runtime.files import leads_out
 
 Target = Callable[[MediaSize], "tuple[int, int] | None"]  # (size in the header) -> (width, height) after resizing
@@ -72,6 +71,14 @@ def reason(error: BaseException) -> str:
     return str(getattr(error, "strerror", None) or first_line(error))
 
 
+def refused(what: str, name: str, why: str) -> TesseraError:
+    """Return the error about a media file. `what`: such as "damaged video" or "unreadable image"."""
+    return TesseraError(
+        f"{what}: {name} ({why})",
+        code="media.damaged-file" if what.startswith("damaged") else "media.unreadable-file",
+    )
+
+
 @contextmanager
 def refusing(what: str, name: str) -> Iterator[None]:
     """Convert every exception of a decoder in the block to a `TesseraError`. Decoders raise undocumented exceptions."""
@@ -80,10 +87,7 @@ def refusing(what: str, name: str) -> Iterator[None]:
     except TesseraError:
         raise
     except Exception as error:
-        raise TesseraError(
-            f"{what}: {name} ({reason(error)})",
-            code="media.damaged-file" if what.startswith("damaged") else "media.unreadable-file",
-        ) from None
+        raise refused(what, name, reason(error)) from None
 
 
 def resolve(value: Any, root: Path) -> Path:
@@ -225,42 +229,3 @@ def _part_of(file: BinaryIO, member: ArchiveMember) -> BinaryIO:
 
 def size_of(file: BinaryIO) -> int:
     return file.seek(0, io.SEEK_END)
-
-
-def byte_ranges(file: BinaryIO, spans: Sequence[tuple[int, int]]) -> BinaryIO:
-    """Return a file object that concatenates ranges (start, size) of a file. Nothing is copied."""
-    return cast(BinaryIO, io.BufferedReader(_ByteRanges(file, spans)))
-
-
-class _ByteRanges(io.RawIOBase):
-    def __init__(self, file: BinaryIO, spans: Sequence[tuple[int, int]]) -> None:
-        self._file, self._spans, self._at = file, spans, 0
-        self._ends = list(accumulate(size for _, size in spans))
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        total = self._ends[-1] if self._ends else 0
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: total}[whence]
-        self._at = max(0, base + offset)
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        number = bisect_right(self._ends, self._at)
-        if number == len(self._ends):
-            return 0
-        start, size = self._spans[number]
-        remaining = self._ends[number] - self._at
-        room = memoryview(buffer)[:remaining]
-        self._file.seek(start + size - remaining)
-        data = self._file.read(len(room))
-        room[: len(data)] = data
-        self._at += len(data)
-        return len(data)

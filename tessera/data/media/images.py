@@ -14,9 +14,10 @@ import numpy as np
 from PIL import ExifTags, Image, ImageChops, UnidentifiedImageError
 
 from tessera.core.sample import MediaSize
-from tessera.data.media.files import Limits, Opened, Target, byte_ranges, refusing, size_of
+from tessera.data.media.files import Limits, Opened, Target, refused, refusing, size_of
 from tessera.data.workers.worker import memory_limit
 from tessera.errors import TesseraError
+from tessera.runtime.byte_ranges import byte_ranges
 
 # Pillow's other formats are not allowed: some run programs (EPS) or are documents.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF")
@@ -112,7 +113,7 @@ def check_pixels(width: int, height: int, name: str, limits: Limits) -> None:
             code="media.too-many-pixels",
         )
     if width < 1 or height < 1:
-        raise TesseraError(f"unreadable image: {name} ({width}x{height})", code="media.unreadable-file")
+        raise refused("unreadable image", name, f"{width}x{height}")
 
 
 @contextmanager

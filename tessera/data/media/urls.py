@@ -11,7 +11,6 @@ import hashlib
 import http.client
 import ipaddress
 import json
-import os
 import socket
 import ssl
 import threading
@@ -24,6 +23,7 @@ from urllib.parse import SplitResult, quote, urljoin, urlsplit
 
 from tessera.data.cache import user_cache
 from tessera.errors import TesseraError, first_line
+from tessera.runtime.files import replacing
 
 SCHEMES = ("http://", "https://")
 _MAX_REDIRECTS = 5
@@ -65,19 +65,16 @@ def fetch_image(url: str, policy: UrlPolicy) -> Path:
     content, way = download(url, policy)
     if not _is_image(content):
         raise TesseraError(f"not an image: {url:.200} ({len(content)} bytes)", code="media.not-an-image")
-    part = file.with_name(f"{file.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         note = file.with_name(file.name + _NOTE)
         note.unlink(missing_ok=True)
         if policy.private or len(way) > 1:  # written before the image: an image without this file counts as public
-            part.write_text(json.dumps({"urls": way, "private": policy.private}), encoding="utf-8")
-            os.replace(part, note)
-        part.write_bytes(content)
-        os.replace(part, file)
+            with replacing(note) as fresh:
+                fresh.write_text(json.dumps({"urls": way, "private": policy.private}), encoding="utf-8")
+        with replacing(file) as fresh:
+            fresh.write_bytes(content)
     except OSError as error:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
         raise TesseraError(
             f"a downloaded image cannot be written: {error.strerror}",
             where=str(file.parent),

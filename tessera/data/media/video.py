@@ -19,7 +19,7 @@ from PIL import Image
 from tessera.core.sample import MediaSize
 from tessera.data.media import animation
 from tessera.data.media.containers import container, decoder, quarters
-from tessera.data.media.files import Limits, Opened, Target, refusing
+from tessera.data.media.files import Limits, Opened, Target, refused, refusing
 from tessera.data.media.images import decode_image, probe_image
 from tessera.data.media.video_frames import Frames, VideoHeader, VideoSampling, checked_size
 from tessera.errors import TesseraError
@@ -109,13 +109,8 @@ def _stream(held: Any, name: str) -> Any:
 def _header(held: Any, name: str) -> _StreamHeader:
     stream = _stream(held, name)
     with refusing("unreadable video", name):
-        if stream.codec_context is None:
-            raise TesseraError(
-                f"unreadable video: {name} (no decoder for it)",
-                fix="convert the file to a common codec, such as H.264 or FLAC",
-                code="media.no-decoder",
-            )
-        width, height = int(stream.codec_context.width), int(stream.codec_context.height)
+        context = decoder(stream)
+        width, height = int(context.width), int(context.height)
         rate = float(stream.average_rate) if stream.average_rate else None
         seconds = float(stream.duration * stream.time_base) if stream.duration and stream.time_base else None
         if seconds is None and held.duration and held.duration > 0:
@@ -128,7 +123,7 @@ def _header(held: Any, name: str) -> _StreamHeader:
         if not unread:  # the header has neither a number of frames nor a duration: count the packets
             total = sum(1 for packet in held.demux(stream) if packet.size)
     if total < 1 or width < 1 or height < 1:
-        raise TesseraError(f"unreadable video: {name} ({width}x{height}, {total} frames)", code="media.unreadable-file")
+        raise refused("unreadable video", name, f"{width}x{height}, {total} frames")
     return _StreamHeader(width, height, total, counted, rate, seconds, unread)
 
 
@@ -190,10 +185,7 @@ def _packets(held: Any, stream_header: _StreamHeader, name: str) -> _Packets:
         and end < stream_header.seconds * (1 - 1 / _SLACK)
     )
     if packets.displayed < 1 or (off and (stream_header.counted or cut_off)):
-        raise TesseraError(
-            f"damaged video: {name} (the header states {stream_header.total} frames, the file has {count})",
-            code="media.damaged-file",
-        )
+        raise refused("damaged video", name, f"the header states {stream_header.total} frames, the file has {count}")
     return packets
 
 

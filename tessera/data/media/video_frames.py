@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from tessera.core.sample import MediaSize
-from tessera.data.media.files import Limits, Target
+from tessera.data.media.files import Limits, Target, refused
 from tessera.data.media.images import smaller
 from tessera.errors import TesseraError
 
@@ -184,9 +184,6 @@ class Frames:
         """
         total = len(self.chosen)
         if self.filled == 0 or total - self.filled > max(1, total // 10):
-            raise TesseraError(
-                f"damaged video: {self._name} ({self.filled} of {total} frames could be decoded)",
-                code="media.damaged-file",
-            )
+            raise refused("damaged video", self._name, f"{self.filled} of {total} frames could be decoded")
         self._pixels[self.filled :] = self._pixels[self.filled - 1]
         return self._pixels

@@ -99,21 +99,11 @@ def row_table(samples: Samples, config: PackingConfig, folder: Path | None = Non
     key = _key(samples, config)
     file = folder / f"rows-{key[:32]}.safetensors"
     tables: AnyTables | None = open_or_adopt(file, key)
-    if tables is None or not _sound(tables):
+    if tables is None:
         table = _make(samples, config)
         about = {"key": key, "stats": json.dumps(asdict(table.stats))}
         tables = keep_tables(file, MemoryTables(table.arrays, about), shared=True)
     return RowTable(tables, PackingStats(**json.loads(tables.about["stats"])))
-
-
-def _sound(tables: AnyTables) -> bool:
-    """Return whether tables read from a file have the arrays and sizes of a row table."""
-    try:
-        members, bounds, draws = tables["members"], tables["bounds"], tables["draws"]
-        stats = PackingStats(**json.loads(tables.about["stats"]))
-        return len(bounds) == stats.rows + 1 and len(members) == int(bounds[-1]) == int(draws[-1])
-    except (KeyError, ValueError, TypeError, IndexError):
-        return False
 
 
 def _key(samples: Samples, config: PackingConfig) -> str:

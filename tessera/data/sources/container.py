@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from tessera.config.built_ins import FOLDER_NAMES
 from tessera.config.registry import Instance, Registry
@@ -27,6 +27,11 @@ class RecordError(TesseraError):
 
     `data.on_bad_sample` decides whether the run skips it or ends.
     """
+
+
+def fail(code: str, reason: str, *, where: str | None = None) -> NoReturn:
+    """Raise the error for an unusable record. `where`: its location; None: the caller adds it."""
+    raise RecordError(reason, where=where, code=code)
 
 
 def bad_sample(id: str, error: Exception) -> BadSample:

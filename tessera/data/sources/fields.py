@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
-from typing import Any, NoReturn, get_args
+from typing import Any, get_args
 
 from PIL import Image
 
@@ -20,7 +20,7 @@ from tessera.core.sample import Message, Part, PartKind
 from tessera.data.media.data_urls import decode_data_url, is_data_url
 from tessera.data.media.files import ArchiveMember
 from tessera.data.media.urls import is_url
-from tessera.data.sources.container import RecordError
+from tessera.data.sources.container import fail
 from tessera.errors import TesseraError, nearest
 from tessera.hub.files import AUDIOS, IMAGES, VIDEOS, suffix_of
 
@@ -315,11 +315,6 @@ def text_of(value: Any) -> str:
 
 def has(record: Mapping[str, Any], key: str) -> bool:
     return record.get(key) is not None
-
-
-def fail(code: str, reason: str) -> NoReturn:
-    """Raise the error for a record whose fields are unusable. Its caller knows the id of the record."""
-    raise RecordError(reason, code=code)
 
 
 # ---------------------------------------------------------------------------------------------- names of files

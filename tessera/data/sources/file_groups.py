@@ -19,7 +19,15 @@ import numpy as np
 
 from tessera.core.sample import PartKind
 from tessera.data.media.files import ArchiveMember, opened
-from tessera.data.sources.container import MAX_RECORD_BYTES, Container, RawRecord, RecordError, bad_sample, file_facts
+from tessera.data.sources.container import (
+    MAX_RECORD_BYTES,
+    Container,
+    RawRecord,
+    RecordError,
+    bad_sample,
+    fail,
+    file_facts,
+)
 from tessera.data.sources.fields import MEDIA, media_kind, stem_of
 from tessera.data.sources.text import load_object, load_text
 from tessera.data.tables import AnyTables, cached_tables
@@ -130,17 +138,17 @@ class FileGroups(Container):
         return assemble(stem_of(next(iter(files))), attributes, text, media, self.columns)
 
 
+def _are_groups(tables: AnyTables) -> bool:
+    if not {"sample", "letters", "ends"} <= set(tables):
+        return False
+    return len(tables["ends"]) == len(tables["sample"]) + 1 and int(tables["ends"][-1]) == len(tables["letters"])
+
+
 def _name_arrays(names: Sequence[str]) -> dict[str, np.ndarray]:
     """Store file names in two arrays, which can be mapped from a file and shared by processes."""
     encoded = [os.fsencode(name) for name in names]
     letters = np.frombuffer(b"".join(encoded), dtype=np.uint8)
     return {"letters": letters, "ends": np.cumsum([0, *map(len, encoded)], dtype=np.int64)}
-
-
-def _are_groups(tables: AnyTables) -> bool:
-    if not {"sample", "letters", "ends"} <= set(tables):
-        return False
-    return len(tables["ends"]) == len(tables["sample"]) + 1 and int(tables["ends"][-1]) == len(tables["letters"])
 
 
 # ---------------------------------------------------------------------------------------------- folders
@@ -166,13 +174,11 @@ class FolderFiles(FileGroups):
                 bad = bad_sample(location, error)
                 raise RecordError(bad.reason, where=location, code=bad.code) from None
             if len(data) > MAX_RECORD_BYTES:
-                what = f"{name} is larger than a text file may be, {MAX_RECORD_BYTES} bytes"
-                raise RecordError(what, where=location, code="data.record-too-large")
+                fail("data.record-too-large", f"{name} has more than {MAX_RECORD_BYTES} bytes", where=location)
             return data
 
         if not location.isprintable():
-            what = "the file name is not UTF-8 or not printable"
-            raise RecordError(what, where=repr(location), code="data.bad-file-name")
+            fail("data.bad-file-name", "the file name is not UTF-8 or not printable", where=repr(location))
         if self.kind == "documents":
             return RawRecord({"text": load_text(content(location), location)})
         media = [MediaFile(kind, name, name) for name in files if (kind := media_kind(name)) is not None]
@@ -296,8 +302,7 @@ class TarShard(FileGroups):
         with open_regular(self.path) as file:
             stat = os.fstat(file.fileno())
             if (stat.st_size, stat.st_mtime_ns) != (self.facts["size"], self.facts["time"]):
-                what = "the tar file changed since it was opened"
-                raise RecordError(what, where=location, code="data.archive-changed")
+                fail("data.archive-changed", "the tar file changed since it was opened", where=location)
 
             def content(name: str) -> bytes:
                 start, size = self._span(files[name])

@@ -22,6 +22,7 @@ from typing import Any
 
 from tessera.config.run_config import RecordFormat
 from tessera.core.sample import PLAIN, Message, Part, StoredTensors
+from tessera.data.sources.container import fail
 from tessera.data.sources.fields import (
     MEDIA,
     QUESTION_FORMATS,
@@ -29,7 +30,6 @@ from tessera.data.sources.fields import (
     ColumnMap,
     RecordMedia,
     column_map,
-    fail,
     has,
     has_worse_answer,
     media_kind,

@@ -12,15 +12,14 @@ import shutil
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tessera.data.cache import CACHE_VARIABLE, digest_of, unique_name, user_cache, warn_once
+from tessera.data.cache import CACHE_VARIABLE, digest_of, user_cache, warn_once
 from tessera.data.sources.container import Container, RawRecord, RecordError, file_facts
 from tessera.errors import TesseraError, first_line
-from tessera.runtime.files import open_regular
+from tessera.runtime.files import open_regular, replacing
 
 log = logging.getLogger("tessera")
 
@@ -241,18 +240,18 @@ def _spill(table: Any, file: Path) -> bool:
     """Write a table to a file of the cache. If disk space or permission is missing, log a warning and return False."""
     import pyarrow
 
-    fresh = unique_name(file)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         if not _make_room(file.parent, table.nbytes):
             raise OSError(f"less than {_FREE_SHARE:.0%} of the disk would stay free")
         marked = table.unify_dictionaries().replace_schema_metadata({_SPILLED: b"1"})
-        with pyarrow.OSFile(str(fresh), "wb") as sink, pyarrow.ipc.new_file(sink, marked.schema) as writer:
+        with (
+            replacing(file) as fresh,
+            pyarrow.OSFile(str(fresh), "wb") as sink,
+            pyarrow.ipc.new_file(sink, marked.schema) as writer,
+        ):
             writer.write_table(marked)
-        os.replace(fresh, file)
     except (OSError, pyarrow.ArrowException) as error:
-        with suppress(OSError):
-            fresh.unlink(missing_ok=True)
         warn_once(
             f"row groups of Parquet files cannot be spilled to {file.parent}: {first_line(error)}; reading shuffled "
             f"rows is slow; fix: set {CACHE_VARIABLE} to a folder with disk space, or write row groups of a few MB"

@@ -16,8 +16,8 @@ from dataclasses import replace
 from typing import Any
 
 from tessera.core.sample import REGION, MediaSize, Message, Part, Region, Sample
-from tessera.data.sources.container import RecordError
-from tessera.data.sources.fields import fail, text_of
+from tessera.data.sources.container import fail
+from tessera.data.sources.fields import text_of
 from tessera.errors import TesseraError
 
 SCALES = {"real": 0, "norm1": 1, "norm1000": 1000}
@@ -147,7 +147,7 @@ def inside(region: Region, size: MediaSize) -> tuple[float, ...]:
     else:
         kind, why = oddity(region, size) or ("", "")
         why = f"is outside of the image of {size.width}x{size.height}" + (f": {why}" if kind != "box-outside" else "")
-    raise RecordError(f"the bbox {_spelled(region)} {why}", code="data.region-outside")
+    fail("data.region-outside", f"the bbox {_spelled(region)} {why}")
 
 
 def _distance(a: float, b: float) -> float:

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
-from tessera.data.sources.container import MAX_RECORD_BYTES, Container, RawRecord, RecordError, file_facts
+from tessera.data.sources.container import MAX_RECORD_BYTES, Container, RawRecord, RecordError, fail, file_facts
 from tessera.data.tables import AnyTables, cached_tables
 from tessera.errors import TesseraError, first_line
 from tessera.runtime.files import open_regular
@@ -70,13 +70,15 @@ class TextFile(Container):
 
     def _read(self, file: BinaryIO, start: int, size: int, location: str) -> RawRecord:
         if size > MAX_RECORD_BYTES:
-            what = f"the record has {size} bytes, the limit is {MAX_RECORD_BYTES}"
-            raise RecordError(what, where=location, code="data.record-too-large")
+            fail(
+                "data.record-too-large", f"the record has {size} bytes, the limit is {MAX_RECORD_BYTES}", where=location
+            )
         file.seek(start)
         data = file.read(size)
         if len(data) != size:
-            what = "the file ends within this record: it changed since it was opened"
-            raise RecordError(what, where=location, code="data.file-changed")
+            fail(
+                "data.file-changed", "the file ends within this record: it changed since it was opened", where=location
+            )
         if self.kind == "json":
             return RawRecord(load_object(data, location))
         text = load_text(data, location)

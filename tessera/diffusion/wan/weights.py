@@ -7,8 +7,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
+from tessera.checkpoint.files import open_safetensors
 from tessera.diffusion.wan.config import WanConfig
 from tessera.errors import TesseraError
 from tessera.models.text.hf import check_supported
@@ -133,11 +132,6 @@ def _stored_names(folder: Path) -> set[str]:
     """Return the names of all tensors in the safetensors files of a folder."""
     names: set[str] = set()
     for path in folder_layout(folder).weight_files():
-        try:
-            with safe_open(path, "pt") as file:
-                names.update(file.keys())
-        except (SafetensorError, OSError) as error:
-            raise TesseraError(
-                f"the file is not in safetensors format: {error}", where=str(path), code="weights.not-safetensors"
-            ) from error
+        with open_safetensors(path) as file:
+            names.update(file.keys())
     return names

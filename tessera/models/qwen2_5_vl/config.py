@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from tessera.models.qwen2_vl.config import DEFAULTS, Qwen2VLTextConfig
-from tessera.models.text.hf import NO_SLIDING_WINDOW, PLAIN_TEXT, HFTextFormat, override
+from tessera.models.qwen2_vl.config import TEXT as QWEN2_VL_TEXT
+from tessera.models.qwen2_vl.config import Qwen2VLTextConfig
+from tessera.models.text.hf import HFTextFormat
 from tessera.models.vision.config import GridVisionConfig, QwenVLConfig
 
-TEXT = HFTextFormat(
-    "qwen2_5_vl_text",
-    override(PLAIN_TEXT, "mrope_section", attention_bias=True),
-    DEFAULTS,
-    omitted_fields=("attention_bias", "head_dim"),
-    extra_fields=NO_SLIDING_WINDOW,
-)
+TEXT = replace(QWEN2_VL_TEXT, model_type="qwen2_5_vl_text")
 
 
 class Qwen25VLVisionConfig(GridVisionConfig):

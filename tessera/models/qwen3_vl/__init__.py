@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tessera.models.family import preset, quickstart_preset
-from tessera.models.qwen2_vl import QUICKSTART_TOKENS
+from tessera.models.family import preset
+from tessera.models.qwen2_vl import quickstart
 from tessera.models.qwen3_vl.model import Qwen3VL
 
 # The vision encoder of small models. Larger models use the defaults of the configuration.
@@ -25,28 +25,16 @@ def _experts(count: int, chosen: int, width: int) -> dict[str, Any]:
 
 
 def _quickstart(experts: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    return {
-        **quickstart_preset(
-            head_dim=32,
-            rope_theta=1e4,
-            mrope_section=(6, 5, 5),
-            experts=experts,
-            max_position_embeddings=4096,
-            bos_token_id=None,
-            eos_token_id=506,
-            pad_token_id=504,
-        ),
-        "vision": {
-            "depth": 3,
-            "hidden_size": 96,
-            "intermediate_size": 256,
-            "num_heads": 4,
-            "patch_size": 8,
-            "num_position_embeddings": 64,
-            "deepstack_visual_indexes": (0, 1),
-        },
-        **QUICKSTART_TOKENS,
+    tower = {
+        "depth": 3,
+        "hidden_size": 96,
+        "intermediate_size": 256,
+        "num_heads": 4,
+        "patch_size": 8,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": (0, 1),
     }
+    return quickstart(tower, head_dim=32, mrope_section=(6, 5, 5), experts=experts)
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +12,7 @@ from tessera.observe.report.charts import charts_of
 from tessera.observe.report.history import RunSession
 from tessera.observe.report.recorded import RecordedRun, read_run, smooth
 from tessera.runtime import html
-from tessera.runtime.files import check_regular, read_text
+from tessera.runtime.files import check_regular, read_text, replacing
 
 REPORT = "report.html"
 _HOW = {
@@ -71,15 +69,8 @@ def write_page(path: Path, page: str) -> None:
     """Write a page to a new file and rename it, so that no reader sees an incomplete page. Links are not followed."""
     if path.exists():
         check_regular(path)
-    fresh = path.with_name(f"{path.name}.{os.getpid()}.new")
-    fresh.unlink(missing_ok=True)
-    try:
+    with replacing(path) as fresh:
         fresh.write_text(page, encoding="utf-8")
-        os.replace(fresh, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            fresh.unlink(missing_ok=True)
-        raise
 
 
 def report_page(run: RecordedRun) -> str:

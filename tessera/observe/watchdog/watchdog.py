@@ -50,6 +50,7 @@ from tessera.observe.watchdog.diagnosis import (
 from tessera.runtime import device as devices
 from tessera.runtime import log as logs
 from tessera.runtime.distributed import OutOfStep, RankFailure, World, barrier, is_peer_error
+from tessera.runtime.files import replacing
 from tessera.runtime.launcher import end_without_launcher
 from tessera.runtime.modules import clean_name
 from tessera.runtime.process import Process
@@ -277,11 +278,10 @@ class Watchdog(Callback):
 
     def _record(self, verdict: Verdict) -> None:
         path = self._trainer.config.folder / FAILURE_FILE
-        fresh = path.with_name(f"{path.name}.{self._trainer.world.rank}.new")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            fresh.write_text(json.dumps({**json.loads(verdict.dump()), "time": time.time()}), encoding="utf-8")
-            os.replace(fresh, path)
+            with replacing(path) as fresh:
+                fresh.write_text(json.dumps({**json.loads(verdict.dump()), "time": time.time()}), encoding="utf-8")
         except OSError as error:  # the file system of the run folder may have failed
             logs.to_file(logging.WARNING, f"{path} could not be written: {error.strerror}")
 
