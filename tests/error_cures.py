@@ -223,6 +223,8 @@ CAUSES = {
     "job.refused-flag": "a flag is not supported, or is not supported behind the name of the script",
     "job.sample-method": "diffusion.sample_method is not supported",
     "job.storage-mode": "data_storage_mode is not supported",
+    "media.damaged-file": "an image, a video or a recording is truncated, or its content does not fit its header",
+    "media.unreadable-file": "an image, a video or a recording has a header that cannot be read",
     "output.option-without-effect": "an option has no effect on this kind of source",
     "output.system-error": "the operating system refused to read or write a file",
     "recipe.unusable-value": "a value is a number of more than 63 bits, or text with NUL or invalid Unicode",

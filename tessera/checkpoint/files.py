@@ -183,7 +183,6 @@ class RecordedFile:
 
 
 def hash_file(path: Path) -> FileRecord:
-    """Read a file and return its record."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256")
         return FileRecord(path.name, file.tell(), digest.hexdigest())

@@ -158,7 +158,6 @@ class NativeTensors:
         fill(target, self._sources[name], self._shapes, self._stored.read, self._stored.where)
 
     def read(self, name: str) -> Tensor:
-        """Return one native tensor."""
         return self.read_group([name])[name].whole()
 
     def read_group(self, names: Sequence[str]) -> dict[str, TensorRows]:
@@ -223,7 +222,6 @@ def _join(joined: dict[str, list[str]], group: list[str], other: list[str]) -> l
 
 
 def native_shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a model's tensors by name."""
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 

@@ -133,7 +133,6 @@ def state_to_json(state: Mapping[str, Any]) -> bytes:
 
 
 def parse_state(data: bytes, where: str) -> dict[str, Any]:
-    """Parse the bytes of `state.json`."""
     try:
         state = json.loads(data)
         if not isinstance(state, dict):

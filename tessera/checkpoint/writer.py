@@ -272,7 +272,6 @@ class PlannedFolder:
                 _write_at(handle, checksum.to_bytes(4, "little"), at)
 
     def sync(self) -> None:
-        """Sync all files to the disk."""
         for handle in self._handles.values():
             os.fsync(handle)
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tessera.checkpoint.forms import check_folder_fit, native_shapes
-from tessera.checkpoint.legacy.forms import fill_from_form
+from tessera.checkpoint.forms import check_folder_fit, fill_tensors, native_shapes
+from tessera.checkpoint.legacy.forms import open_form
 from tessera.checkpoint.state import model_tensors, tied_names
 from tessera.config.reader import build
 from tessera.config.run_config import ModelSection, ParallelSection, PrecisionSection, load_config
@@ -213,7 +213,8 @@ def _fill_weights(
                 fix="name the Hugging Face folder of the model as path",
                 code="weights.shards-without-folder",
             )
-        fill_from_form(shards, tensors, meta.weights, meta.spec.name, meta.config, meta.shapes, meta.tied)
+        form = (shards, meta.spec.name, meta.config, meta.weights, meta.shapes)
+        fill_tensors(lambda: open_form(*form), tensors, meta.weights, meta.tied, meta.shapes)
     else:
         fill_from(folder, tensors, meta.weights, meta.tied, expected, base=section.path)
 

@@ -65,7 +65,6 @@ class AdapterBank:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names of the loaded adapters."""
         return tuple(name for name in self._slots if name is not None)
 
     def load(self, name: str, folder: Path) -> None:

@@ -64,7 +64,6 @@ class Slots:
 
     @property
     def count(self) -> int:
-        """Return the number of slots."""
         return self.a.shape[self.axes[0]]
 
     @property

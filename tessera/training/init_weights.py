@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from tessera.checkpoint.forms import NativeTensors, check_folder_fit, native_shapes
+from tessera.checkpoint.forms import NativeTensors, check_folder_fit, fill_tensors, native_shapes
 from tessera.checkpoint.frozen import FrozenSource
-from tessera.checkpoint.legacy.forms import fill_from_form, open_form
+from tessera.checkpoint.legacy.forms import open_form
 from tessera.checkpoint.state import model_tensors, tied_names
 from tessera.config.run_config import RunConfig
 from tessera.core.spec import InitializesByName
@@ -127,8 +127,8 @@ def _folder_reader(config: RunConfig, setup: ModelSetup, names: list[str]) -> Ca
             fill_from(config.model.path, tensors, weight_map, tied, names)
             return
         assert weight_map is not None, "a model with a folder has a weight map"
-        family, shapes = setup.spec.name, _file_shapes(setup)
-        fill_from_form(config.model.weights, tensors, weight_map, family, setup.config, shapes, tied)
+        form, shapes = (config.model.weights, setup.spec.name, setup.config, weight_map), _file_shapes(setup)
+        fill_tensors(lambda: open_form(*form, shapes), tensors, weight_map, tied, shapes)
 
     return read
 

@@ -70,7 +70,6 @@ class FolderLayout:
 
     @classmethod
     def detect(cls, folder: Path) -> bool:
-        """Return whether a folder has this layout."""
         return (folder / cls.marker).is_file()
 
     def components(self) -> tuple[str, ...]:
@@ -78,7 +77,6 @@ class FolderLayout:
         return (ROOT,)
 
     def component_folder(self, component: str) -> Path:
-        """Return the folder with the files of a component."""
         if component != ROOT:
             raise TesseraError(
                 f"this transformers folder has no component {component!r}",
@@ -95,7 +93,6 @@ class FolderLayout:
         return next((stem for stem in stems if any(self.folder.glob(f"{stem}*.safetensors*"))), "model")
 
     def config(self, component: str = ROOT) -> dict[str, Any]:
-        """Return the config.json of a component."""
         folder = self.component_folder(component)
         if not folder.is_dir():
             raise no_such_folder(folder, "model.path")
@@ -143,7 +140,6 @@ class FolderLayout:
         return list(_weight_map(index)) if index.is_file() else []
 
     def index_file(self, component: str) -> str:
-        """Return the file name of a component's index."""
         return f"{self.weights_stem(component)}{_INDEX}"
 
 

@@ -197,6 +197,7 @@ def test_only_what_leads_to_a_chosen_frame_is_decoded(tmp_path: Path, monkeypatc
 
         class Counting:
             flush_buffers = context.flush_buffers
+            width, height = context.width, context.height
 
             def decode(self, packet: Any) -> Any:
                 arguments.append(0 if packet is None else packet.size)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from tessera.checkpoint.forms import StoredForm, fill_tensors
+from tessera.checkpoint.forms import StoredForm
 from tessera.checkpoint.legacy.dcp import METADATA, read_dcp
 from tessera.checkpoint.weight_forms import adapted_dcp, described_forms, detect_form, weight_form, weights_folder
 from tessera.config.reader import Section
@@ -99,19 +99,3 @@ def name_prefix(
             if any(table.canonical(end) in names for table in tables):
                 counts[name[: len(name) - len(end)]] += 1
     return min(counts, key=lambda prefix: (-counts[prefix], len(prefix)), default="")
-
-
-def fill_from_form(
-    folder: Path,
-    tensors: Mapping[str, Tensor],
-    weight_map: WeightMap,
-    family: str,
-    config: Section,
-    shapes: Mapping[str, tuple[int, ...]],
-    tied: Mapping[str, str],
-) -> None:
-    """Fill a model's tensors (plain or sharded) in place from a DCP folder or an added format.
-
-    `shapes`: shapes of all tensors of the model; `tensors` may be some of them. If any rank fails, all ranks raise.
-    """
-    fill_tensors(lambda: open_form(folder, family, config, weight_map, shapes), tensors, weight_map, tied, shapes)

@@ -105,7 +105,6 @@ class _Machine:
         return value
 
     def step(self, opcode: str, argument: Any, position: int | None) -> None:
-        """Interpret one opcode."""
         match opcode:
             case "PROTO" | "FRAME":
                 pass

@@ -63,7 +63,6 @@ class ItemRows(GuardedRows):
         return Shuffle.of(self.count, self.seed, _PASS, epoch)(offset) if self.shuffle else offset
 
     def without(self, samples: Mapping[str, str]) -> ItemRows:
-        """Return the same rows, in which these samples are skipped."""
         copied = copy.copy(self)
         copied.items = replace(self.items, left_out={**self.items.left_out, **samples})
         copied._data, copied._collate = self._data, self._collate  # `copy.copy` drops them, as pickling does

@@ -89,7 +89,6 @@ class IndexMaker:
         return SplitIndex(parts, starts, self._repeats(parts, identity), identity, content)
 
     def part(self, section: SourceSection) -> SourceIndex:
-        """Return the index of one data set."""
         source = open_source(section, self.cache_folder)
         work = MeasureRows(
             source,

@@ -229,15 +229,7 @@ class MeasureRows:
         return measures
 
     def _samples(self, part: RecordRange) -> Iterator[Sample | RecordError]:
-        rows = self.rows[part.first : part.last]
-        if isinstance(rows, range):
-            yield from (sample for _, sample in self.source.scan(rows))
-            return
-        for row in rows.tolist():
-            try:
-                yield self.source.read(row)
-            except RecordError as error:
-                yield error
+        return (sample for _, sample in self.source.scan(self.rows[part.first : part.last]))
 
     # ------------------------------------------------------------------------------------------ one file per part
 

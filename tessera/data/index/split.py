@@ -251,7 +251,6 @@ class SplitIndex:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names of the measures."""
         return tuple(sorted(next(part for part in self.parts if len(part)).columns))
 
     def locate(self, sample: int) -> tuple[Source, int]:

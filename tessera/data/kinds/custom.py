@@ -37,7 +37,6 @@ class CustomOptions(Section):
 
 
 def build(request: RowRequest) -> RowSource:
-    """Return the rows of the user's own data set or loader."""
     if isinstance(request.dataset, RowSource):
         return request.dataset
     where = "data.options"

@@ -252,7 +252,6 @@ class Order:
         return epoch, Shuffle.of(len(self.table), self.seed, _PASS, epoch)(index) if self.shuffle else index
 
     def samples(self, row: int) -> list[int]:
-        """Return the indices of the samples in a row."""
         epoch, index = self.index(row)
         mixture = self.table.mixture
         return [mixture.sample(draw, epoch) for draw in self.table[index].tolist()]

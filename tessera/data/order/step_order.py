@@ -70,7 +70,6 @@ class StepOrder:
         return strata
 
     def samples(self, row: int) -> list[int]:
-        """Return the indices of the samples in a row."""
         step, row_in_step = divmod(row, self.rows_per_step)
         epoch, at = divmod(step, self.steps)
         draws, places = len(self.by_length), self.steps * len(self.row_of)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -87,6 +87,10 @@ class Container(ABC):
 
     def scan(self, numbers: range) -> Iterator[tuple[int, RawRecord | RecordError]]:
         """Yield records in order. Subclasses override this if reading in order is faster than `load`."""
+        return self.pick(numbers)
+
+    def pick(self, numbers: Iterable[int]) -> Iterator[tuple[int, RawRecord | RecordError]]:
+        """Yield any records."""
         for number in numbers:
             try:
                 yield number, self.load(number)

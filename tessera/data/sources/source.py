@@ -10,6 +10,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from tessera.config.run_config import RecordFormat, SourceSection
 from tessera.core.sample import Message, Part, Sample
 from tessera.data.media.files import ArchiveMember
@@ -65,9 +67,10 @@ class Source:
         """Return a sample. Raise `RecordError` if its record is unusable, `TesseraError` if the data set is."""
         return self._parse(number, self.records.load(number))
 
-    def scan(self, numbers: range) -> Iterator[tuple[int, Sample | RecordError]]:
-        """Yield samples in order, which is faster than single calls of `read`."""
-        for number, record in self.records.scan(numbers):
+    def scan(self, numbers: range | np.ndarray) -> Iterator[tuple[int, Sample | RecordError]]:
+        """Yield samples. For a range this is faster than single calls of `read`."""
+        records = self.records.scan(numbers) if isinstance(numbers, range) else self.records.pick(numbers.tolist())
+        for number, record in records:
             if isinstance(record, RecordError):
                 yield number, record
                 continue
@@ -296,5 +299,4 @@ def _detect(path: Path, records: Container, schema: RecordSchema) -> RecordForma
 def _some(records: Container) -> Iterator[tuple[int, RawRecord | RecordError]]:
     yield from records.scan(range(min(_FIRST_RECORDS, len(records))))
     step = max(1, (len(records) - _FIRST_RECORDS) // _LATER_RECORDS)
-    for number in range(_FIRST_RECORDS, len(records), step):
-        yield from records.scan(range(number, number + 1))
+    yield from records.pick(range(_FIRST_RECORDS, len(records), step))

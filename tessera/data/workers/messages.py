@@ -41,7 +41,6 @@ class Packed:
         return len(self._pickle) + (self._bytes if self._bytes < _INLINE else 0)
 
     def send(self, to: socket.socket) -> None:
-        """Write the message to a socket."""
         sizes = struct.pack(f"<{len(self._buffers)}Q", *(len(buffer) for buffer in self._buffers))
         head = _HEAD.pack(len(self._pickle), len(self._buffers), self._bytes)
         if self._bytes < _INLINE:
@@ -62,7 +61,6 @@ class Packed:
 
 
 def send(to: socket.socket, value: Any) -> None:
-    """Send an object."""
     Packed(value).send(to)
 
 
@@ -97,7 +95,6 @@ def receive(
 
 
 def can_be_pickled(value: Any) -> bool:
-    """Return whether an object can be pickled and unpickled."""
     try:
         pickle.loads(pickle.dumps(value))  # noqa: S301 - our own bytes
     except Exception:

@@ -227,7 +227,6 @@ class Pool:
             self._wake.send(b"!")
 
     def close(self) -> None:
-        """Kill all worker processes."""
         self._stopped = True
         if self._server is not None:
             self._server.close()
