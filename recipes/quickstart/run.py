@@ -37,8 +37,9 @@ def main() -> None:
     for line in agreement.lines():
         print("   " + line)
 
-    print("5. drawing the report")
-    print(f"   {tessera.report(run.folder)}")
+    print("5. drawing the reports")
+    print(f"   training: {tessera.report(run.folder)}")
+    print(f"   answers:  {score.report}")
     print(f"checkpoint:          {run.checkpoint}")
     print(f"Hugging Face folder: {run.folder / 'hf'}")
     command = os.path.relpath(Path(sys.executable).with_name("tessera"))  # on nobody's path yet

@@ -9,10 +9,11 @@ from typing import Annotated
 import typer
 
 from tessera.cli.run import TrustFlag, check_path, ranks_started
+from tessera.errors import TesseraError
 
 
 def evaluate(
-    model: Annotated[Path, typer.Argument(help="run, checkpoint or Hugging Face folder")],
+    model: Annotated[Path | None, typer.Argument(help="run, checkpoint or Hugging Face folder")] = None,
     tasks: Annotated[
         list[str] | None,
         typer.Option("--tasks", help="benchmarks: mmmu,chartqa:vlmevalkit or the path of a task file; may be repeated"),
@@ -35,12 +36,27 @@ def evaluate(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="answer all questions again")] = False,
     nproc: Annotated[int | None, typer.Option("--nproc", min=1, help="ranks on this machine")] = None,
     device: Annotated[str, typer.Option("--device")] = "auto",
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option("--compare", help="instead of a model: two folders of results, by a paired test"),
+    ] = None,
+    anyway: Annotated[bool, typer.Option("--anyway", help="compare results of different protocols")] = False,
     trust: TrustFlag = False,
 ) -> None:
     """Score a model on benchmarks or on held-out samples, with confidence intervals and a report.
 
     The same command continues an evaluation that was stopped.
     """
+    if compare is not None:
+        _compare(*compare, out, anyway)
+        return
+    if model is None:
+        raise TesseraError(
+            "the command needs a model",
+            where="tessera eval",
+            fix="tessera eval MODEL --tasks NAME, or tessera eval --compare FOLDER FOLDER",
+            code="evaluation.no-model",
+        )
     check_path(model)
     if ranks_started(nproc):
         return
@@ -64,4 +80,17 @@ def evaluate(
     if int(os.environ.get("RANK", 0)) == 0:
         for line in evaluation.lines():
             typer.echo(line)
-        typer.echo(f"results: {evaluation.folder}")
+        typer.echo(f"report: {evaluation.report}")
+
+
+def _compare(first: Path, second: Path, out: Path | None, anyway: bool) -> None:
+    """Print the comparison of two evaluations, and write its page to `out`."""
+    from tessera.evaluation.comparison import compare_results
+    from tessera.evaluation.page import write_comparison_page
+
+    page = (out or second) / "comparison.html"
+    comparisons = compare_results(first, second, anyway=anyway)
+    for line in (line for each in comparisons for line in each.lines()):
+        typer.echo(line)
+    page.parent.mkdir(parents=True, exist_ok=True)
+    typer.echo(f"report: {write_comparison_page(page, comparisons)}")

@@ -136,7 +136,7 @@ def prompt_text(sample: Sample) -> str:
     """Return the messages of a question as text, with a word for each image, video and recording."""
     texts = []
     for message in sample.messages:
-        words = "".join(part.spelled() if part.kind == "text" else f"[{part.kind}]" for part in message.parts)
+        words = "".join(part.spelled() if part.kind == "text" else f"[{part.kind}] " for part in message.parts)
         texts.append(words if message.role == "user" and len(sample.messages) == 1 else f"{message.role}: {words}")
     return "\n".join(texts)
 

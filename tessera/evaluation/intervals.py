@@ -66,15 +66,22 @@ def figures_of(names: Sequence[str], means: np.ndarray, summary: Summary) -> dic
 def estimates(marks: Sequence[Mapping[str, float]], summary: Summary) -> dict[str, Estimate]:
     """Return the figures of a benchmark with their intervals. `marks`: the values of each question or group."""
     names, values = value_table(marks)
-    figures = figures_of(names, values.mean(axis=0), summary)
-    resampled = [figures_of(names, means, summary) for means in _resampled(values)]
+    figures, units = figures_of(names, values.mean(axis=0), summary), len(marks)
+    if units < 2:
+        return {name: _single(figure) for name, figure in figures.items()}
+    shares = [name for name, column in zip(names, values.T, strict=True) if np.isin(column, (0.0, 1.0)).all()]
+    if summary is dict and len(shares) == len(names):
+        return {name: Estimate(figure, *_wilson(figure, units, _z())) for name, figure in figures.items()}
+    resampled = _resampled_figures(names, values, summary)
     return {
-        name: _estimate(figure, np.array([each.get(name, 0.0) for each in resampled]), values[:, :1], len(marks))
+        name: Estimate(figure, *_wilson(figure, units, _z()))
+        if name in shares and _is_mean(names, names.index(name), summary, name, values)
+        else _estimate(figure, resampled.get(name, np.zeros(RESAMPLES)), units)
         for name, figure in figures.items()
     }
 
 
-def difference(
+def paired_test(
     first: Sequence[Mapping[str, float]], second: Sequence[Mapping[str, float]], summary: Summary, figure: str
 ) -> PairedTest:
     """Compare two models by their marks of the same questions: McNemar's exact test for 0/1 marks, else a bootstrap."""
@@ -110,18 +117,17 @@ def mcnemar(better: int, worse: int) -> float:
     return min(1.0, 2 * tail / (1 << total))
 
 
-def _estimate(value: float, resampled: np.ndarray, first: np.ndarray, units: int) -> Estimate:
-    if units < 2:
-        low, high = (0.0, 1.0) if 0 <= value <= 1 else (value, value)
-        return Estimate(value, low, high)
+def _single(value: float) -> Estimate:
+    """Return the estimate of one question, of which nothing follows for others."""
+    return Estimate(value, 0.0, 1.0) if 0 <= value <= 1 else Estimate(value, value, value)
+
+
+def _estimate(value: float, resampled: np.ndarray, units: int) -> Estimate:
     if resampled.min() < 0 or resampled.max() > 1 or not 0 <= value <= 1:
         return Estimate(value, *_quantiles(resampled, units))
     error = float(resampled.std()) * math.sqrt(units / (units - 1))
     if 0 < value < 1 and error > 0:
-        effective = value * (1 - value) / error**2
-        binary = bool(np.isin(first, (0.0, 1.0)).all()) and abs(float(first.mean()) - value) < 1e-12
-        effective = units if binary else effective
-        return Estimate(value, *_wilson(value, effective, _z() if binary else _t(units - 1)))
+        return Estimate(value, *_wilson(value, value * (1 - value) / error**2, _t(units - 1)))
     if 0 < value < 1:  # all questions have the same mark
         return Estimate(value, value, value)
     return Estimate(value, *_wilson(value, units, _z()))
@@ -167,15 +173,24 @@ def _changed(
     return int((delta > 0).sum()), int((delta < 0).sum())
 
 
-def _resampled(values: np.ndarray) -> list[np.ndarray]:
+def _resampled_figures(names: Sequence[str], values: np.ndarray, summary: Summary) -> dict[str, np.ndarray]:
+    """Return each figure of resampled benchmarks."""
+    means = _resampled(values)
+    if summary is dict:  # each figure is the mean of a value
+        return dict(zip(names, means.T, strict=True))
+    figures = [figures_of(names, each, summary) for each in means]
+    return {name: np.array([each.get(name, 0.0) for each in figures]) for name in figures[0]}
+
+
+def _resampled(values: np.ndarray) -> np.ndarray:
     """Return the means of values over questions that are drawn with replacement, `RESAMPLES` times."""
     generator, units = np.random.default_rng(_SEED), len(values)
     at_once = max(1, _CHUNK // max(1, units))
-    means: list[np.ndarray] = []
-    while len(means) < RESAMPLES:
-        count = min(at_once, RESAMPLES - len(means))
+    means = np.empty((RESAMPLES, values.shape[1]))
+    for first in range(0, RESAMPLES, at_once):
+        count = min(at_once, RESAMPLES - first)
         weights = generator.multinomial(units, np.full(units, 1 / units), size=count)
-        means += list(weights @ values / units)
+        means[first : first + count] = weights @ values / units
     return means
 
 

@@ -31,8 +31,9 @@ from tessera.evaluation.scores import Cost, TaskResult, category_tables, unit_va
 from tessera.inference.load import ModelDescription
 from tessera.inference.loaded import LoadedModel, LoadedProcessor
 from tessera.models.processing.conversation import ConversationProcessor
+from tessera.models.transformers.processor import ClassProcessor
 from tessera.runtime import distributed as dist
-from tessera.runtime.files import replace_file
+from tessera.runtime.files import read_json_mapping, replace_file
 
 RESULTS = "results.json"
 _LOOKED_AT = 20  # questions whose media are compared with what the model reads, before its weights are loaded
@@ -121,7 +122,8 @@ def evaluate_with(
             yield BenchmarkAnswers(benchmark, model, loaded_processor, tokens, drawn, batch)
 
         began = time.monotonic()
-        facts = {**dict(flat(protocol)), "root": str(benchmark.root.resolve())}
+        facts = {key: value for key, value in flat(protocol) if key != "model.name"}
+        facts |= {"root": str(benchmark.root.resolve())}
         answered = answer_file(total, path, facts, start, overwrite=overwrite, world=world)
         results.append(result_of(benchmark, protocol, path, answered, time.monotonic() - began, world))
     if world.is_main:
@@ -216,24 +218,28 @@ def read_results(out: Path) -> dict[str, dict[str, Any]]:
     path = out / RESULTS
     if not path.exists():
         return {}
-    data = json.loads(path.read_text(encoding="utf-8"))
+    data = read_json_mapping(path)
     return {str(title): result for title, result in data.items() if isinstance(result, dict)}
 
 
 def check_media(benchmark: Benchmark, processor: LoadedProcessor, name: str) -> None:
     """Raise if the first questions have images, videos or sound that the model does not read."""
     inner = processor.processor
-    if not isinstance(inner, ConversationProcessor):
+    if isinstance(inner, ConversationProcessor):
+        kinds = {str(kind) for kind in inner.template.media}
+    elif isinstance(inner, ClassProcessor) and not inner.sees:
+        kinds = set()
+    else:
         return
     for _, question in benchmark.questions(range(min(_LOOKED_AT, len(benchmark)))):
         if isinstance(question, RecordError):
             continue
         for part in question.sample.media():
-            if part.kind not in inner.template.media:
+            if part.kind not in kinds:
                 raise TesseraError(
                     f"{benchmark.title} asks about {part.kind} input, which {name} does not read",
                     where="--tasks",
-                    allowed=["text", *sorted(inner.template.media)],
+                    allowed=["text", *sorted(kinds)],
                     fix="choose a benchmark of text, such as gsm8k or ifeval, or a model that reads it",
                     code="evaluation.modality",
                 )

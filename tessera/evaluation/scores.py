@@ -135,7 +135,8 @@ def unit_values(rows: Sequence[Row]) -> dict[str, Mapping[str, float]]:
 
 def row_score(row: Row, metric: AnswerMetric) -> float:
     """Return the score of a single answer."""
-    return float(next(iter(metric.summary(row["values"]).values())))
+    figures = metric.summary(row["values"])
+    return float(next(iter(figures.values()), 0.0))
 
 
 def category_tables(rows: Sequence[Row], summary: Summary) -> dict[str, dict[str, Category]]:
