@@ -37,13 +37,15 @@ def main() -> None:
     for line in agreement.lines():
         print("   " + line)
 
-    print("5. drawing the report")
-    print(f"   {tessera.report(run.folder)}")
+    print("5. drawing the reports")
+    print(f"   training: {tessera.report(run.folder)}")
+    print(f"   answers:  {score.report}")
     print(f"checkpoint:          {run.checkpoint}")
     print(f"Hugging Face folder: {run.folder / 'hf'}")
     command = os.path.relpath(Path(sys.executable).with_name("tessera"))  # on nobody's path yet
     print(f'ask it: {command} generate {run.folder} --image {DATA}/pictures/0007-0.png "What digit is this?"')
-    if score.accuracy("1 image") < 0.97 or not agreement.complete:
+    single = score.results[0].categories["images"]["1 image"].figures["accuracy"].value
+    if single < 0.97 or not agreement.complete:
         raise SystemExit(
             "the result falls short of what this quick start promises: 0.97 on single digits, full agreement"
         )

@@ -65,7 +65,7 @@ def generate_answers(
         from tessera.server.start import ModelOptions
 
         start = service_answers(bodies, Path(out), ModelOptions(folder, device, family=family, trust=bool(trust)))
-        with _ranks(device) as world:
+        with join_ranks(device) as world:
             facts |= bodies.facts()
             return answer_file(len(bodies), Path(out), facts, start, overwrite=overwrite, world=world)
     options = AnswerOptions(256 if max_new_tokens is None else max_new_tokens, Sampling(seed=seed, **sampling), system)
@@ -80,7 +80,7 @@ def generate_answers(
         with PromptPool(processor) as prompts:
             yield SampleAnswers(rows, Engine(loaded), prompts, stop_tokens)
 
-    with _ranks(device) as world:
+    with join_ranks(device) as world:
         facts |= rows.facts()
         return answer_file(len(rows), Path(out), facts, begin_engine, overwrite=overwrite, world=world)
 
@@ -117,7 +117,7 @@ def _refuse_options(names: list[str]) -> None:
 
 
 @contextlib.contextmanager
-def _ranks(device: str) -> Iterator[dist.World]:
+def join_ranks(device: str) -> Iterator[dist.World]:
     """Join the process group of a launcher. A single process needs none."""
     if dist.expected_world_size() == 1:
         yield dist.World(0, 1, 0, torch.device("cpu"))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +17,7 @@ from tessera.cli.run import (
     check_output,
     check_path,
     parse_strengths,
+    ranks_started,
 )
 from tessera.errors import TesseraError
 
@@ -159,7 +158,7 @@ def _run(options: Mapping[str, Any]) -> None:
     loading = {name: options[name] for name in ("dtype", "family", "parts") if name in options}
     loading |= {"device": device, "trust": trust, "adapters": adapters}
     loading["adapters_2"] = parse_strengths(options.get("adapter_2"), options.get("strength_2"), "--strength-2")
-    if _started(nproc):
+    if ranks_started(nproc):
         return
     with _ranks(layout, device) as parallel:
         _make(options["model"], options["out"], request, {**loading, "parallel": parallel})
@@ -186,21 +185,6 @@ def _request(options: Mapping[str, Any]) -> MediaRequest:
     images = [str(path.absolute()) for path in options.get("image", [])]
     fields = {"prompts": texts, "seed": options["seed"], "images": images, **sampling}
     return build(MediaRequest, fields, "tessera generate")
-
-
-def _started(nproc: int | None) -> bool:
-    """Run this command line on `nproc` ranks and wait for them. Return False in a rank, and if there is only one."""
-    if nproc is None or "TORCHELASTIC_RUN_ID" in os.environ:
-        return False
-    from tessera.cli.cluster import parse_cluster
-    from tessera.cli.launch import start_ranks
-    from tessera.runtime.rendezvous import JOIN_TIMEOUT_S
-
-    cluster = parse_cluster(nproc=nproc)
-    if not cluster.launches:
-        return False
-    start_ranks(sys.argv[1:], cluster, JOIN_TIMEOUT_S)
-    return True
 
 
 @contextmanager
@@ -288,7 +272,7 @@ def _answer_file(options: Mapping[str, Any], adapters: Mapping[Path, float]) -> 
             code="generation.no-output-file",
         )
     check_output(options["out"], "--out")
-    if _started(options.get("nproc")):
+    if ranks_started(options.get("nproc")):
         return
     names = [name for name in BATCH if name not in ("model", "data", "out", "nproc", "adapter", "strength")]
     with log.on_screen():

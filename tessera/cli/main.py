@@ -16,6 +16,7 @@ import typer
 from tessera.cli import run
 from tessera.cli.chat import chat
 from tessera.cli.data import data_app
+from tessera.cli.evaluate import evaluate
 from tessera.cli.generate import generate
 from tessera.cli.hub import download, push
 from tessera.cli.parity import ProveOption, compare, record
@@ -54,6 +55,7 @@ app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
 for _verb in (run.train, run.resume, run.preflight, generate, chat, serve, download, push, record, compare):
     app.command()(_verb)
+app.command("eval")(evaluate)
 for _commands in extensions("tessera.commands"):
     app.registered_commands += _commands.registered_commands
 
@@ -202,38 +204,6 @@ def convert(
         typer.echo(f"next: a recipe begins from it with model.weights={written}; {back}", err=True)
     elif adapters:
         typer.echo(f'next: PEFT loads it with PeftModel.from_pretrained(MODEL, "{written}")', err=True)
-
-
-@app.command("eval")
-def evaluate(
-    model: Annotated[Path, typer.Argument(help="run, checkpoint or Hugging Face folder")],
-    data: Annotated[
-        Path | None,
-        typer.Option("--data", help="chat samples, or a benchmark (AI2D_TEST.tsv); default: the run's held-out set"),
-    ] = None,
-    root: Annotated[Path | None, typer.Option("--root", help="folder that media paths are under")] = None,
-    max_samples: Annotated[int | None, typer.Option("--max-samples")] = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens")] = 32,
-    device: Annotated[str, typer.Option("--device")] = "auto",
-    trust: TrustFlag = False,
-) -> None:
-    """Generate answers to held-out samples and count exact matches, or compute the score of a benchmark."""
-    check_path(model)
-    from tessera.evaluation.evaluate import evaluate as run
-    from tessera.runtime import log
-
-    with log.on_screen():
-        score = run(
-            model,
-            data=data,
-            root=root,
-            max_samples=max_samples,
-            max_new_tokens=max_new_tokens,
-            device=device,
-            trust=trust,
-        )
-    for line in score.lines():
-        typer.echo(line)
 
 
 @app.command()

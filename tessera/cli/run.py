@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -223,6 +224,21 @@ def _finish(run: object) -> None:
         word = f"stopped by {run.stopped}, saved" if run.stopped else ended
         further = f"; `tessera resume {run.folder}` goes on" if run.stopped else ""
         typer.echo(f"{word}: {run.folder}{further}")
+
+
+def ranks_started(nproc: int | None) -> bool:
+    """Run this command line on `nproc` ranks and wait for them. Return False in a rank, and if there is only one."""
+    if nproc is None or "TORCHELASTIC_RUN_ID" in os.environ:
+        return False
+    from tessera.cli.cluster import parse_cluster
+    from tessera.cli.launch import start_ranks
+    from tessera.runtime.rendezvous import JOIN_TIMEOUT_S
+
+    cluster = parse_cluster(nproc=nproc)
+    if not cluster.launches:
+        return False
+    start_ranks(sys.argv[1:], cluster, JOIN_TIMEOUT_S)
+    return True
 
 
 def check_path(path: Path) -> None:

@@ -1,124 +1,221 @@
-"""Measure held-out accuracy: a generated answer counts when it equals the expected text."""
+"""Evaluate a model from a folder: on published benchmarks, on task files, or on held-out samples."""
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterator
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tessera.batch.run import join_ranks
 from tessera.config.reader import build
-from tessera.config.run_config import SourceSection, load_config
+from tessera.config.run_config import RunConfig, SourceSection, load_config
 from tessera.config.run_paths import find_file
 from tessera.config.saved_recipe import read_saved
-from tessera.config.trust import Trust
+from tessera.config.trust import Trust, check_trusted
 from tessera.data.sources.source import Source, open_source
+from tessera.engine.request import Sampling
 from tessera.errors import TesseraError, first_line
-from tessera.evaluation.benchmarks import SUFFIX, benchmark_of, score_table
+from tessera.evaluation.answers import AT_ONCE, read_answers
+from tessera.evaluation.benchmark import Benchmark
+from tessera.evaluation.held_out import HeldOutBenchmark, check_metric
+from tessera.evaluation.metrics.registry import is_code
+from tessera.evaluation.page import REPORT, write_evaluation_page
+from tessera.evaluation.protocol import identity_of, model_name, weight_fingerprint
+from tessera.evaluation.run import evaluate_with
+from tessera.evaluation.scores import TaskResult, row_score
+from tessera.evaluation.tasks.load import open_task, published_task, read_task
+from tessera.evaluation.thumbnails import write_thumbnails
 from tessera.hub.config import local_model, local_source
 from tessera.inference.answer_images import with_copies
-from tessera.inference.answering import answer_texts
-from tessera.inference.load import load
-from tessera.inference.questions import Question, questions
+from tessera.inference.load import describe, load
+from tessera.inference.loaded import LoadedModel, LoadedProcessor
+from tessera.inference.questions import Question
+from tessera.inference.weight_source import newest_checkpoint
 from tessera.observe.report.page import write_report
 from tessera.runtime.files import write_jsonl
-from tessera.runtime.progress import WorkProgress
 
 log = logging.getLogger("tessera")
 
+TABLE_SUFFIX = ".tsv"
+HELD_OUT = "held-out"
+
 
 @dataclass(frozen=True)
-class Score:
-    """Hold the generated answers of an evaluation, whether each is correct, and the number of skipped samples."""
+class Evaluation:
+    """Hold the results of an evaluation, and the folder that has its answers and its report."""
 
-    rows: list[dict[str, Any]]
-    skipped: int
+    results: Sequence[TaskResult]
+    folder: Path
 
-    def accuracy(self, group: str | None = None) -> float:
-        marks = [row["correct"] for row in self.rows if group is None or row["group"] == group]
-        return float(sum(marks) / max(1, len(marks)))
+    @property
+    def report(self) -> Path:
+        """Return the page with the answers."""
+        return self.folder / REPORT
 
-    def groups(self) -> list[str]:
-        return sorted({row["group"] for row in self.rows})
+    @property
+    def score(self) -> float:
+        """Return the score of the first benchmark."""
+        return self.results[0].score.value
 
     def lines(self) -> list[str]:
-        out = [f"accuracy {self.accuracy():.4f} over {len(self.rows)} held-out samples"]
-        for group in self.groups():
-            total = sum(row["group"] == group for row in self.rows)
-            out.append(f"  {group}: {self.accuracy(group):.4f} of {total}")
-        if self.skipped:
-            out.append(f"  {self.skipped} samples could not be used")
-        return out
+        return [line for result in self.results for line in result.lines()]
 
 
 def evaluate(
     model: str | Path,
     *,
+    tasks: str | Sequence[str] | None = None,
     data: str | Path | None = None,
     root: str | Path | None = None,
+    metric: str | None = None,
+    out: str | Path | None = None,
     max_samples: int | None = None,
-    max_new_tokens: int = 32,
-    batch: int = 64,
+    max_new_tokens: int | None = None,
+    batch: int = AT_ONCE,
     device: str = "auto",
+    sampling: Sampling | None = None,
+    overwrite: bool = False,
     trust: Trust = False,
-) -> Score:
-    """Generate an answer to each sample of `data`, by default the held-out set of a run, and check the answers.
+) -> Evaluation:
+    """Answer the questions of benchmarks, score the answers, and write them with a report.
 
-    If `model` is a run folder, the answers are written to `answers.jsonl` there, and the report is written again.
-    `data` may also be the table of a benchmark (AI2D_TEST.tsv), which has its own rule for scores.
-    `batch`: samples that are answered at once.
+    `tasks`: benchmarks, such as `mmmu`, `mmbench:cn`, or the path of a task file. None: the benchmark whose published
+    file is `data`, or chat samples: those of `data`, or the held-out set of a run. `data`: file or folder of published
+    files, in place of a download. `root`: folder of media.
+
+    `metric`: how answers to chat samples are scored, as in docs/reference/benchmarks.md; `file.py:function` needs
+    `trust`. None: that of the run's recipe, or `exact`.
+
+    `out`: folder of the results; None: a folder in the run, otherwise `eval-MODEL`. If it has answers of the same
+    evaluation, the evaluation continues; answers of another one are refused unless `overwrite` is True. With a launcher
+    such as torchrun, the questions are split over ranks.
+
+    `max_new_tokens`: None: as the benchmark sets it. `batch`: questions that are answered at once.
     """
     check_max_samples(max_samples)
+    names = _task_names(tasks, data)
+    for name in names:
+        read_task(name, "--tasks")  # a misspelt name is reported before anything is opened
+    if metric is not None:
+        _refuse_metric(names)
+        check_metric(metric, "--metric")
     folder = local_model(model)
-    if data is not None and Path(data).suffix.lower() == SUFFIX:
-        return _benchmark(folder, Path(data), max_samples, max_new_tokens, batch, device, trust)
-    sources = held_out_sources(folder, data, root, max_samples)
-    loaded, processor = load(folder, device=device, trust=trust)
-    loaded.freeze()
-    rows: list[dict[str, Any]] = []
-    skipped = 0
+    description = describe(folder, trust=trust)
+    benchmarks: list[Benchmark] = [open_task(name, data=data, root=root, trust=trust) for name in names]
+    if not names:
+        benchmarks = [_held_out(folder, data, root, metric, description.processor, trust)]
+    target = Path(out) if out is not None else default_folder(folder)
+    identity = identity_of(model_name(folder), weight_fingerprint(folder), description)
 
-    def usable() -> Iterator[Question]:
-        nonlocal skipped
-        for question in questions(sources, processor.processor):
-            if isinstance(question, Question):
-                yield question
-            else:
-                skipped += 1
-                progress.count()
+    @functools.cache
+    def loaded() -> tuple[LoadedModel, LoadedProcessor]:
+        loaded_model, processor = load(folder, device=device, trust=trust)
+        return loaded_model.freeze(), processor
 
-    total = sum(map(len, sources))
-    with WorkProgress("evaluating", total, "samples") as progress:
-        for question, answer in answer_texts(
-            loaded, processor, usable(), Question.prompt, max_new_tokens, total=total, at_once=batch
-        ):
-            rows.append(question.marked(answer, processor.processor))
-            progress.count()
-    if not rows:
-        raise TesseraError(
-            "no held-out sample can be read, or none has a question and an answer",
-            where=", ".join(str(s.path) for s in sources),
-            code="evaluation.no-usable-sample",
+    with join_ranks(device) as world:
+        results = evaluate_with(
+            identity,
+            description.processor,
+            loaded,
+            benchmarks,
+            target,
+            max_samples=max_samples,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            batch=batch,
+            overwrite=overwrite,
+            world=world,
         )
+        if world.is_main:
+            _write_report(target, benchmarks, results)
+        if world.is_main and isinstance(benchmarks[0], HeldOutBenchmark) and data is None:
+            _into_run_report(folder, benchmarks[0], results[0], description.processor)
+    return Evaluation(results, target)
+
+
+def default_folder(model: Path) -> Path:
+    """Return the folder of results of a model: in the run, by checkpoint; otherwise `eval-MODEL` in this folder."""
+    newest = None if model.is_file() else newest_checkpoint(model)
+    if newest is None:
+        return Path(f"eval-{Path(os.path.abspath(model)).name}")
+    return newest.parent.parent / "eval" / newest.name
+
+
+def _task_names(tasks: str | Sequence[str] | None, data: str | Path | None) -> list[str]:
+    """Return the names of tasks, or that of the task whose published file is `data`."""
+    if tasks is not None:
+        names = [name.strip() for each in ([tasks] if isinstance(tasks, str) else tasks) for name in each.split(",")]
+        names = [name for name in names if name]
+        if not names:
+            raise TesseraError("no benchmark is named", where="--tasks", code="evaluation.unknown-benchmark")
+        return names
+    if data is None or Path(data).suffix.lower() != TABLE_SUFFIX:
+        return []
+    return [published_task(Path(data).stem, "--data")]
+
+
+def _refuse_metric(names: Sequence[str]) -> None:
+    if names:
+        raise TesseraError(
+            "a benchmark has its own metric",
+            where="--metric",
+            fix="leave --metric out, or write a task file with another metric",
+            code="evaluation.metric-of-benchmark",
+        )
+
+
+def _held_out(
+    folder: Path,
+    data: str | Path | None,
+    root: str | Path | None,
+    metric: str | None,
+    processor: LoadedProcessor,
+    trust: Trust,
+) -> HeldOutBenchmark:
+    sources = held_out_sources(folder, data, root)
+    chosen, base = metric or "exact", None
+    if is_code(chosen):
+        path, _, function = chosen.rpartition(":")
+        if path.endswith(".py"):
+            base = Path(path).parent
+            chosen = f"{Path(path).name}:{function}"
+        check_trusted(base or Path(), {metric or "": "--metric"}, trust)
+    name = HELD_OUT if data is None else Path(data).stem
+    return HeldOutBenchmark(name, sources, processor.processor, chosen, folder=base)
+
+
+def _write_report(target: Path, benchmarks: Sequence[Benchmark], results: Sequence[TaskResult]) -> None:
+    """Write the page of an evaluation. A failure does not discard the results."""
+    try:
+        for benchmark, result in zip(benchmarks, results, strict=True):
+            write_thumbnails(target, benchmark, read_answers(result.answers), benchmark.metric)
+        write_evaluation_page(target)
+    except (OSError, TesseraError) as error:
+        log.warning("%s was not written: %s", target / REPORT, first_line(error))
+
+
+def _into_run_report(folder: Path, benchmark: HeldOutBenchmark, result: TaskResult, processor: LoadedProcessor) -> None:
+    """Write `answers.jsonl` of the run, and its report with these answers."""
     run = find_file(folder, "metrics.jsonl").parent
-    if (run / "config.yaml").is_file() and (run / "metrics.jsonl").is_file():
-        write_jsonl(run / "answers.jsonl", with_copies(run, rows))
-        try:
-            write_report(run)
-        except (OSError, TesseraError) as error:  # a failed report does not discard the answers
-            log.warning("report.html was not written: %s", first_line(error))
-    return Score(rows, skipped)
-
-
-def _benchmark(
-    folder: Path, table: Path, max_samples: int | None, max_new_tokens: int, batch: int, device: str, trust: Trust
-) -> Score:
-    benchmark = benchmark_of(table.stem, table, "--data")
-    loaded, processor = load(folder, device=device, trust=trust)
-    loaded.freeze()
-    answers = score_table(loaded, processor, benchmark, max_samples, max_new_tokens, batch)
-    return Score([{**answer, "correct": answer["score"], "group": table.stem} for answer in answers], 0)
+    if not ((run / "config.yaml").is_file() and (run / "metrics.jsonl").is_file()):
+        return
+    answers = {row["index"]: row for row in read_answers(result.answers) if "unusable" not in row}
+    rows: list[dict[str, Any]] = []
+    for number, question in benchmark.samples(range(max(answers) + 1)):
+        if number in answers and isinstance(question, Question):
+            row = answers[number]
+            score = row_score(row, benchmark.metric)
+            right = score >= 0.5 if benchmark.metric.higher_is_better else score <= 0.5
+            rows.append({**question.marked(row["answer"], processor.processor), "correct": right})
+    write_jsonl(run / "answers.jsonl", with_copies(run, rows))
+    try:
+        write_report(run)
+    except (OSError, TesseraError) as error:  # a failed report does not discard the answers
+        log.warning("report.html was not written: %s", first_line(error))
 
 
 def check_max_samples(number: int | None) -> None:
@@ -133,20 +230,26 @@ def check_max_samples(number: int | None) -> None:
 
 
 def held_out_sources(
-    folder: Path, data: str | Path | None, root: str | Path | None, max_samples: int | None
+    folder: Path, data: str | Path | None, root: str | Path | None, max_samples: int | None = None
 ) -> list[Source]:
+    """Open chat samples: those of `data`, or the held-out sets of a run."""
     if data is not None:
         sections = [build(SourceSection, {"path": data, "root": root}, "--data")]
-    elif (recipe := find_file(folder, "config.yaml")).is_file():
-        sections = load_config(read_saved(recipe)).data.eval
     else:
-        sections = []
+        recipe = recipe_of(folder)
+        sections = [] if recipe is None else recipe.data.eval
     if not sections:
         raise TesseraError(
             f"{folder} has no recipe with held-out data (data.eval)",
             where="--data",
-            fix="pass a file of samples: --data FILE",
+            fix="pass a file of samples: --data FILE, or name benchmarks: --tasks mmmu,chartqa",
             code="evaluation.no-held-out-data",
         )
     sections = [local_source(section, "eval", "--data") for section in sections]
     return [open_source(s.model_copy(update={"max_samples": max_samples or s.max_samples})) for s in sections]
+
+
+def recipe_of(folder: Path) -> RunConfig | None:
+    """Return the recipe of a run; None for other folders."""
+    recipe = find_file(folder, "config.yaml")
+    return load_config(read_saved(recipe)) if recipe.is_file() else None

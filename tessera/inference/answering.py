@@ -12,7 +12,8 @@ from tessera.core.batch import Batch
 from tessera.core.sample import Sample
 from tessera.core.spec import LanguageProcessor
 from tessera.engine.engine import Engine
-from tessera.engine.request import GREEDY, Answer, Delta, Request, Sampling
+from tessera.engine.offline import answers_to
+from tessera.engine.request import GREEDY, Answer, Delta, Finish, Request, Sampling
 from tessera.engine.scheduler import EngineLimits
 from tessera.errors import TesseraError
 from tessera.inference.loaded import LoadedModel, LoadedProcessor
@@ -101,39 +102,99 @@ def answer_texts(
 ) -> Iterator[tuple[T, str]]:
     """Yield each item with the answer to its question, in order. Raise the error of an item that fails.
 
-    `sample`: returns the question of an item, and the root folder of its media. `total`: how many items there are. A
-    class of transformers answers groups of `at_once` items with its own method.
+    `sample`: returns the question of an item, and the root folder of its media. `total`: how many items there are.
     """
-    if model.spec.generate is not None:
-        source = iter(items)
-        while group := list(islice(source, at_once)):
-            prompts_of_group = processor.prompt([sample(item) for item in group])
-            texts = model.generate(prompts_of_group, max_new_tokens, **_options(sampling))
-            yield from zip(group, [texts] if isinstance(texts, str) else texts, strict=True)
-        return
-    engine, inner = Engine(model, EngineLimits(rows=at_once)), processor.processor
-    stops = frozenset(inner.stop_tokens) if isinstance(inner, LanguageProcessor) else frozenset()
     finished: dict[int, str] = {}
     waiting: dict[int, T] = {}  # in order
 
-    def numbered() -> Iterator[int]:
+    def numbered() -> Iterator[tuple[int, T]]:
         for number, item in enumerate(items):
             waiting[number] = item
-            yield number
+            yield number, item
 
+    answers = numbered_answers(
+        model, processor, numbered(), sample, max_new_tokens, total=total, at_once=at_once, sampling=sampling
+    )
+    for number, _, answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+        finished[number] = answer.text
+        while waiting and (first := next(iter(waiting))) in finished:
+            yield waiting.pop(first), finished.pop(first)
+
+
+def numbered_answers(
+    model: LoadedModel,
+    processor: LoadedProcessor,
+    items: Iterable[tuple[int, T]],
+    sample: Callable[[T], tuple[Sample, Path]],
+    max_new_tokens: int,
+    *,
+    total: int,
+    at_once: int = 64,
+    sampling: Sampling = GREEDY,
+    on_step: Callable[[int], None] = lambda tokens: None,
+) -> Iterator[tuple[int, T, Answer | BaseException]]:
+    """Yield each numbered item with its answer, or with its own error, in the order in which they end.
+
+    The number of an item sets its seed. A class of transformers answers groups of `at_once` items with its own method,
+    and so does a model whose ranks must run the same calls.
+    """
+    if model.spec.generate is not None or model.over_ranks:
+        source = iter(items)
+        while group := list(islice(source, at_once)):
+            yield from _answers_of_group(model, processor, group, sample, max_new_tokens, sampling, on_step)
+        return
+    engine, inner = Engine(model, EngineLimits(rows=at_once)), processor.processor
+    stops = frozenset(inner.stop_tokens) if isinstance(inner, LanguageProcessor) else frozenset()
     with PromptPool(processor, "auto" if total > _FEW else 0) as prompts:
-        for number, answer in answers_to_all(
+        for (number, item), answer in answers_to_all(
             engine,
-            numbered(),
-            lambda number: prompts.submit(*sample(waiting[number])),
-            lambda number, batch: Request(batch, sampling.nth(number), max_new_tokens, stop_tokens=stops, stream=False),
+            items,
+            lambda entry: prompts.submit(*sample(entry[1])),
+            lambda entry, batch: Request(
+                batch, sampling.nth(entry[0]), max_new_tokens, stop_tokens=stops, stream=False
+            ),
             at_once + _AHEAD,
+            on_step,
         ):
-            if isinstance(answer, BaseException):
-                raise answer
-            finished[number] = answer.text
-            while waiting and (first := next(iter(waiting))) in finished:
-                yield waiting.pop(first), finished.pop(first)
+            yield number, item, answer
+
+
+def _answers_of_group(
+    model: LoadedModel,
+    processor: LoadedProcessor,
+    group: list[tuple[int, T]],
+    sample: Callable[[T], tuple[Sample, Path]],
+    max_new_tokens: int,
+    sampling: Sampling,
+    on_step: Callable[[int], None],
+) -> Iterator[tuple[int, T, Answer | BaseException]]:
+    """Answer a group of items at once. If one cannot be answered, each is answered alone."""
+    inner = processor.processor
+    assert isinstance(inner, LanguageProcessor)
+    try:
+        batch = processor.prompt([sample(item) for _, item in group])
+        lengths = batch.segments["text"].bounds.diff().tolist()
+        if model.spec.generate is None:
+            answers = answers_to(model, batch, inner.stop_tokens, max_new_tokens, sampling.nth(group[0][0]))
+        else:
+            texts = model.generate(batch, max_new_tokens, **_options(sampling.nth(group[0][0])))
+            texts = [texts] if isinstance(texts, str) else texts
+            answers = [
+                Answer((), text, (), None, Finish("stop", prompt_tokens=length))
+                for text, length in zip(texts, lengths, strict=True)
+            ]
+    except (TesseraError, OSError, ValueError) as error:
+        if len(group) == 1 or stops_all(error):
+            yield group[0][0], group[0][1], _item_error(error)
+            return
+        for entry in group:
+            yield from _answers_of_group(model, processor, [entry], sample, max_new_tokens, sampling, on_step)
+        return
+    on_step(sum(answer.finish.new_tokens for answer in answers))
+    for (number, item), answer in zip(group, answers, strict=True):
+        yield number, item, answer
 
 
 def _options(sampling: Sampling) -> dict[str, Any]:

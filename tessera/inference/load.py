@@ -20,7 +20,7 @@ from tessera.config.saved_recipe import read_saved
 from tessera.config.trust import Trust
 from tessera.core.batch import Batch
 from tessera.core.model_plan import ModelPlan
-from tessera.core.spec import ModelSpec
+from tessera.core.spec import ModelSpec, Processor
 from tessera.data.media.files import Limits
 from tessera.diffusion.family import GenerationFamily, family_of
 from tessera.diffusion.sampling.over_ranks import ModelOverRanks
@@ -122,12 +122,39 @@ def load(
     _fill_weights(folder, source, meta, tensors, trained, None if shards is None else Path(shards))
     for path_of_adapters, strength in merged.items():
         merge_into(path_of_adapters, strength, tensors, meta.names, meta.weights, part_of(section.path))
-    options = {**source.options, **(processor or {})}
-    prepare = None if spec.processor is None or files is None else spec.processor(meta.config, files, **options)
+    prepare = _processor_of(source, spec, meta.config, processor)
     if source.origin not in ("run", "checkpoint"):  # runs are trained with the built-in chat template
         warn_of_another_template(prepare, files)
     loaded = LoadedModel(module, spec, meta.config, prepare, run, trained, section.path, files, source.limits, saved)
     return loaded, LoadedProcessor(prepare, spec, source.limits)
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """Describe a model whose weights are not read yet, with its processor."""
+
+    spec: ModelSpec
+    dtype: torch.dtype
+    processor: LoadedProcessor
+
+
+def describe(path: str | Path, *, family: str | None = None, trust: Trust = False) -> ModelDescription:
+    """Return what `load` would return with these arguments, without weights."""
+    folder = local_model(path)
+    check_class_known(folder)
+    source = find_model(folder, None, trust, None, family)
+    spec, config = resolve(source.section)
+    processor = LoadedProcessor(_processor_of(source, spec, config, None), spec, source.limits)
+    return ModelDescription(spec, source.dtype, processor)
+
+
+def _processor_of(
+    source: FoundModel, spec: ModelSpec, config: Any, options: Mapping[str, Any] | None
+) -> Processor | None:
+    """Return the processor of a model; None if it has none. `options` replace those of its folder."""
+    if spec.processor is None or source.files is None:
+        return None
+    return spec.processor(config, source.files, **{**source.options, **(options or {})})
 
 
 def _refuse_beside_module(options: Mapping[str, Any]) -> None:

@@ -84,18 +84,21 @@ def questions(sources: Sequence[Source], processor: object = None) -> Iterator[Q
     """
     for source in sources:
         for _, sample in source.scan(range(len(source))):
-            if isinstance(sample, RecordError):
-                yield sample
-                continue
-            last = max((i for i, message in enumerate(sample.messages) if message.role == "assistant"), default=None)
-            if not last:  # no assistant message, or only as the first message
-                yield RecordError("no question with an answer", where=sample.id, code="data.no-question")
-                continue
-            question = Question(Sample(sample.id, sample.messages[:last]), _text(sample.messages[last]), source.root)
-            try:
-                yield _with_regions(question, sample.messages[last], processor)
-            except TesseraError as error:
-                yield RecordError(error.what, where=sample.id, code=error.code)
+            yield question_of(sample, source.root, processor)
+
+
+def question_of(sample: Sample | RecordError, root: Path, processor: object = None) -> Question | RecordError:
+    """Return a sample as a `Question`, or the reason why it has none. `root`: folder of its media."""
+    if isinstance(sample, RecordError):
+        return sample
+    last = max((i for i, message in enumerate(sample.messages) if message.role == "assistant"), default=None)
+    if not last:  # no assistant message, or only as the first message
+        return RecordError("no question with an answer", where=sample.id, code="data.no-question")
+    question = Question(Sample(sample.id, sample.messages[:last]), _text(sample.messages[last]), root)
+    try:
+        return _with_regions(question, sample.messages[last], processor)
+    except TesseraError as error:
+        return RecordError(error.what, where=sample.id, code=error.code)
 
 
 def _with_regions(question: Question, answer: Message, processor: object) -> Question:

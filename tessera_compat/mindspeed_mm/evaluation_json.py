@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tessera.errors import TesseraError
-from tessera.evaluation.benchmarks import benchmark_of, score_table
 from tessera.engine.request import Sampling
+from tessera.errors import TesseraError
+from tessera.evaluation.answers import read_answers
+from tessera.evaluation.run import evaluate_tasks
+from tessera.evaluation.scores import row_score
+from tessera.evaluation.tasks.load import open_task, published_task
 from tessera_compat.mindspeed_mm.arguments import Args
 from tessera_compat.mindspeed_mm.inference_json import load_model, read_settings
 from tessera_compat.mindspeed_mm.report import JobReport
@@ -23,19 +26,38 @@ def evaluate(args: Args) -> float:
         )
     data, source, report = args.mm.model.to_dict(), str(args.mm_model), JobReport()
     name = str(data.get("evaluation_dataset"))
-    table = Path(str(data.get("dataset_path")))
-    benchmark = benchmark_of(name, table, f"{source}: evaluation_dataset")
+    table, where = Path(str(data.get("dataset_path"))), f"{source}: evaluation_dataset"
+    benchmark = open_task(published_task(name, where), data=table, where=where)
     settings = read_settings({key: value for key, value in data.items() if key not in OWN_KEYS}, source, report)
     report.check()
     model, processor = load_model(args, settings)
     options = dict(settings.generation)
     most = options.pop("max_new_tokens", 32)
     sampling = Sampling(seed=args.seed, **options)
-    records = score_table(model, processor, benchmark, max_new_tokens=most, sampling=sampling)
-    mean = float(sum(record["score"] for record in records) / len(records))
     folder = Path(str(data.get("result_output_path") or "evaluation_outputs"))
-    folder.mkdir(parents=True, exist_ok=True)
+    (result,) = evaluate_tasks(
+        model,
+        processor,
+        [benchmark],
+        folder,
+        name=str(data.get("evaluation_model") or table.stem),
+        weights=str(args.load or settings.folders),
+        max_new_tokens=most,
+        sampling=sampling,
+        overwrite=True,
+    )
+    records = [
+        {
+            "index": row["id"],
+            "answer": row["answer"],
+            "expected": row["expected"],
+            "score": row_score(row, benchmark.metric),
+        }
+        for row in read_answers(result.answers)
+        if "unusable" not in row
+    ]
     lines = [json.dumps(record, ensure_ascii=False) for record in records]
     (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    (folder / f"{name}.json").write_text(json.dumps({"score": mean, "questions": len(records)}), encoding="utf-8")
-    return mean
+    summary = {"score": result.score.value, "questions": len(records)}
+    (folder / f"{name}.json").write_text(json.dumps(summary), encoding="utf-8")
+    return result.score.value

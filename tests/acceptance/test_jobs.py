@@ -790,7 +790,7 @@ def test_a_benchmark_is_evaluated(tiny: Path, monkeypatch: pytest.MonkeyPatch, c
     assert capsys.readouterr().out == f"ai2d_test: {mean:.4f}\n"
     Path("bench.tsv").rename("AI2D_TEST.tsv")
     scored = tessera.evaluate("ckpt/tiny/hf", data="AI2D_TEST.tsv", max_samples=1, max_new_tokens=2)
-    assert [row["index"] for row in scored.rows] == ["0"]
+    assert scored.results[0].questions == 1
     settings["evaluation_dataset"] = "ai2d"
     Path("evaluate.json").write_text(json.dumps(settings))
     with raises("evaluation.unknown-benchmark", "ai2d_test"):

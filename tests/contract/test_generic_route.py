@@ -18,6 +18,7 @@ from tessera.config.run_config import ModelSection, SourceSection
 from tessera.core.batch import IGNORE
 from tessera.data.sources.source import open_source
 from tessera.errors import TesseraError
+from tessera.evaluation.answers import read_answers
 from tessera.models import resolve
 from tessera.models.transformers import ClassProcessor
 from tessera.tasks.transformers import TransformersTask
@@ -172,7 +173,7 @@ def test_a_class_answers_by_its_own_method_and_commands_for_many_requests_refuse
         tessera.generate_answers(folder, data, tmp_path / "answers.jsonl", device="cpu")
     with raises("generation.model-generates-itself", "class of transformers"):
         start_service(ModelOptions(folder, "cpu"), Settings("class", max_length=0))
-    score = tessera.evaluate(folder, data=data, max_new_tokens=4, batch=4, device="cpu")
+    score = tessera.evaluate(folder, data=data, max_new_tokens=4, batch=4, device="cpu", out=tmp_path / "eval")
     model, processor = tessera.load(folder, device="cpu")
     alone = [model.generate(processor(json.loads(line)["messages"][:1]), 4) for line in data.read_text().splitlines()]
-    assert [row["answer"] for row in score.rows] == alone
+    assert [row["answer"] for row in read_answers(score.results[0].answers)] == alone

@@ -173,7 +173,7 @@ def test_answers_are_those_of_the_trained_model(data: Path, tmp_path: Path) -> N
 
     told = [row["answer"] for row in read_jsonl(run.folder / "answers-step-6.jsonl")]
     again = tessera.evaluate(run.folder, max_samples=3, max_new_tokens=4)
-    assert told == [row["answer"] for row in again.rows]
+    assert told == [row["answer"] for row in read_jsonl(again.results[0].answers)]
 
 
 def test_without_held_out_data_there_is_nothing_to_answer(data: Path, tmp_path: Path) -> None:

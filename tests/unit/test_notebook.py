@@ -48,6 +48,6 @@ def test_every_cell_of_the_notebook_runs_and_what_a_cell_ends_with_can_be_shown(
         assert len(repr(value)) < 500
         tables += isinstance(value, tessera.Run) and "<table" in value._repr_html_()
     assert tables == 1
-    assert names["score"].accuracy() >= 0.9
+    assert names["score"].score >= 0.9
     again, _ = tessera.load(names["folder"], device="cpu")
     assert again.chat("Which color is this?", names["square"]("red", names["chance"]), max_new_tokens=8) == "red"

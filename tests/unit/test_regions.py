@@ -185,7 +185,7 @@ def evaluated(zoo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     section = {"path": str(data)}
     run = tessera.train(recipe(zoo, tmp_path_factory.mktemp("runs"), train=[section], eval=[section]))
     score = evaluate(run.folder, max_new_tokens=2, device="cpu")
-    assert score.skipped == 0
+    assert score.results[0].unusable == 0
     return run.folder
 
 

@@ -84,9 +84,10 @@ def test_a_run_outlives_the_folder_it_began_from(run: tessera.Run, data: Path, t
 
 
 def test_evaluate_writes_answers_and_the_report_shows_them(run: tessera.Run) -> None:
-    score = tessera.evaluate(run.folder, max_new_tokens=4)
-    assert len(score.rows) == 6
-    assert set(score.groups()) == {"text only", "1 image", "2 images"}
+    (result,) = tessera.evaluate(run.folder, max_new_tokens=4).results
+    assert result.questions == 6
+    assert set(result.categories["images"]) == {"text only", "1 image", "2 images"}
+    assert result.answers.parent == run.folder / "eval" / "step-00000006"
     page = (run.folder / "report.html").read_text()
     assert "Held-out answers" in page
     assert "data:image/png;base64" in page
@@ -135,7 +136,8 @@ def test_folders_are_named_by_text_or_by_path(run: tessera.Run, data: Path, tmp_
     assert exported == tmp_path / "out"
     rows = str(data / "train.jsonl")
     assert len(tessera.compare(str(exported), rows, max_samples=2, max_new_tokens=2, prove="never").answers) == 2
-    assert len(tessera.evaluate(folder, data=rows, max_samples=2, max_new_tokens=2).rows) == 2
+    evaluation = tessera.evaluate(folder, data=rows, max_samples=2, max_new_tokens=2, out=str(tmp_path / "scores"))
+    assert evaluation.results[0].questions == 2
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(chat_recipe(data, tmp_path, steps=1)))
     assert tessera.plan(str(recipe), world=2).figures() == tessera.plan(recipe, world=2).figures()

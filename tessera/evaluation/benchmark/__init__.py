@@ -23,6 +23,7 @@ class BenchmarkQuestion:
     categories: Mapping[str, str] = field(default_factory=dict)  # by table of the report, such as {"subject": "Art"}
     fields: Mapping[str, Any] = field(default_factory=dict)  # other columns that the metric reads
     group: str = ""  # questions of a group count as one: `together` joins their marks. "": a group of its own
+    root: Path | None = None  # folder of its media; None: that of the benchmark
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class Benchmark(Protocol):
 
     name: str
     variant: str  # the name of the protocol, such as "lmms-eval"
+    title: str  # name, and the variant if it is not the default: mmmu, mmmu:qwen
     metric: AnswerMetric
     root: Path  # folder of media
     max_new_tokens: int

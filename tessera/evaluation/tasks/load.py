@@ -37,6 +37,7 @@ class TaskBenchmark:
         self.task = task
         self.name = task.name
         self.variant = variant
+        self.title = task.name if variant == task.default_variant else f"{task.name}:{variant}"
         self.table = table
         self.root = table.root
         self.rows = Rows(task, table)
@@ -158,6 +159,22 @@ def task_of_file(file: str, names: Sequence[str] | None = None) -> str | None:
     """Return the task and variant whose published file has this name; None if there is none. Case does not matter."""
     stem = Path(file).stem.lower()
     return next((task for each, task in published_files(names).items() if Path(each).stem.lower() == stem), None)
+
+
+def published_task(file: str, where: str) -> str:
+    """Return the task and variant whose published file has this name. Raise if there is none."""
+    task = task_of_file(file)
+    if task is None:
+        names = [Path(each).stem.lower() for each in published_files()]
+        raise TesseraError(
+            f"there is no benchmark with a published file {file!r:.200}",
+            where=where,
+            allowed=names,
+            nearest=nearest(file.lower(), names),
+            fix="name the benchmark: tessera eval --tasks NAME, or the path of a task file of your own",
+            code="evaluation.unknown-benchmark",
+        )
+    return task
 
 
 def merged(data: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -83,18 +83,21 @@ def previews_section(folder: Path) -> str:
 
 
 def _card(row: Mapping[str, Any], run: RecordedRun) -> str:
-    question = f'<div class="soft">{_folded(row["question"])}</div>'
-    expected = "" if row["correct"] else f'<div class="soft">expected</div>{_text(row["expected"], "")}'
+    question = f'<div class="soft">{folded(row["question"])}</div>'
+    expected = "" if row["correct"] else f'<div class="soft">expected</div>{text_block(row["expected"], "")}'
     kind = "right" if row["correct"] else "wrong"
-    return f'<div class="answer {kind}">{_images(row, run)}{question}{_text(row["answer"], "said")}{expected}</div>'
+    return (
+        f'<div class="answer {kind}">{_images(row, run)}{question}{text_block(row["answer"], "said")}{expected}</div>'
+    )
 
 
-def _text(text: str, kind: str) -> str:
+def text_block(text: str, kind: str) -> str:
+    """Return HTML of an answer or an expected answer, in large letters if it is short."""
     size = " word" if len(text) <= SHORT else ""
-    return f'<div class="text {kind}{size}">{_folded(text) or "—"}</div>'
+    return f'<div class="text {kind}{size}">{folded(text) or "—"}</div>'
 
 
-def _folded(text: str) -> str:
+def folded(text: str) -> str:
     """Return text as HTML. A long text shows its beginning, and a click opens the rest."""
     if len(text) <= FOLDED:
         return html.escape(text)
@@ -110,17 +113,17 @@ def _images(row: Mapping[str, Any], run: RecordedRun) -> str:
     copies = [*row["copies"], *[None] * len(row["images"])]
     sizes = [*row["sizes"], *[None] * len(row["images"])]
     images = "".join(
-        _image(copy or path, run, _overlay(row, number, sizes[number]))
+        embedded_image(run.folder, copy or path, regions_overlay(row["regions"], number, sizes[number]))
         for number, (path, copy) in enumerate(zip(row["images"][:MOST_IMAGES], copies, strict=False))
     )
     more = len(row["images"]) - MOST_IMAGES
     return f'<div class="images">{images}{f"<span>and {more} more</span>" if more > 0 else ""}</div>' if images else ""
 
 
-def _overlay(row: Mapping[str, Any], image: int, size: tuple[int, int] | None) -> str:
+def regions_overlay(regions: Iterable[Mapping[str, Any]], image: int, size: tuple[int, int] | None) -> str:
     """Return the expected and the answered boxes and points of an image as SVG. Rows of other users are not trusted."""
     shapes = []
-    for region in row["regions"] if size is not None else ():
+    for region in regions if size is not None else ():
         numbers, kind = region.get("numbers"), "good" if region.get("of") == "expected" else "held"
         if region.get("image") != image or not isinstance(numbers, list):
             continue
@@ -130,16 +133,16 @@ def _overlay(row: Mapping[str, Any], image: int, size: tuple[int, int] | None) -
     return html.overlay(*size, shapes) if size is not None else ""
 
 
-def _image(path: str, run: RecordedRun, overlay: str) -> str:
-    """Return HTML that embeds an image file of the run folder; empty if the file cannot be read."""
+def embedded_image(folder: Path, path: str, overlay: str) -> str:
+    """Return HTML that embeds an image file of a folder; empty if the file cannot be read, or is outside of it."""
     # Imported here because these modules import torch, which a page without images does not need.
     from tessera.data.media.files import Limits
     from tessera.data.media.images import TINY, read_image, small_copy
 
     if path.endswith(".gif"):  # embedded unchanged, so that it stays animated
-        uri = _media(run.folder, path)
+        uri = _media(folder, path)
         return "" if uri is None else f'<div class="image"><img class="tiny" alt="" src="{uri}"></div>'
-    file = _inside(run.folder, path)
+    file = _inside(folder, path)
     try:
         image = None if file is None else read_image(file, Limits())
     except TesseraError:

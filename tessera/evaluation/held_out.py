@@ -1,0 +1,123 @@
+"""Make a benchmark of chat samples: the last answer of a sample is expected, and any metric may score it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from tessera.data.sources.container import RecordError
+from tessera.data.sources.source import Source
+from tessera.engine.request import GREEDY
+from tessera.errors import TesseraError, few_names
+from tessera.evaluation.benchmark import AnswerMetric, BenchmarkQuestion
+from tessera.evaluation.metrics.registry import METRICS, is_code, metric_of
+from tessera.inference.questions import Question, question_of
+
+MAX_NEW_TOKENS = 32
+_REFUSED = ("ifeval", "mathvista", "choice", "mmmu")  # they read columns that chat samples do not have
+
+
+class HeldOutBenchmark:
+    """Read the questions of chat samples. Categories are numbers of images. Boxes are written as the model does."""
+
+    variant = ""
+    sampling = GREEDY
+
+    def __init__(
+        self,
+        name: str,
+        sources: Sequence[Source],
+        processor: object = None,
+        metric: str = "exact",
+        options: Mapping[str, Any] = MappingProxyType({}),
+        folder: Path | None = None,
+        max_new_tokens: int = MAX_NEW_TOKENS,
+        where: str = "--metric",
+    ) -> None:
+        """`processor`: of the model. `folder`: of the file of a user's metric, which must be trusted already."""
+        self.name = self.title = name
+        self.max_new_tokens = max_new_tokens
+        self._sources, self._processor = sources, processor
+        self._chosen = {"name": metric, "options": dict(options)}
+        self.root = sources[0].root
+        self.metric: AnswerMetric = metric_of(metric, options, where, self._references, folder)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._sources))
+
+    def questions(self, numbers: range) -> Iterator[tuple[int, BenchmarkQuestion | RecordError]]:
+        """Yield consecutive questions with their index. An unusable row is yielded as the reason."""
+        for number, question in self.samples(numbers):
+            if isinstance(question, RecordError):
+                yield number, question
+                continue
+            yield (
+                number,
+                BenchmarkQuestion(
+                    question.sample.id,
+                    question.sample,
+                    (question.expected,),
+                    categories={"images": question.group},
+                    fields={"regions": question.regions, "region_size": question.size},
+                    root=question.root,
+                ),
+            )
+
+    def samples(self, numbers: range) -> Iterator[tuple[int, Question | RecordError]]:
+        """Yield consecutive samples with their index."""
+        begin = 0
+        for source in self._sources:
+            first, last = max(numbers.start, begin) - begin, min(numbers.stop, begin + len(source)) - begin
+            if first < last:
+                for at, sample in source.scan(range(first, last)):
+                    yield begin + at, question_of(sample, source.root, self._processor)
+            begin += len(source)
+
+    def protocol(self) -> dict[str, Any]:
+        """Return JSON of what scores depend on."""
+        return {
+            "task": self.name,
+            "variant": self.variant,
+            "data": {"source": few_names([source.path.name for source in self._sources]), "sha256": self._content},
+            "metric": self._chosen,
+            "max_new_tokens": self.max_new_tokens,
+        }
+
+    @cached_property
+    def _content(self) -> str:
+        """Return a hash of all messages and names of media. Their folder does not matter."""
+        digest = hashlib.sha256()
+        for source in self._sources:
+            for _, sample in source.scan(range(len(source))):
+                messages = () if isinstance(sample, RecordError) else sample.messages
+                digest.update(f"{len(messages)}\n".encode())
+                for message in messages:
+                    for part in message.parts:
+                        value = part.value if isinstance(part.value, (str, bytes)) else type(part.value).__name__
+                        content = value if isinstance(value, bytes) else value.encode("utf-8", "surrogatepass")
+                        digest.update(f"{message.role} {part.kind} {len(content)}\n".encode() + content)
+        return digest.hexdigest()[:16]
+
+    def _references(self) -> Iterator[list[str]]:
+        for _, question in self.samples(range(len(self))):
+            yield [] if isinstance(question, RecordError) else [question.expected]
+
+
+def check_metric(name: str, where: str) -> None:
+    """Raise for a metric that cannot score chat samples, before any data is opened."""
+    if is_code(name):
+        return
+    if name in _REFUSED:
+        raise TesseraError(
+            f"the metric {name} reads columns that chat samples do not have",
+            where=where,
+            allowed=[each for each in METRICS if each not in _REFUSED],
+            fix="write a task file, which names the columns: docs/reference/benchmarks.md",
+            code="evaluation.unknown-metric",
+        )
+    if name not in METRICS:
+        metric_of(name, where=where)  # raises

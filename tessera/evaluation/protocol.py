@@ -1,0 +1,161 @@
+"""Record everything that a score depends on, so that two scores can be compared, or are said not to be comparable.
+
+A protocol has three parts. `task`: data, prompt, extraction, metric, generation settings. `model`: name and weights,
+which two compared results may differ in. `processing`: what the model's processor and the engine do with a question.
+The versions of libraries are recorded beside it, as the environment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tessera.checkpoint.files import MANIFEST
+from tessera.data.media.read import MediaProcessor
+from tessera.inference.load import ModelDescription
+from tessera.inference.loaded import LoadedProcessor
+from tessera.inference.weight_source import newest_checkpoint
+from tessera.models.processing.conversation import ConversationProcessor
+from tessera.runtime.files import open_regular, read_bytes
+from tessera.version import __version__, package_versions
+
+_PARTS, _PART_BYTES = 16, 1 << 16  # of each weight file, so many blocks are hashed
+_NOT_SETTINGS = ("encoder", "train_on", "last_only", "template", "config")  # or hashed beside
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """Name a model, and hold what of it scores depend on besides its weights."""
+
+    name: str
+    weights: str  # hash
+    processing: Mapping[str, Any]
+
+
+def identity_of(name: str, weights: str, description: ModelDescription) -> ModelIdentity:
+    """Return the identity of a model. `weights`: their hash, or another name that no other weights have."""
+    processing = {
+        "family": description.spec.name,
+        "dtype": str(description.dtype).removeprefix("torch."),
+        "engine": f"{'own method of the class' if description.spec.foreign else 'tessera'} {__version__}",
+        **processor_facts(description.processor),
+    }
+    return ModelIdentity(name, weights, processing)
+
+
+def processor_facts(processor: LoadedProcessor) -> dict[str, Any]:
+    """Return the settings of a processor as JSON: hashes of chat template and tokenizer, limits, video sampling."""
+    inner = processor.processor
+    if not isinstance(inner, ConversationProcessor):
+        facts = {"processor": inner.fingerprint} if isinstance(inner, MediaProcessor) else {}
+        return facts | {"jpeg_draft": processor.limits.jpeg_draft}
+    settings = {
+        field.name: _plain(getattr(inner, field.name))
+        for field in dataclasses.fields(inner)
+        if field.name not in _NOT_SETTINGS
+    }
+    return {
+        "processor": inner.version,
+        "chat_template": short_hash(dataclasses.asdict(inner.template)),
+        "tokenizer": short_hash(inner.encoder.json),
+        **settings,
+        "jpeg_draft": processor.limits.jpeg_draft,
+    }
+
+
+def environment() -> dict[str, str]:
+    """Return versions that are recorded, and that two comparable results may differ in."""
+    names = ("torch", "transformers", "tokenizers", "pillow", "numpy")
+    return {"python": platform.python_version(), "machine": platform.machine(), **package_versions(names)}
+
+
+def short_hash(value: Any) -> str:
+    """Return a short hash of a JSON value."""
+    content = json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
+    return hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()[:12]
+
+
+def weight_fingerprint(path: Path) -> str:
+    """Return a hash of the weights of a model. Of large files, the size and sixteen blocks are hashed.
+
+    It is the same for a copy of the files in another folder.
+    """
+    weights = path if path.is_file() else newest_checkpoint(path) or path
+    if (weights / MANIFEST).is_file():
+        return hashlib.sha256(read_bytes(weights / MANIFEST)).hexdigest()[:12]
+    files = [weights] if weights.is_file() else sorted([*weights.glob("*.safetensors"), *weights.glob("*.bin")])
+    content = hashlib.sha256()
+    for file in files:
+        with open_regular(file) as opened:
+            size = os.fstat(opened.fileno()).st_size
+            content.update(f"{file.name} {size}\n".encode("utf-8", "surrogateescape"))
+            for part in range(_PARTS):
+                opened.seek(max(0, size - _PART_BYTES) * part // (_PARTS - 1))
+                content.update(opened.read(_PART_BYTES))
+    return content.hexdigest()[:12]
+
+
+def model_name(path: Path) -> str:
+    """Return a name of a model without the folders above it: `run/step-00000100` or the name of its folder."""
+    newest = None if path.is_file() else newest_checkpoint(path)
+    resolved = Path(os.path.abspath(path))
+    if newest is None:
+        return resolved.name
+    checkpoint = Path(os.path.abspath(newest))
+    return f"{checkpoint.parent.parent.name}/{checkpoint.name}"
+
+
+def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the keys in which two JSON mappings differ, with both values. Nested keys are joined by dots."""
+    both = dict(flat(first)), dict(flat(second))
+    names = dict.fromkeys([*both[0], *both[1]])
+    return {name: (both[0].get(name), both[1].get(name)) for name in names if both[0].get(name) != both[1].get(name)}
+
+
+def protocol_differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return what forbids to compare two results. Processors of two families always differ, and are left out."""
+    parts = [{key: value for key, value in each.items() if key != "model"} for each in (first, second)]
+    processing = [part.get("processing", {}) for part in parts]
+    if processing[0].get("family") != processing[1].get("family"):
+        for part, settings in zip(parts, processing, strict=True):
+            part["processing"] = {key: settings.get(key) for key in ("engine", "dtype")}
+    return differences(parts[0], parts[1])
+
+
+def lines_of(changes: Mapping[str, tuple[Any, Any]], most: int = 12) -> list[str]:
+    """Return differences as lines: `processing.image.max_pixels: 1003520 / 12845056`."""
+    lines = [f"{name}: {_brief(before)} / {_brief(after)}" for name, (before, after) in changes.items()]
+    return lines if len(lines) <= most else [*lines[:most], f"and {len(lines) - most} more"]
+
+
+def _brief(value: Any) -> str:
+    text = "none" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    text = " ".join(text.split())
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+def flat(value: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of a nested mapping with their keys, joined by dots."""
+    for name, inner in value.items():
+        if isinstance(inner, Mapping):
+            yield from flat(inner, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", inner
+
+
+def _plain(value: Any) -> Any:
+    """Return a setting as JSON."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else short_hash(str(value))

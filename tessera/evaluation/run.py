@@ -1,0 +1,245 @@
+"""Evaluate a model on benchmarks: answer, score, and write the results into a folder.
+
+The folder gets `answers-TASK.jsonl` with a row for each question, and `results.json`. While questions are answered,
+`answers-TASK.jsonl.parts` holds the rows so far: the same call continues after a kill, and a call with another protocol
+is refused. `tessera/batch/output.py` describes these files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tessera.batch.answer import BatchResult, answer_file
+from tessera.data.sources.container import RecordError
+from tessera.engine.request import Sampling
+from tessera.errors import TesseraError, few_names
+from tessera.evaluation.answers import AT_ONCE, BenchmarkAnswers, Row, read_answers
+from tessera.evaluation.benchmark import Benchmark
+from tessera.evaluation.intervals import estimates
+from tessera.evaluation.protocol import ModelIdentity, environment, flat, identity_of
+from tessera.evaluation.scores import Cost, TaskResult, category_tables, unit_values
+from tessera.inference.load import ModelDescription
+from tessera.inference.loaded import LoadedModel, LoadedProcessor
+from tessera.models.processing.conversation import ConversationProcessor
+from tessera.models.transformers.processor import ClassProcessor
+from tessera.runtime import distributed as dist
+from tessera.runtime.files import read_json_mapping, replace_file
+
+RESULTS = "results.json"
+_LOOKED_AT = 20  # questions whose media are compared with what the model reads, before its weights are loaded
+
+Load = Callable[[], tuple[LoadedModel, LoadedProcessor]]
+_ONE_RANK = dist.World(0, 1, 0, torch.device("cpu"))
+
+
+def evaluate_tasks(
+    model: LoadedModel,
+    processor: LoadedProcessor,
+    benchmarks: Sequence[Benchmark],
+    out: Path,
+    *,
+    name: str,
+    weights: str,
+    max_samples: int | None = None,
+    max_new_tokens: int | None = None,
+    sampling: Sampling | None = None,
+    batch: int = AT_ONCE,
+    overwrite: bool = False,
+    world: dist.World = _ONE_RANK,
+) -> list[TaskResult]:
+    """Evaluate a loaded model, and return the results on every rank.
+
+    `weights`: a name that no other weights have, such as a hash, or the run with its step. With several ranks, each
+    needs the whole model. A model that is split over ranks (`over_ranks`) is called on all of them with `world` of one
+    rank, and `out` must then be another folder on each.
+    """
+    dtype = next(model.module.parameters()).dtype
+    identity = identity_of(name, weights, ModelDescription(model.spec, dtype, processor))
+    return evaluate_with(
+        identity,
+        processor,
+        lambda: (model, processor),
+        benchmarks,
+        out,
+        max_samples=max_samples,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        batch=batch,
+        overwrite=overwrite,
+        world=world,
+    )
+
+
+def evaluate_with(
+    identity: ModelIdentity,
+    processor: LoadedProcessor,
+    load: Load,
+    benchmarks: Sequence[Benchmark],
+    out: Path,
+    *,
+    max_samples: int | None = None,
+    max_new_tokens: int | None = None,
+    sampling: Sampling | None = None,
+    batch: int = AT_ONCE,
+    overwrite: bool = False,
+    world: dist.World = _ONE_RANK,
+) -> list[TaskResult]:
+    """Evaluate a model that `load` loads, if a question has no answer yet. Other arguments: see `evaluate_tasks`."""
+    titles = [benchmark.title for benchmark in benchmarks]
+    if doubled := [title for title in titles if titles.count(title) > 1]:
+        raise TesseraError(
+            f"the benchmark {doubled[0]} is named twice",
+            where="--tasks",
+            fix="name it once",
+            code="evaluation.named-twice",
+        )
+    for benchmark in benchmarks:
+        check_media(benchmark, processor, identity.name)
+    out.mkdir(parents=True, exist_ok=True)
+    results = []
+    for benchmark in benchmarks:
+        total = min(len(benchmark), max_samples or sys.maxsize)
+        tokens = max_new_tokens or benchmark.max_new_tokens
+        drawn = sampling or benchmark.sampling
+        protocol = protocol_of(benchmark, identity, total, tokens, drawn)
+        path = answers_path(out, benchmark.title)
+
+        @contextlib.contextmanager
+        def start(
+            benchmark: Benchmark = benchmark, tokens: int = tokens, drawn: Sampling = drawn
+        ) -> Iterator[BenchmarkAnswers]:
+            model, loaded_processor = load()
+            yield BenchmarkAnswers(benchmark, model, loaded_processor, tokens, drawn, batch)
+
+        began = time.monotonic()
+        facts = {key: value for key, value in flat(protocol) if key != "model.name"}
+        facts |= {"root": str(benchmark.root.resolve())}
+        answered = answer_file(total, path, facts, start, overwrite=overwrite, world=world)
+        results.append(result_of(benchmark, protocol, path, answered, time.monotonic() - began, world))
+    if world.is_main:
+        write_results(out, results)
+    return results
+
+
+def protocol_of(
+    benchmark: Benchmark, identity: ModelIdentity, total: int, max_new_tokens: int, sampling: Sampling
+) -> dict[str, Any]:
+    """Return JSON of everything that a score depends on."""
+    options = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+    drawn = {name: getattr(sampling, name) for name in options} if sampling.temperature else "greedy"
+    return {
+        "task": {
+            **benchmark.protocol(),
+            "questions": total,
+            "max_new_tokens": max_new_tokens,
+            "sampling": drawn,
+        },
+        "model": {"name": identity.name, "weights": identity.weights},
+        "processing": dict(identity.processing),
+    }
+
+
+def answers_path(out: Path, title: str) -> Path:
+    """Return the path of the answers to a benchmark. Titles of task files may contain anything."""
+    return out / f"answers-{re.sub(r'[^A-Za-z0-9_.+-]+', '-', title)[:80]}.jsonl"
+
+
+def result_of(
+    benchmark: Benchmark,
+    protocol: dict[str, Any],
+    path: Path,
+    answered: BatchResult,
+    seconds: float,
+    world: dist.World,
+) -> TaskResult:
+    """Score the answers in a file. Raise if no question could be asked."""
+    rows = read_answers(path)
+    marked = [row for row in rows if "unusable" not in row]
+    problems = [row["unusable"]["message"] for row in rows if "unusable" in row]
+    if not marked:
+        dist.wait_for_all_ranks(world)
+        if world.is_main:  # a second start asks again
+            path.unlink(missing_ok=True)
+            shutil.rmtree(f"{path}.parts", ignore_errors=True)
+        raise TesseraError(
+            f"no question of {benchmark.title} could be asked: {few_names(list(dict.fromkeys(problems)), 3)}",
+            where=str(benchmark.root),
+            fix="check the files of the benchmark and the folder of its media: --root FOLDER",
+            code="evaluation.no-usable-sample",
+        )
+    summary = benchmark.metric.summary
+    values = unit_values(rows)
+    return TaskResult(
+        benchmark.title,
+        protocol,
+        estimates(list(values.values()), summary),
+        category_tables(rows, summary),
+        len(values),
+        len(marked),
+        len(problems),
+        sum("error" in row for row in marked),
+        problems[0] if problems else "",
+        benchmark.metric.higher_is_better,
+        path,
+        environment(),
+        _cost(marked, answered, seconds),
+    )
+
+
+def _cost(rows: Sequence[Row], answered: BatchResult, seconds: float) -> Cost | None:
+    """Return the cost of an evaluation; None if everything was answered before."""
+    if not answered.answered:
+        return None
+    read, new = (sum(int(row.get(name) or 0) for row in rows) for name in ("prompt_tokens", "new_tokens"))
+    share = min(1.0, answered.answered / max(1, answered.rows))
+    return Cost(read, new, round(seconds, 1), answered.answered, round(new * share))
+
+
+def write_results(out: Path, results: Sequence[TaskResult]) -> Path:
+    """Write `results.json`: the results of these benchmarks, and those that the folder has of others."""
+    path = out / RESULTS
+    fresh = {result.title: result.facts() for result in results}
+    replace_file(path, (json.dumps({**read_results(out), **fresh}, indent=1, ensure_ascii=False) + "\n").encode())
+    return path
+
+
+def read_results(out: Path) -> dict[str, dict[str, Any]]:
+    """Return the results in a folder by the title of the benchmark; empty if there are none."""
+    path = out / RESULTS
+    if not path.exists():
+        return {}
+    data = read_json_mapping(path)
+    return {str(title): result for title, result in data.items() if isinstance(result, dict)}
+
+
+def check_media(benchmark: Benchmark, processor: LoadedProcessor, name: str) -> None:
+    """Raise if the first questions have images, videos or sound that the model does not read."""
+    inner = processor.processor
+    if isinstance(inner, ConversationProcessor):
+        kinds = {str(kind) for kind in inner.template.media}
+    elif isinstance(inner, ClassProcessor) and not inner.sees:
+        kinds = set()
+    else:
+        return
+    for _, question in benchmark.questions(range(min(_LOOKED_AT, len(benchmark)))):
+        if isinstance(question, RecordError):
+            continue
+        for part in question.sample.media():
+            if part.kind not in kinds:
+                raise TesseraError(
+                    f"{benchmark.title} asks about {part.kind} input, which {name} does not read",
+                    where="--tasks",
+                    allowed=["text", *sorted(kinds)],
+                    fix="choose a benchmark of text, such as gsm8k or ifeval, or a model that reads it",
+                    code="evaluation.modality",
+                )

@@ -1,0 +1,157 @@
+"""Compute the figures of a benchmark from its answers: scores with intervals, tables by category, cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tessera.evaluation.answers import Row, units_of
+from tessera.evaluation.benchmark import AnswerMetric, Mark, together
+from tessera.evaluation.intervals import Estimate, Summary, estimates
+from tessera.evaluation.protocol import short_hash
+
+MOST_CATEGORIES = 200  # tables with more different values are left out: they are ids, not categories
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Count what an evaluation took. Seconds are those of the last start; tokens are those of all answers."""
+
+    prompt_tokens: int
+    new_tokens: int
+    seconds: float
+    answered: int  # questions that the last start answered, on this rank
+    fresh_tokens: int  # tokens of those answers
+
+    def line(self) -> str:
+        rate = f", {self.fresh_tokens / self.seconds:,.0f} tokens/s" if self.seconds and self.fresh_tokens else ""
+        return f"{self.prompt_tokens:,} tokens read, {self.new_tokens:,} generated, {self.seconds:,.0f} s{rate}"
+
+
+@dataclass(frozen=True)
+class Category:
+    """Hold the figures of the questions of one category."""
+
+    questions: int
+    figures: Mapping[str, Estimate]
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """Hold the result of a benchmark."""
+
+    title: str
+    protocol: Mapping[str, Any]
+    figures: Mapping[str, Estimate]  # the first is the score
+    categories: Mapping[str, Mapping[str, Category]]  # table -> value of the category -> its figures
+    units: int  # questions, or groups of questions that count as one
+    questions: int  # questions with a mark
+    unusable: int  # questions that could not be asked and do not count
+    unanswered: int  # questions that the model could not answer, such as prompts that are too long: marked as empty
+    first_problem: str  # of the questions that could not be asked
+    higher_is_better: bool
+    answers: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
+    cost: Cost | None = None
+
+    @property
+    def metric(self) -> str:
+        """Return the name of the figure that is the score."""
+        return next(iter(self.figures))
+
+    @property
+    def score(self) -> Estimate:
+        return self.figures[self.metric]
+
+    @property
+    def fingerprint(self) -> str:
+        """Return a short hash of the protocol, without the model."""
+        return short_hash({key: value for key, value in self.protocol.items() if key != "model"})
+
+    def lines(self) -> list[str]:
+        """Return the result as text for a terminal."""
+        score, name = self.score, self.metric
+        interval = f"95 % interval {score.low:.4f} to {score.high:.4f}"
+        out = [f"{self.title}: {name} {score.value:.4f} over {self.units} questions, {interval}"]
+        others = [f"{other} {each.value:.4f}" for other, each in self.figures.items() if other != name]
+        out += [f"  {', '.join(others)}"] if others else []
+        for table, categories in self.categories.items():
+            shown_values = list(categories.items())[:12]
+            for value, category in shown_values if len(categories) > 1 else ():
+                each = category.figures[name]
+                out.append(f"  {value}: {each.value:.4f} of {category.questions}, {each.low:.4f} to {each.high:.4f}")
+            if len(categories) > len(shown_values):
+                out.append(f"  and {len(categories) - len(shown_values)} more values of {table}")
+        if self.unusable:
+            out.append(f"  {self.unusable} questions could not be asked and do not count: {self.first_problem}")
+        if self.unanswered:
+            out.append(f"  {self.unanswered} questions could not be answered and count as empty answers")
+        if self.cost is not None:
+            out.append(f"  {self.cost.line()}")
+        return [*out, f"  protocol {self.fingerprint}"]
+
+    def facts(self) -> dict[str, Any]:
+        """Return the result as JSON."""
+
+        def figures(of: Mapping[str, Estimate]) -> dict[str, Any]:
+            return {name: asdict(each) for name, each in of.items()}
+
+        return {
+            "task": self.title,
+            "metric": self.metric,
+            "score": self.score.value,
+            "interval": [self.score.low, self.score.high],
+            "higher_is_better": self.higher_is_better,
+            "questions": self.questions,
+            "units": self.units,
+            "unusable": self.unusable,
+            "unanswered": self.unanswered,
+            "figures": figures(self.figures),
+            "categories": {
+                table: {
+                    value: {"questions": each.questions, "figures": figures(each.figures)}
+                    for value, each in categories.items()
+                }
+                for table, categories in self.categories.items()
+            },
+            "fingerprint": self.fingerprint,
+            "protocol": self.protocol,
+            "environment": self.environment,
+            "cost": None if self.cost is None else asdict(self.cost),
+            "answers": self.answers.name,
+        }
+
+
+def unit_values(rows: Sequence[Row]) -> dict[str, Mapping[str, float]]:
+    """Return the joined values of the rows of each unit."""
+    units = units_of(rows)
+    return {
+        unit: together([Mark(row.get("extracted"), row["values"]) for row in members]).values
+        for unit, members in units.items()
+    }
+
+
+def row_score(row: Row, metric: AnswerMetric) -> float:
+    """Return the score of a single answer."""
+    figures = metric.summary(row["values"])
+    return float(next(iter(figures.values()), 0.0))
+
+
+def category_tables(rows: Sequence[Row], summary: Summary) -> dict[str, dict[str, Category]]:
+    """Return the figures by category: a table for each name. A group has the categories of its first question."""
+    values, tables = unit_values(rows), dict[str, dict[str, list[str]]]()
+    for unit, members in units_of(rows).items():
+        categories = members[0].get("categories")
+        for table, value in categories.items() if isinstance(categories, dict) else ():
+            if value != "":
+                tables.setdefault(str(table), {}).setdefault(str(value), []).append(unit)
+    return {
+        table: {
+            value: Category(len(units), estimates([values[unit] for unit in units], summary))
+            for value, units in sorted(by_value.items())
+        }
+        for table, by_value in tables.items()
+        if len(by_value) <= MOST_CATEGORIES
+    }

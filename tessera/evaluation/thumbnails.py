@@ -1,0 +1,88 @@
+"""Write small copies of the images of questions into the folder of an evaluation, for its report."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tessera.data.media.files import Limits, opened
+from tessera.data.media.images import TINY, decode_image, small_copy
+from tessera.errors import TesseraError
+from tessera.evaluation.answers import Row
+from tessera.evaluation.benchmark import AnswerMetric, Benchmark, BenchmarkQuestion
+from tessera.evaluation.scores import row_score
+from tessera.runtime.files import read_json_mapping, replace_file
+
+MOST_CARDS = 600  # answers of a benchmark that a report shows
+MOST_IMAGES = 240  # of a benchmark
+_PER_QUESTION = 6
+_FOLDER = "images"
+
+
+def chosen_rows(rows: Sequence[Row], scores: Sequence[float], higher_is_better: bool) -> list[Row]:
+    """Return the rows that a report shows: the worst answers first, at most half of them, then a selection."""
+    order = sorted(range(len(rows)), key=lambda at: scores[at] if higher_is_better else -scores[at])
+    if len(rows) <= MOST_CARDS:
+        return [rows[at] for at in order]
+    worst, rest = order[: MOST_CARDS // 2], order[MOST_CARDS // 2 :]
+    stride = len(rest) / (MOST_CARDS - len(worst))
+    return [rows[at] for at in [*worst, *(rest[int(number * stride)] for number in range(MOST_CARDS - len(worst)))]]
+
+
+def write_thumbnails(out: Path, benchmark: Benchmark, rows: Sequence[Row], metric: AnswerMetric) -> None:
+    """Copy the images of the questions that the report shows. Images that cannot be read are left out."""
+    marked = [row for row in rows if "unusable" not in row]
+    chosen = chosen_rows(marked, [row_score(row, metric) for row in marked], metric.higher_is_better)
+    copies: dict[str, list[Any]] = {}
+    count = 0
+    for row in chosen:
+        if count >= MOST_IMAGES:
+            break
+        for _, question in benchmark.questions(range(row["index"], row["index"] + 1)):
+            if isinstance(question, BenchmarkQuestion):
+                images = [*_copies(out, question, question.root or benchmark.root)]
+                copies[str(row["index"])] = images
+                count += len(images)
+    (out / _FOLDER).mkdir(exist_ok=True)
+    replace_file(_list_of(out, benchmark.title), json.dumps(copies).encode())
+
+
+def read_thumbnails(out: Path, title: str) -> dict[str, list[tuple[str, tuple[int, int]]]]:
+    """Return the copies of each question by its index: file name, and width and height of the image."""
+    path = _list_of(out, title)
+    if not path.exists():
+        return {}
+    copies: dict[str, list[tuple[str, tuple[int, int]]]] = {}
+    for index, images in read_json_mapping(path).items():
+        for image in images if isinstance(images, list) else ():
+            if not isinstance(image, dict) or not isinstance(image.get("file"), str):
+                continue
+            sizes = [side for side in (image.get("width"), image.get("height")) if type(side) is int]
+            if len(sizes) == 2 and all(0 < side < 1 << 31 for side in sizes):
+                copies.setdefault(str(index), []).append((image["file"], (sizes[0], sizes[1])))
+    return copies
+
+
+def _copies(out: Path, question: BenchmarkQuestion, root: Path) -> Iterable[dict[str, Any]]:
+    images = [part for part in question.sample.media() if part.kind == "image"]
+    for part in images[:_PER_QUESTION]:
+        try:
+            with opened(part.value, root, "image") as source:
+                image, _ = decode_image(source, Limits())
+        except (TesseraError, OSError, ValueError):  # such as the URL of an image
+            continue
+        width, height = image.size
+        suffix = "png" if max(image.size) <= TINY else "jpg"
+        content = small_copy(image)[0]
+        name = f"{_FOLDER}/{hashlib.sha256(content).hexdigest()[:20]}.{suffix}"
+        if not (out / name).exists():
+            (out / _FOLDER).mkdir(exist_ok=True)
+            replace_file(out / name, content)
+        yield {"file": name, "width": width, "height": height}
+
+
+def _list_of(out: Path, title: str) -> Path:
+    return out / _FOLDER / f"{hashlib.sha256(title.encode('utf-8', 'surrogatepass')).hexdigest()[:20]}.json"
