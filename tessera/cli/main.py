@@ -58,6 +58,7 @@ for _verb in (run.train, run.resume, run.preflight, generate, chat, serve, downl
 app.command("eval")(evaluate)
 for _commands in extensions("tessera.commands"):
     app.registered_commands += _commands.registered_commands
+    app.registered_groups += _commands.registered_groups
 
 
 @app.callback(invoke_without_command=False)

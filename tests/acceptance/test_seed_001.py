@@ -24,6 +24,7 @@ from tessera.errors import TesseraError
 from tessera_compat.affinity import Topology, format_cores
 from tessera_compat.cpu_affinity import cores_of_rank, parse_affinity
 from tessera_compat.environment import check_environment
+from tessera_compat.migrate.analyse import analyse
 from tessera_compat.mindspeed_mm.migrate import lay_out
 from tests.errors import raises
 from tests.toys.chat_set import chat_recipe, write_chat_set
@@ -51,6 +52,60 @@ def own_cores() -> Iterator[set[int]]:
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(ProcessLookupError):  # a thread that has ended since
             os.sched_setaffinity(int(thread), before)
+
+
+def tip(tmp_path: Path, code: str) -> str:
+    """Return what `tessera migrate analyse` says about the last line of a script."""
+    script = tmp_path / "train.py"
+    script.write_text(code + "\n")
+    done = CliRunner().invoke(app, ["migrate", "analyse", str(script)])
+    assert done.exit_code == 1
+    last = f"train.py:{len(code.splitlines())}:"
+    return next(line.partition(last)[2] for line in done.output.splitlines() if last in line)
+
+
+def test_08_data_parallel_is_named_with_what_to_write(tmp_path: Path) -> None:
+    said = tip(tmp_path, "import torch.nn as nn\nmodel = nn.DataParallel(nn.Linear(1, 1))")
+    assert "torch.nn.DataParallel" in said
+    assert "DistributedDataParallel" in said
+
+
+def test_09_fused_adam_of_apex_is_named_with_what_to_write(tmp_path: Path) -> None:
+    code = "import apex\nimport torch\noptimizer = apex.optimizers.FusedAdam([torch.zeros(1)])"
+    assert "torch.optim.AdamW(..., fused=True)" in tip(tmp_path, code)
+
+
+def test_10_bmtrain_is_named_with_what_to_write(tmp_path: Path) -> None:
+    assert "fully_shard" in tip(tmp_path, "import bmtrain as bmt\nbmt.init_distributed()")
+
+
+def test_12_hybrid_adam_of_colossal_ai_is_named_with_what_to_write(tmp_path: Path) -> None:
+    code = "from colossalai.nn.optimizer import HybridAdam\noptimizer = HybridAdam([])"
+    assert "torch.optim.AdamW(..., fused=True)" in tip(tmp_path, code)
+
+
+def test_13_xformers_is_named_with_what_to_write(tmp_path: Path) -> None:
+    code = "import xformers.ops as xops\nout = xops.memory_efficient_attention(q, k, v)"
+    assert "scaled_dot_product_attention" in tip(tmp_path, code)
+
+
+def test_14_grouped_gemm_is_named_with_what_to_write(tmp_path: Path) -> None:
+    assert "npu_grouped_matmul" in tip(tmp_path, "import grouped_gemm\ngrouped_gemm.ops.gmm(a, b, c)")
+
+
+def test_15_composer_is_named_with_what_to_write(tmp_path: Path) -> None:
+    assert "no support" in tip(tmp_path, "from composer import Trainer\ntrainer = Trainer()")
+
+
+def test_17_deepspeed_and_fsdp_scripts_are_analysed(tmp_path: Path) -> None:
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "train.py").write_text(
+        "import deepspeed\nfrom torch.distributed.fsdp import FullyShardedDataParallel as FSDP\n"
+        "engine = deepspeed.initialize(model=FSDP(None))\n"
+    )
+    operations = {finding.operation: finding.tip for finding in analyse(tmp_path / "code").findings}
+    assert "fully_shard" in operations["deepspeed.initialize"]
+    assert "fully_shard" in operations["torch.distributed.fsdp.FullyShardedDataParallel"]
 
 
 def test_18_variables_of_a_launch_script_are_explained(chats: Path, tmp_path: Path) -> None:

@@ -83,7 +83,8 @@ def parse(line: str, whole: bool) -> tuple[str, ...]:
     command = program()
     context = command.make_context("tessera", [], resilient_parsing=True)
     while words and hasattr(command, "get_command"):  # a group; newer releases of typer have a click of their own
-        name = words.pop(0)
+        default = getattr(command, "default_command", "")  # `tessera migrate FILE` is `tessera migrate job FILE`
+        name = default if default and words[0] not in command.commands else words.pop(0)
         if any(name in one.opts for one in command.params):  # an option of tessera itself
             return ()
         subcommand = command.get_command(context, name)

@@ -1,0 +1,1 @@
+"""Commands that `tessera_compat` adds to the command line."""

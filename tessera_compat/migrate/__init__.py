@@ -1,0 +1,1 @@
+"""Analyse and rewrite training code that is written for CUDA devices, and translate files of other trainers."""

@@ -1,0 +1,165 @@
+"""Analyse the code of a folder by the rules, without running it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tessera_compat.migrate.fix import FixedFile, fix
+from tessera_compat.migrate.names import Program, Resolver, parse
+from tessera_compat.migrate.rules import Kind, RuleTable, Work, rule_table
+from tessera_compat.migrate.scan import Match, Scanned, Scanner
+from tessera_compat.migrate.sources import SourceFile, Unread, read_sources
+
+_CUDA_FILE = "a CUDA source: write the operation in torch, or as an operator in Ascend C"
+
+
+@dataclass(frozen=True)
+class MigrationFinding:
+    """Store a place in the code, what it uses, and what to write instead."""
+
+    file: str
+    start: int
+    end: int
+    operation: str
+    kind: Kind
+    work: Work
+    tip: str
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """Store what an analysis found, and what --fix writes."""
+
+    root: Path
+    files: list[SourceFile]
+    findings: list[MigrationFinding]
+    unread: list[Unread]
+    callers: list[MigrationFinding]  # calls of functions of the folder that use something unsupported
+    fixed: list[FixedFile]
+
+    @property
+    def code_lines(self) -> int:
+        return sum(len(file.lines()) for file in self.files)
+
+    def count(self, work: Work) -> int:
+        return sum(finding.work == work for finding in self.findings)
+
+    @property
+    def by_hand(self) -> int:
+        """Return the number of places that --fix does not rewrite and that have to change."""
+        return self.count("line") + self.count("code")
+
+    def estimate(self) -> list[str]:
+        """Return what is left to do, as lines of text."""
+        files = len({finding.file for finding in self.findings if finding.work in ("line", "code")})
+        return [
+            f"{len(self.files)} files, {self.code_lines} lines: {len(self.findings)} places",
+            f"  rewritten by --fix      {self.count('fix')}",
+            f"  a changed line each     {self.count('line')}",
+            f"  other code              {self.count('code')}",
+            f"  advice, works as it is  {self.count('none')}",
+            f"{self.by_hand} places in {files} files are left after --fix",
+        ]
+
+
+def analyse(root: Path, rules: RuleTable | None = None) -> Analysis:
+    """Analyse a folder or a file. A file that cannot be read or parsed is named, and the others are analysed."""
+    rules = rules or rule_table()
+    files, unread = read_sources(root)
+    programs: list[Program] = []
+    findings: list[MigrationFinding] = []
+    for file in files:
+        if file.kind == "shell":
+            findings += _shell_findings(file, rules)
+        elif file.kind == "kernel":
+            findings.append(MigrationFinding(file.name, 1, 1, file.path.suffix, "source", "code", _CUDA_FILE))
+        else:
+            try:
+                programs.append(parse(file, root if root.is_dir() else root.parent))
+            except SyntaxError as error:
+                where, line = file.position(error.lineno or 1)
+                unread.append(Unread(where, f"does not parse: {_reason(error)}", line))
+            except (ValueError, RecursionError, MemoryError) as error:
+                unread.append(Unread(file.name, f"does not parse: {error or 'nested too deeply'}"))
+    resolver = Resolver(programs)
+    scanned: list[Scanned] = []
+    for program in programs:
+        try:
+            scanned.append(Scanner(program, resolver, rules).run())
+        except RecursionError:
+            unread.append(Unread(program.file.name, "nested too deeply"))
+    fixed: list[FixedFile] = []
+    for result in scanned:
+        by_hand = frozenset(range(len(result.matches)))
+        if result.program.file.kind == "python":
+            fixed.append(fix(result, resolver))
+            by_hand = fixed[-1].by_hand
+        pairs = enumerate(result.matches)
+        findings += [_finding(result.program, match, number in by_hand) for number, match in pairs]
+    findings.sort(key=lambda finding: (finding.file, finding.start))
+    return Analysis(root, files, findings, unread, _callers(scanned), fixed)
+
+
+def _reason(error: SyntaxError) -> str:
+    text = error.msg or "invalid syntax"
+    is_python_2 = "print" in text or "exec" in text or "multiple exception types" in text
+    return f"{text} (Python 2?)" if is_python_2 else text
+
+
+def _finding(program: Program, match: Match, by_hand: bool) -> MigrationFinding:
+    file, start = program.file.position(match.start)
+    rule = match.rule
+    end = start + match.end - match.start
+    work: Work = "line" if rule.work == "fix" and by_hand else rule.work
+    return MigrationFinding(file, start, end, match.operation, rule.kind, work, rule.tip, rule.source)
+
+
+def _shell_findings(file: SourceFile, rules: RuleTable) -> list[MigrationFinding]:
+    return [
+        MigrationFinding(file.name, number, number, operation, rule.kind, rule.work, rule.tip, rule.source)
+        for number, line in enumerate(file.lines(), 1)
+        for operation, rule in rules.by_shell_line(line)
+    ]
+
+
+def _callers(scanned: Iterable[Scanned]) -> list[MigrationFinding]:
+    """Return the calls of functions that use something unsupported, also through other functions of the folder."""
+    scanned = list(scanned)
+    reasons: dict[str, str] = {}  # function -> the operation that is not supported
+    for result in scanned:
+        for match in result.matches:
+            if match.rule.kind == "unsupported" or (match.rule.kind == "library" and match.rule.work == "code"):
+                reasons.setdefault(result.inside[match.node], match.operation)
+    modules = {name for result in scanned for name in result.program.modules}
+    reasons = {name: operation for name, operation in reasons.items() if name not in modules}
+    findings: dict[tuple[str, int, str], MigrationFinding] = {}
+    before = -1
+    while before != len(reasons):  # until no further function is added
+        before = len(reasons)
+        for result in scanned:
+            for caller, names, line in result.calls:
+                callee = next((name for name in names if (_function(name, reasons))), None)
+                if callee is None or caller == _function(callee, reasons):
+                    continue
+                operation = reasons[_function(callee, reasons) or ""]
+                if caller not in modules:
+                    reasons.setdefault(caller, operation)
+                file, number = result.program.file.position(line)
+                tip = f"uses {operation}"
+                findings.setdefault(
+                    (file, number, callee), MigrationFinding(file, number, number, callee, "unsupported", "none", tip)
+                )
+    return sorted(findings.values(), key=lambda finding: (finding.file, finding.start))
+
+
+def _function(name: str, reasons: dict[str, str]) -> str | None:
+    """Return the function that a call runs: itself, or the `__init__` of a class."""
+    return next((one for one in (name, f"{name}.__init__", f"{name}.forward") if one in reasons), None)
+
+
+def by_file(findings: Iterable[MigrationFinding]) -> Counter[str]:
+    return Counter(finding.file.partition("#")[0] for finding in findings)
