@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from tessera.runtime import device as devices
 from tessera.runtime.log import logger
+from tessera_compat.device_transfer import transferred
 
 
 class DeviceNames(TorchFunctionMode):
@@ -117,11 +118,15 @@ def _replaced(module: ModuleType, functions: Mapping[str, Callable[..., Any]]) -
 def devices_of_this_machine() -> Iterator[None]:
     """Let scripts that are written for cuda run on the device of this machine, in this block."""
     device = devices.current()
-    absent = frozenset(devices.ACCELERATORS) - {device.type}
     if device.type == "cuda":  # scripts are written for cuda: nothing to replace
         yield
         return
     logger().info("the script's device cuda means %s on this machine", device)
+    if device.type != "cpu":
+        with transferred(device):
+            yield
+        return
+    absent = frozenset(devices.ACCELERATORS)
     own_group = {"init_process_group": _init_process_group(device, dist.init_process_group)}
     with (
         _replaced(torch.cuda, _replacements(device)),

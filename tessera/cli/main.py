@@ -24,6 +24,7 @@ from tessera.cli.run import Overrides, TrustFlag, check_output, check_path, writ
 from tessera.cli.serve import serve
 from tessera.config.extensions import extension_names, extensions, find_hint
 from tessera.errors import TesseraError, reported
+from tessera.runtime import npu
 from tessera.runtime.launcher import launcher_blamed
 from tessera.runtime.log import quiet_libraries
 from tessera.version import __version__, package_versions
@@ -246,6 +247,10 @@ def main() -> None:
             except TesseraError as error:
                 _tell_other_ranks(error)
                 raise
+            except RuntimeError as error:  # `import torch` loads the extensions of devices
+                if not npu.autoload_failed(error):
+                    raise
+                raise npu.explained(error.__cause__) from error
     except SystemExit as end:
         if end.code in (None, 0) and "TORCHELASTIC_RUN_ID" in os.environ:
             _leave()

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tessera.core.batch import Segments
+from tessera.ops import ascend_kernels
 from tessera.ops.fused_attention import fused_attention
 from tessera.ops.registry import AUTO, DispatchedOp, Implementation
 from tessera.ops.rows import padded_slots, segment_of
@@ -133,6 +134,7 @@ PACKED_ATTENTION = DispatchedOp(
     "packed_attention",
     (
         Implementation("fused", fused_attention, needs=("flash_attention",), dtypes=(torch.bfloat16, torch.float16)),
+        Implementation("fused", ascend_kernels.packed_attention, **ascend_kernels.NEEDS),
         Implementation("sdpa", _packed_sdpa),
         Implementation("eager", _packed_eager),
     ),

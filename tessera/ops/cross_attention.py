@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tessera.core.batch import Segments
+from tessera.ops import ascend_kernels
 from tessera.ops.block_attention import pad_heads
 from tessera.ops.first_segment import first_segment_attention, first_segment_backward, first_segment_serves
 from tessera.ops.registry import AUTO, DispatchedOp, Implementation
@@ -192,6 +193,7 @@ PACKED_CROSS_ATTENTION = DispatchedOp(
     "packed_cross_attention",
     (
         Implementation("fused", _fused, needs=("flash_attention",), dtypes=(torch.bfloat16, torch.float16)),
+        Implementation("fused", ascend_kernels.packed_cross_attention, **ascend_kernels.NEEDS),
         Implementation("sdpa", _sdpa),
         Implementation("eager", _eager),
     ),

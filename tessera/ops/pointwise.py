@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tessera.ops import ascend_kernels
 from tessera.ops.fused_pointwise import Rotate, SwiGLU
 from tessera.ops.registry import AUTO, DispatchedOp, Implementation
 from tessera.runtime import device as devices
@@ -76,7 +77,12 @@ def _layer_norm_fused(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
 
 
 RMS_NORM = DispatchedOp(
-    "rms_norm", (Implementation("fused", _rms_norm_fused), Implementation("eager", _rms_norm_eager))
+    "rms_norm",
+    (
+        Implementation("fused", ascend_kernels.rms_norm, **ascend_kernels.NEEDS),
+        Implementation("fused", _rms_norm_fused),
+        Implementation("eager", _rms_norm_eager),
+    ),
 )
 LAYER_NORM = DispatchedOp(
     "layer_norm", (Implementation("fused", _layer_norm_fused), Implementation("eager", _layer_norm_eager))
@@ -107,7 +113,12 @@ _FUSED: dict[str, Any] = {
 }
 
 SWIGLU = DispatchedOp(
-    "swiglu", (Implementation("fused", _swiglu_fused, **_FUSED), Implementation("eager", _swiglu_eager))
+    "swiglu",
+    (
+        Implementation("fused", _swiglu_fused, **_FUSED),
+        Implementation("fused", ascend_kernels.swiglu, **ascend_kernels.NEEDS),
+        Implementation("eager", _swiglu_eager),
+    ),
 )
 
 
@@ -301,6 +312,14 @@ def _rotate_pairs_fused(x: Tensor, angles: Angles) -> Tensor:
     return _rotate_by_kernel(x, angles, True)
 
 
+def _rotate_ascend(x: Tensor, angles: Angles) -> Tensor:
+    return ascend_kernels.rotate(x, angles.cos, angles.sin, False)
+
+
+def _rotate_pairs_ascend(x: Tensor, angles: Angles) -> Tensor:
+    return ascend_kernels.rotate(x, angles.cos, angles.sin, True)
+
+
 def _rotate_by_kernel(x: Tensor, angles: Angles, pairs: bool) -> Tensor:
     out: Tensor = Rotate.apply(x, angles.cos, angles.sin, pairs)  # type: ignore[no-untyped-call]
     return out
@@ -311,6 +330,8 @@ ROTATE = DispatchedOp(
     (
         Implementation("fused", _rotate_fused, **_FUSED),
         Implementation("fused", _rotate_pairs_fused, ("pairs",), **_FUSED),
+        Implementation("fused", _rotate_ascend, **ascend_kernels.NEEDS),
+        Implementation("fused", _rotate_pairs_ascend, ("pairs",), **ascend_kernels.NEEDS),
         Implementation("eager", _rotate_eager),
         Implementation("eager", _rotate_pairs_eager, ("pairs",)),
     ),

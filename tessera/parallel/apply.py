@@ -73,6 +73,13 @@ def _apply_to_stage(module: nn.Module, root: nn.Module, plan: Plan, mesh: Mesh, 
     `root`: the `StageModule` around the model of a stage; without a pipeline, the model itself.
     """
     layout, modules = plan.layout, plan.layout.modules
+    if modules.compiled and not devices.supports(device, "compiler"):
+        raise TesseraError(
+            f"torch.compile has no code generator for {device.type}",
+            where="parallel.compile",
+            fix="leave parallel.compile out",
+            code="device.no-compiler",
+        )
     if layout.tensor is not None:
         apply_tensor(module, layout.tensor, mesh)
     if layout.experts is not None:

@@ -1,4 +1,4 @@
-"""Query devices: names, capabilities, memory and speed. Only this file contains names of device types."""
+"""Query devices: names, capabilities, memory and speed. Only this file and `npu.py` contain names of device types."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from torch.backends import cudnn
 from torch.profiler import ProfilerActivity
 
 from tessera.errors import TesseraError, first_line, nearest
+from tessera.runtime import npu
+from tessera.runtime.torch_internals import generates_code, has_fused_adamw
 
 log = logging.getLogger("tessera")
 
@@ -88,8 +90,10 @@ def resolve(name: str, local_rank: int = 0) -> torch.device:
     if kind == "cpu":
         return torch.device("cpu")
     if kind == "npu":
-        _load_npu()
+        npu.load()
     if _accelerator() != kind:
+        if kind == "npu":
+            raise npu.explained(None)
         raise TesseraError(
             f"this machine has no {kind} device that torch can use",
             where="train.device",
@@ -131,15 +135,6 @@ def resolve_shared(name: str, local_rank: int) -> torch.device:
     if kind not in (None, "cpu") and _accelerator() == kind and torch.accelerator.device_count() == 1:
         local_rank = 0
     return resolve(name, local_rank)
-
-
-def _load_npu() -> None:
-    try:
-        import torch_npu  # noqa: F401 - the import registers the device in torch
-    except ImportError:
-        raise TesseraError(
-            "device npu needs the package torch_npu", fix="pip install tessera-mm[npu]", code="device.no-torch-npu"
-        ) from None
 
 
 def backend(device: torch.device, with_host: bool = False) -> str:
@@ -222,7 +217,13 @@ def supports(device: torch.device, what: str) -> bool:
         return device.type != "cpu"
     if what == "graphs":
         return device.type == "cuda"
-    if what in ("fused_optimizer", "grouped_mm"):
+    if what == "ascend_kernels":
+        return device.type == "npu"
+    if what == "compiler":
+        return device.type in ("cuda", "cpu") or generates_code(device.type)
+    if what == "fused_optimizer":
+        return device.type in ("cuda", "cpu") or has_fused_adamw()
+    if what == "grouped_mm":
         return device.type in ("cuda", "cpu")
     raise AssertionError(f"unknown capability {what!r}")
 

@@ -349,6 +349,19 @@ def open_range(name: str) -> Callable[[], None]:
     return lambda: opened.__exit__(None, None, None)
 
 
+def generates_code(kind: str) -> bool:
+    """Return whether `torch.compile` has a code generator for this kind of device. Public alternative: none."""
+    from torch._inductor.codegen.common import get_scheduling_for_device, init_backend_registration
+
+    init_backend_registration()
+    return get_scheduling_for_device(kind) is not None
+
+
+def has_fused_adamw() -> bool:
+    """Return whether the extension of another device has a kernel for fused AdamW. Public alternative: none."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_adamw_", "PrivateUse1"))
+
+
 def inside_backward() -> bool:
     """Return whether this thread runs a backward pass. Public alternative: none."""
     return torch._C._current_graph_task_id() != -1

@@ -32,7 +32,7 @@ ANALYSIS = "the issue on migration analysis of other people's scripts"
 MINDSPORE = "the issue on MindSpore"
 OMNI = "the issue on sound and speech"
 MSRUN = f"msrun and MindSpore are refused with the words to say instead (torchrun, PyTorch), until {MINDSPORE}"
-NO_ASCEND = "no Ascend hardware has run it; names, peaks and the HCCL back end are there and tested as far as a CPU can"
+NO_ASCEND = "no Ascend hardware has run it: runs, operators and collectives are tested on a stand-in for torch_npu"
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,10 @@ ITEMS: list[Item] = [
                     "unit/test_server_live.py::test_the_official_client_reads_answers_streams_and_errors",
                 ),
             ),
-            ("Ascend NPU", _lacks(NO_ASCEND, "unit/test_device_fit.py")),
+            (
+                "Ascend NPU",
+                _lacks(NO_ASCEND, "dist/test_npu.py::test_a_run_trains_saves_and_resumes_as_on_a_cpu"),
+            ),
             ("analysis of `DataParallel`", OPEN),
             ("analysis of Apex `FusedAdam`", OPEN),
             ("analysis of bmtrain", OPEN),
@@ -266,7 +269,10 @@ ITEMS: list[Item] = [
             ("analysis of xFormers", OPEN),
             ("analysis of `grouped_gemm`", OPEN),
             ("analysis of composer", OPEN),
-            ("`transfer_to_npu`: one import migrates a script", _lacks(ANALYSIS)),
+            (
+                "`transfer_to_npu`: one import migrates a script",
+                _by("dist/test_npu.py::test_transfer_sends_a_script_for_cuda_to_the_accelerator"),
+            ),
             (
                 "migration of DeepSpeed and FSDP scripts",
                 _lacks(
@@ -415,7 +421,10 @@ ITEMS: list[Item] = [
     *_seed(
         "002",
         [
-            ("CANN and HCCL, PyTorch and TorchNPU", _lacks(NO_ASCEND, "unit/test_device_fit.py")),
+            (
+                "CANN and HCCL, PyTorch and TorchNPU",
+                _lacks(NO_ASCEND, "dist/test_npu.py::test_two_ranks_train_as_one", "unit/test_npu_obstacles.py"),
+            ),
             (
                 "more than 20 models out of the box",
                 _lacks(

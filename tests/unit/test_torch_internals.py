@@ -203,6 +203,12 @@ def test_backward_is_noticed() -> None:
     assert not internals.inside_backward()
 
 
+def test_other_devices_have_neither_compiler_nor_fused_update() -> None:
+    assert internals.generates_code("cpu")
+    assert not internals.generates_code("privateuseone")
+    assert not internals.has_fused_adamw()
+
+
 def test_trees_and_dispatch_modes() -> None:
     names: list[str] = []
 

@@ -1,0 +1,46 @@
+"""Send `torch.cuda` and "cuda" devices to the accelerator of this machine: import this module first in a script.
+
+    import tessera_compat.transfer             # for this process, until it ends
+    tessera_compat.transfer.touched()          # the names of torch that it replaced
+    tessera_compat.transfer.undo()             # torch as it was
+
+On a machine with cuda nothing is replaced.
+"""
+
+from __future__ import annotations
+
+from tessera.errors import TesseraError
+from tessera.runtime import device as devices
+from tessera.runtime.log import logger
+from tessera_compat.device_transfer import FOREIGN, Transfer
+
+_DEVICE = devices.current()
+if _DEVICE.type == "cpu":
+    raise TesseraError(
+        "this machine has no accelerator that could stand for cuda",
+        fix="install torch's extension of the accelerator, or write the code for any device: "
+        "device = torch.accelerator.current_accelerator() or 'cpu'",
+        code="device.no-accelerator",
+    )
+_TRANSFER = Transfer(_DEVICE)
+
+
+def start() -> None:
+    """Replace the names, as the import does; raise if they are replaced already."""
+    if _DEVICE.type == FOREIGN:
+        return
+    _TRANSFER.start()
+    logger().info("cuda means %s in this process: %d names of torch are replaced", _DEVICE.type, len(touched()))
+
+
+def touched() -> tuple[str, ...]:
+    """Return the replaced names, such as `torch.Tensor.cuda`."""
+    return _TRANSFER.touched
+
+
+def undo() -> None:
+    """Put the names of torch back."""
+    _TRANSFER.undo()
+
+
+start()
