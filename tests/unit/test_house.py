@@ -47,7 +47,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("hub", "nn", "lora", "data", "models", "diffusion", "parallel", "checkpoint", "optim"),
         *("tasks", "engine", "inference", "observe"),
     },
-    "evaluation": {*BASE, "hub", "data", "parallel", "checkpoint", "engine", "inference", "observe"},
+    "evaluation": {
+        *BASE,
+        *("hub", "data", "diffusion", "parallel", "checkpoint", "engine", "inference", "observe"),
+    },
     "tools": {
         *BASE,
         *("hub", "ops", "lora", "data", "models", "diffusion", "checkpoint", "optim", "parallel"),
