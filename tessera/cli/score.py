@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from tessera.cli.run import check_output
+
 
 def score(
     samples: Annotated[Path, typer.Argument(help="folder of images or videos, or of tessera generate --vbench")],
@@ -30,14 +32,15 @@ def score(
     device: Annotated[str, typer.Option("--device")] = "auto",
 ) -> None:
     """Score generated images or videos: CLIP score, FID and KID, consistency of frames."""
-    from tessera.evaluation.generation.page import check_folder, write_scores
+    from tessera.evaluation.generation.page import JSON_FILE, write_scores
     from tessera.evaluation.generation.scores import ScoreOptions
     from tessera.evaluation.generation.scores import score as run
     from tessera.runtime import log
 
     options = ScoreOptions(prompts, clip, features, reference, consistency, save_features)
     options.check()
-    check_folder(out)
+    check_output(out / JSON_FILE, "--out")
+    check_output(save_features, "--save-features")
     with log.on_screen():
         result = run(samples, options, device)
         files = write_scores(out, result)

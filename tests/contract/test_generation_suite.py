@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +117,27 @@ def test_an_interrupted_benchmark_continues_with_the_same_samples(
     (parts / "protocol.json").unlink()
     with raises("output.other-files"):
         sample_suite(wan, prompts, parts, SMALL, device="cpu")
+
+
+@pytest.mark.slow
+def test_ranks_share_the_samples_of_a_benchmark(wan: Path, prompts: Path, tmp_path: Path) -> None:
+    sample_suite(wan, prompts, tmp_path / "alone", SMALL, device="cpu")
+    words = [word for key, value in SMALL.items() for word in (f"--{key}", str(value))]
+    run = [sys.executable, "-m", "tessera.cli.main", "generate", str(wan), "--vbench", str(prompts), "--nproc", "2"]
+    for earlier in ("", ", 4 of them earlier"):
+        done = subprocess.run(
+            [*run, "--out", str(tmp_path / "ranks"), "--device", "cpu", *words],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert f"4 samples{earlier}\n" in done.stdout
+    for file in sorted((tmp_path / "alone" / "samples").iterdir()):
+        paths = [tmp_path / name / "samples" / file.name for name in ("alone", "ranks")]
+        pixels = [np.asarray(Image.open(path)).astype(int) for path in paths]
+        assert np.abs(pixels[0] - pixels[1]).max() <= 1, "a rounding of the sums over ranks moves a pixel by one"
 
 
 def test_the_protocol_of_a_benchmark_tells_models_apart(wan: Path, prompts: Path, tmp_path: Path) -> None:

@@ -157,17 +157,18 @@ def test_inception_has_the_published_tensors() -> None:
 def test_fid_of_a_file_of_weights(images: Path, tmp_path: Path) -> None:
     tensors = inception_tensors()
     torch.save(tensors, tmp_path / "fid.pth")
+    torch.save(tensors, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
     save_file(tensors, tmp_path / "fid.safetensors")
     few = write_images(tmp_path / "few", 2)
     result = score(few, ScoreOptions(features=tmp_path / "fid.pth", reference=few), "cpu")
     assert set(result.values) == {"fid"}
     assert result.values["fid"]["value"] < 1e-6
-    assert "fewer than its 2048 features" in " ".join(result.warnings)
+    assert "fewer than the 2048 features" in " ".join(result.warnings)
     assert any("kid is left out" in text for text in result.warnings)
-    both = [open_features(tmp_path / name, "cpu") for name in ("fid.pth", "fid.safetensors")]
-    features = [model.encode([drawn(1)[0], drawn(2, height=70)[0]]) for model in both]
+    models = [open_features(tmp_path / name, "cpu") for name in ("fid.pth", "old.pth", "fid.safetensors")]
+    features = [model.encode([drawn(1)[0], drawn(2, height=70)[0]]) for model in models]
     assert features[0].shape == (2, WIDTH)
-    assert torch.equal(*features)
+    assert all(torch.equal(features[0], other) for other in features[1:])
 
 
 def test_other_weights_are_not_taken_for_those_of_fid(dino: Path) -> None:
@@ -198,7 +199,6 @@ def test_results_are_json_and_a_page(clip: Path, dino: Path, videos: Path, tmp_p
     options = ScoreOptions(tmp_path / "p.jsonl", clip=clip, consistency=dino, features=dino, reference=videos)
     result = score(videos, options, "cpu")
     out = tmp_path / "out"
-    out.mkdir()
     file, page = write_scores(out, result)
     stored = json.loads(file.read_text())
     assert stored["fingerprint"] == result.fingerprint
@@ -260,6 +260,8 @@ def refused_case(name: str, clip: Path, dino: Path, tmp: Path) -> tuple[Path, di
         return write_clips(tmp / "v", 2, frames=1), {"consistency": dino}
     elif name == "nothing":
         return images, {}
+    elif name == "saved name":
+        return images, {"features": dino, "save_features": tmp / "f.pt"}
     elif name == "half":
         return images, {"features": dino}
     elif name == "type":
@@ -313,6 +315,7 @@ def refused_case(name: str, clip: Path, dino: Path, tmp: Path) -> tuple[Path, di
         ("images", "evaluation.consistency-of-images"),
         ("one frame", "evaluation.video-of-one-frame"),
         ("nothing", "evaluation.no-score-requested"),
+        ("saved name", "evaluation.features-not-safetensors"),
         ("half", "evaluation.distance-needs-both"),
         ("type", "evaluation.unknown-feature-model"),
         ("no model", "evaluation.no-feature-model"),
@@ -358,7 +361,7 @@ def test_the_command_ends_with_code_2_and_writes_nothing_half(
         main()
     assert end.value.code == 2
     assert "the CLIP score needs the prompts" in capsys.readouterr().err
-    assert list(tmp_path.joinpath("scores").iterdir()) == []
+    assert not (tmp_path / "scores").exists()
     monkeypatch.setattr("sys.argv", [*words, "--prompts", str(prompts)])
     main_code = 0
     try:

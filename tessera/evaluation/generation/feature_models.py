@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from tessera.checkpoint.files import hash_file, read_tensors
+from tessera.checkpoint.legacy.old_torch_files import is_old_torch_file, read_old_torch_file
 from tessera.checkpoint.legacy.torch_files import StoredTensor, read_torch_file
 from tessera.errors import TesseraError, few_names, first_line, foreign_values
 from tessera.evaluation.generation import inception
@@ -185,7 +186,7 @@ def _tensors(file: Path) -> dict[str, Tensor]:
     """Return the tensors of a state dict: of safetensors, or of an archive of torch.save, read without unpickling."""
     if file.suffix == ".safetensors":
         return read_tensors(file)
-    content = read_torch_file(file)
+    content = read_old_torch_file(file) if is_old_torch_file(file) else read_torch_file(file)
     if not isinstance(content, dict):
         return {}
     return {str(name): value.read() for name, value in content.items() if isinstance(value, StoredTensor)}

@@ -27,26 +27,19 @@ _STYLE = """
 """
 
 
-def check_folder(out: Path) -> None:
-    """Raise if the folder of the results cannot be written. Call it before scoring."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        probe = out / f".{JSON_FILE}.new"
-        probe.write_bytes(b"")
-        probe.unlink()
-    except OSError as error:
-        raise TesseraError(
-            f"{out} cannot be written: {first_line(error)}", where="--out", code="output.not-writable"
-        ) from None
-
-
 def write_scores(out: Path, scores: Scores) -> tuple[Path, Path]:
     """Write `scores.json` and `scores.html`. Return their paths."""
     content = json.dumps(scores.dump(), indent=2, ensure_ascii=False) + "\n"
     page = _page(scores)
     files = out / JSON_FILE, out / PAGE_FILE
-    for path, text in zip(files, (content, page), strict=True):
-        replace_file(path, text.encode())
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for path, text in zip(files, (content, page), strict=True):
+            replace_file(path, text.encode())
+    except OSError as error:
+        raise TesseraError(
+            f"{out} cannot be written: {first_line(error)}", where="--out", code="output.not-writable"
+        ) from None
     return files
 
 

@@ -71,7 +71,13 @@ def encode_progress(model: FeatureModel, samples: list[GeneratedSample]) -> Tens
 def write_features(path: Path, features: Tensor, model: FeatureModel) -> None:
     """Write features as safetensors, for use as a reference."""
     metadata = {"kind": model.kind, "digest": model.digest}
-    replace_file(path, save({FEATURES: features.float().contiguous()}, metadata))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, save({FEATURES: features.float().contiguous()}, metadata))
+    except OSError as error:
+        raise TesseraError(
+            f"{path} cannot be written: {first_line(error)}", where="--save-features", code="output.not-writable"
+        ) from None
 
 
 def _stored_features(path: Path, model: FeatureModel) -> ReferenceFeatures:

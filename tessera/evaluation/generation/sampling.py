@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,7 @@ def sample_suite(
 
     finished = ranks.on_rank0(lambda: _writable(folder, begin))
     record = JsonLines(folder / RECORDS) if ranks.rank == 0 else None
+    total = len(suite) * request.count
     for number, prompt in enumerate(suite):
         missing = [index for index in range(request.count) if (prompt.text, index) not in finished]
         alone = request.model_copy(update={"prompts": [prompt.text]})
@@ -108,14 +110,19 @@ def sample_suite(
             assert prepared is not None, "samples are missing"
             start = request.seed + number * request.count + first
             part = alone.model_copy(update={"seed": start, "count": length})
-            samples = pipeline.sample(part, prepared, on_step)
+            follow = None if on_step is None else partial(_follow, on_step, number * request.count + first, total)
+            samples = pipeline.sample(part, prepared, follow)
             if record is not None:
                 for index, sample in enumerate(samples, first):
                     _write(folder, prompt, index, sample, suffix, request.fps or FPS, record)
     if record is not None:
         record.close()
-    total = len(suite) * request.count
     return SampledSuite(folder, total, len(finished))
+
+
+def _follow(on_step: OnStep, before: int, total: int, finished: int, _: int, step: int, steps: int) -> None:
+    """Report a step of a part of the benchmark. `before`: samples before this part."""
+    on_step(before + finished, total, step, steps)
 
 
 def _writable(folder: Path, begin: Any) -> Any:

@@ -72,6 +72,13 @@ class ScoreOptions:
                 fix="--features pt_inception-2015-12-05-6726825d.pth --reference FOLDER, or --save-features FILE",
                 code="evaluation.distance-needs-both",
             )
+        if self.save_features is not None and self.save_features.suffix != ".safetensors":
+            raise TesseraError(
+                f"{self.save_features.name} does not end in .safetensors",
+                where="--save-features",
+                fix=f"--save-features {self.save_features.with_suffix('.safetensors')}",
+                code="evaluation.features-not-safetensors",
+            )
         if self.clip is None and self.features is None and self.consistency is None:
             raise TesseraError(
                 "no score was requested",
@@ -304,10 +311,10 @@ def _distances(result: Scores, model: FeatureModel, features: Tensor, reference:
     result.add(name, Estimate(frechet_distance(Moments.of(features), reference.moments)), reference=count)
     fewest = min(len(features), len(features) if count is None else count)
     if fewest < ENOUGH_SAMPLES:
-        rank = f", and fewer than its {width} features" if fewest <= width else ""
+        rank = f"; {fewest} samples are fewer than the {width} features" if fewest <= width else ""
         result.warnings.append(
             f"{name} of {fewest} samples is too high: its bias falls with their number, so compare it only with values "
-            f"of as many samples ({ENOUGH_SAMPLES:,} or more are usual{rank})"
+            f"of as many samples; {ENOUGH_SAMPLES:,} or more are usual{rank}"
         )
     if not reference.digest:
         result.warnings.append("the reference does not state its feature model and preprocessing")
