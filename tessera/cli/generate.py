@@ -41,7 +41,8 @@ SAMPLING = (  # fields of a `MediaRequest`
     *("negative", "height", "width", "frames", "fps", "steps", "guidance", "guidance_2", "true_guidance"),
     *("solver", "shift", "count", "batch", "last_image", "vae_tiling", "vae_slicing"),
 )
-MEDIA = ("out", "prompt", "prompts", "dtype", "parts", "adapter_2", "strength_2")
+MEDIA = ("out", "prompt", "prompts", "vbench", "dtype", "parts", "adapter_2", "strength_2")
+NOT_VBENCH = ("question", "prompt", "prompts", "image", "last_image")
 LAYOUT = ("nproc", "cp", "ulysses", "tp")
 POSITIONAL = ("model", "question")
 
@@ -74,6 +75,10 @@ def generate(
     out: Annotated[Path | None, typer.Option("--out", help="media: .png, .gif or .mp4 file; text: .jsonl")] = None,
     prompt: Annotated[list[str] | None, typer.Option("--prompt", help="media: prompt; may be given again")] = None,
     prompts: Annotated[Path | None, typer.Option("--prompts", help="media: text file with one prompt per line")] = None,
+    vbench: Annotated[
+        Path | None,
+        typer.Option("--vbench", help="media: prompts of a benchmark; --out is a folder in the layout of VBench"),
+    ] = None,
     negative: Annotated[str | None, typer.Option("--negative", help="media: negative prompt")] = None,
     height: Annotated[int | None, typer.Option("--height", help="media: pixels")] = None,
     width: Annotated[int | None, typer.Option("--width", help="media: pixels")] = None,
@@ -153,7 +158,11 @@ def _run(options: Mapping[str, Any]) -> None:
             fix="--out sample.png, .gif or .mp4",
             code="generation.no-output-file",
         )
-    check_output(options["out"], "--out")
+    suite = "vbench" in options
+    if suite:
+        _refuse({name: options[name] for name in NOT_VBENCH if name in options}, "--vbench names the prompts", [])
+    else:
+        check_output(options["out"], "--out")
     request = _request(options)  # check the request before ranks start
     loading = {name: options[name] for name in ("dtype", "family", "parts") if name in options}
     loading |= {"device": device, "trust": trust, "adapters": adapters}
@@ -161,7 +170,8 @@ def _run(options: Mapping[str, Any]) -> None:
     if ranks_started(nproc):
         return
     with _ranks(layout, device) as parallel:
-        _make(options["model"], options["out"], request, {**loading, "parallel": parallel})
+        make = _make_suite if suite else _make
+        make(options, request, {**loading, "parallel": parallel})
 
 
 def _request(options: Mapping[str, Any]) -> MediaRequest:
@@ -172,6 +182,10 @@ def _request(options: Mapping[str, Any]) -> MediaRequest:
     texts = [*([options["question"]] if "question" in options else []), *options.get("prompt", [])]
     if "prompts" in options:
         texts += read_prompts(options["prompts"])
+    if "vbench" in options:
+        from tessera.evaluation.generation.suite import read_suite
+
+        texts = [prompt.text for prompt in read_suite(options["vbench"])]
     if not texts:
         raise TesseraError(
             "the command needs a prompt",
@@ -288,10 +302,23 @@ def _answer_file(options: Mapping[str, Any], adapters: Mapping[Path, float]) -> 
         typer.echo(f"wrote {result.path}: {result.rows} rows{errors}")
 
 
-def _make(model: Path, out: Path, request: MediaRequest, loaded: Mapping[str, Any]) -> None:
+def _make_suite(options: Mapping[str, Any], request: MediaRequest, loaded: Mapping[str, Any]) -> None:
+    """Sample for the prompts of --vbench, and continue if the folder has samples of the same settings."""
+    from tessera.evaluation.generation.sampling import sample_suite
+
+    fields = request.model_dump(exclude_unset=True, exclude={"prompts", "images"})
+    result = sample_suite(
+        options["model"], options["vbench"], options["out"], fields, on_step=_progress_of_main(), **loaded
+    )
+    if _is_main():
+        before = f", {result.earlier} of them earlier" if result.earlier else ""
+        typer.echo(f"wrote {result.folder}: {result.samples} samples{before}")
+
+
+def _make(options: Mapping[str, Any], request: MediaRequest, loaded: Mapping[str, Any]) -> None:
     from tessera.inference.load_pipeline import generate_files
 
-    samples = generate_files(model, out, request, on_step=_progress_of_main(), **loaded)
+    samples = generate_files(options["model"], options["out"], request, on_step=_progress_of_main(), **loaded)
     if not _is_main():
         return
     for path in samples.files:

@@ -21,6 +21,7 @@ from tessera.cli.generate import generate
 from tessera.cli.hub import download, push
 from tessera.cli.parity import ProveOption, compare, record
 from tessera.cli.run import Overrides, TrustFlag, check_output, check_path, write_output
+from tessera.cli.score import score
 from tessera.cli.serve import serve
 from tessera.config.extensions import extension_names, extensions, find_hint
 from tessera.errors import TesseraError, reported
@@ -54,7 +55,7 @@ _SHARDS = "".join(f"{name} (shards by rank), " for name in extension_names("tess
 config_app = typer.Typer(help="Look at configuration.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
-for _verb in (run.train, run.resume, run.preflight, generate, chat, serve, download, push, record, compare):
+for _verb in (run.train, run.resume, run.preflight, generate, score, chat, serve, download, push, record, compare):
     app.command()(_verb)
 app.command("eval")(evaluate)
 for _commands in extensions("tessera.commands"):

@@ -12,6 +12,7 @@ from tessera.errors import TesseraError
 from tessera.runtime.files import read_text
 from tessera.weights.layouts import CONFIG_FILE
 from tessera_compat.mindspeed_mm.arguments import Args, parse_args
+from tessera_compat.mindspeed_mm.evaluation_gen_json import DIMENSIONS, read_benchmark
 from tessera_compat.mindspeed_mm.evaluation_json import OWN_KEYS
 from tessera_compat.mindspeed_mm.inference_json import read_settings
 from tessera_compat.mindspeed_mm.report import JobReport, part_of
@@ -119,6 +120,29 @@ def _videos(args: Args, report: JobReport) -> Commands:
     )
 
 
+def _video_benchmark(args: Args, report: JobReport) -> Commands:
+    """Return the commands that sample the prompts of VBench, and evaluate them by VBench."""
+    data, source = _json_of(args)
+    benchmark = read_benchmark(data, source, report)
+    videos = benchmark.videos
+    folder = videos.parts or args.load
+    if folder is None:
+        raise TesseraError(
+            "neither --load nor the JSON names the folder of the model",
+            where=source,
+            fix="--load FOLDER/transformer",
+            code="job.model-folder-missing",
+        )
+    if set(benchmark.dimensions) != set(DIMENSIONS):
+        note = "the command samples all prompts of the file; the same script in a workspace those of its dimensions"
+        report.add(source, "eval_config.dimensions", benchmark.dimensions, "differs", note)
+    options = _options(videos.options, _SAMPLED)
+    if videos.dtype is not None:
+        options += ["--dtype", videos.dtype]
+    words = ("generate", folder, "--vbench", str(benchmark.info), "--out", str(videos.folder), *options)
+    return {}, (_line(*words), benchmark.command())
+
+
 def _features(args: Args, report: JobReport) -> Commands:
     """Return a recipe with the data, and the command that encodes the data to features."""
     recipe, features = feature_recipe(args)
@@ -132,6 +156,7 @@ def _features(args: Args, report: JobReport) -> Commands:
 _WRITERS: Mapping[str, Callable[[Args, JobReport], Commands]] = {
     "inference_vlm.py": _answers,
     "evaluate_vlm.py": _benchmark,
+    "evaluate_gen.py": _video_benchmark,
     "inference_sora.py": _videos,
     **dict.fromkeys(FEATURES, _features),
 }

@@ -26,6 +26,7 @@ from tessera_compat.mindspeed_mm.arguments import Args, parse_args
 from tessera_compat.mindspeed_mm.callback_recipe import check_save_folder, resumes
 from tessera_compat.mindspeed_mm.config_files import read_job_yaml
 from tessera_compat.mindspeed_mm.continued import ChangesLog, changes_of_job
+from tessera_compat.mindspeed_mm.evaluation_gen_json import sample_benchmark
 from tessera_compat.mindspeed_mm.evaluation_json import evaluate as run_benchmark
 from tessera_compat.mindspeed_mm.fsdp_yaml import recipe_of_yaml
 from tessera_compat.mindspeed_mm.inference_json import ask
@@ -40,7 +41,6 @@ from tessera_compat.state import set_args
 NOT_HERE = {
     "posttrain_flux_dancegrpo.py": "reinforcement learning of image generation",
     "pretrain_omni.py": "models that understand and generate",
-    "evaluate_gen.py": "benchmarks of generated videos",
 }
 
 
@@ -130,6 +130,15 @@ def inference_sora(argv: Sequence[str]) -> None:
         for path in write_videos(args, progress() if args.rank == 0 else None, parallel):
             if args.rank == 0:
                 print(f"wrote {path}", flush=True)
+
+
+def evaluate_gen(argv: Sequence[str]) -> None:
+    """Write the videos of a VBench evaluation JSON, and print the command that evaluates them."""
+    args = parse_args(argv)
+    with _sampling_ranks(args) as parallel:
+        lines = sample_benchmark(args, progress() if args.rank == 0 else None, parallel)
+        if args.rank == 0:
+            print("\n".join(lines), flush=True)
 
 
 @contextmanager

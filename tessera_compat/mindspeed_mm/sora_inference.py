@@ -247,14 +247,7 @@ def write_videos(
     report, source = JobReport(), args.mm_model or "section model"
     videos = read_videos(args.mm.model.to_dict(), source, report)
     report.check()
-    shards = args.load if args.load is not None and is_foreign_checkpoint(Path(args.load)) else None
-    model = videos.parts if shards is not None else args.load or videos.parts
-    if model is None:
-        fix = "--load FOLDER/transformer" if shards is None else "name the diffusers folder as ae.from_pretrained"
-        raise TesseraError(
-            "the folder of the model is missing", where="--load", fix=fix, code="job.model-folder-missing"
-        )
-    _check_experts(videos, source)
+    model, shards = model_of(args, videos, source)
     check_out(videos.folder / "video_0.mp4", videos.options.get("frames", 2))
     pipeline = load_pipeline(model, "auto", videos.dtype, shards=shards, parts=videos.parts, parallel=parallel)
     seed = videos.options.pop("seed", args.seed)
@@ -272,6 +265,19 @@ def write_videos(
             shared = {} if parallel is None else {"ranks": str(args.world_size)}
             write_samples(target, record, samples, {"device": str(pipeline.device), **shared})
         yield target
+
+
+def model_of(args: Args, videos: AskedVideos, source: str) -> tuple[str, str | None]:
+    """Return the folder of the model, and its files by rank if `--load` names such files."""
+    shards = args.load if args.load is not None and is_foreign_checkpoint(Path(args.load)) else None
+    model = videos.parts if shards is not None else args.load or videos.parts
+    if model is None:
+        fix = "--load FOLDER/transformer" if shards is None else "name the diffusers folder as ae.from_pretrained"
+        raise TesseraError(
+            "the folder of the model is missing", where="--load", fix=fix, code="job.model-folder-missing"
+        )
+    _check_experts(videos, source)
+    return model, shards
 
 
 def _check_experts(videos: AskedVideos, source: str) -> None:

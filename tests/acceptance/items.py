@@ -538,6 +538,8 @@ ITEMS: list[Item] = [
                 _lacks(
                     f"public benchmarks: {EVERYDAY}",
                     "unit/test_two_faces.py::test_evaluate_writes_answers_and_the_report_shows_them",
+                    "acceptance/test_generation_jobs.py::test_evaluate_gen_writes_the_videos_of_vbench",
+                    "contract/test_generation_suite.py::test_vbench_finds_the_videos",
                 ),
             ),
             (

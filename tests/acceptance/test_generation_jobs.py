@@ -30,7 +30,8 @@ from tessera.diffusion.noise_levels import NoiseLevels, TimeOptions
 from tessera.errors import TesseraError
 from tessera_compat.mindspeed_mm.arguments import parse_args
 from tessera_compat.mindspeed_mm.convert import run as mm_convert
-from tessera_compat.mindspeed_mm.entry_points import extract_features, inference_sora, pretrain
+from tessera_compat.mindspeed_mm.entry_points import evaluate_gen, extract_features, inference_sora, pretrain
+from tessera_compat.mindspeed_mm.evaluation_gen_json import read_benchmark
 from tessera_compat.mindspeed_mm.job import recipe_of
 from tessera_compat.mindspeed_mm.migrate import lay_out, migrate
 from tessera_compat.mindspeed_mm.report import JobReport
@@ -376,3 +377,117 @@ def test_wrong_values_of_an_inference_json_are_named(here: Path, change: dict[st
     job |= {"prompt": ["a red kite"], **change}
     with raises(error):
         inference_sora(["--mm-model", put(here / "wrong.json", job), "--load", "ckpt/wan/transformer"])
+
+
+# ---------------------------------------------------------------------------------------------- benchmarks
+
+
+def evaluation_job(here: Path, **evaluation: Any) -> dict[str, Any]:
+    """Return an evaluation JSON with the keys of the published ones, for a tiny Wan and two prompts."""
+    job = tiny_parts(tiny_predictor(example("wan2.1/1.3b/t2v/inference_model.json"), **WAN), here / "ckpt/wan")
+    job["pipeline_config"]["input_size"] = [5, 32, 48]
+    job["diffusion"]["num_inference_steps"] = 1
+    entries = [
+        {"prompt_en": "a red kite", "dimension": ["scene", "color"], "auxiliary_info": {"scene": {"scene": "beach"}}},
+        {"prompt_en": "the dog", "dimension": ["human_action"]},
+    ]
+    (here / "VBench_full_info.json").write_text(json.dumps(entries))
+    dataset = {
+        "type": "vbench_eval",
+        "basic_param": {
+            "data_path": "VBench_full_info.json",
+            "data_folder": "vbench/prompts",
+            "return_type": "list",
+            "data_storage_mode": "standard",
+        },
+        "extra_param": {
+            "augment": False,
+            "prompt_file": "all_dimension.txt",
+            "augmented_prompt_file": "augmented_prompts/gpt_enhanced_prompts/all_dimension_longer.txt",
+            "ratio": "16-9",
+        },
+    }
+    loader = {"dataloader_mode": "sampler", "sampler_type": "SequentialSampler", "shuffle": True, "drop_last": False}
+    loader |= {"pin_memory": True, "group_frame": False, "group_resolution": False, "prefetch_factor": 4}
+    job["eval_config"] = {
+        "dataset": dataset,
+        "dataloader_param": {**loader, "collate_param": {}},
+        "evaluation_model": "cogvideox-1.5",
+        "evaluation_impl": "vbench_eval",
+        "eval_type": "t2v",
+        "long_eval_config": "path_to_long_eval_configs",
+        "load_ckpt_from_local": True,
+        "need_inference": True,
+        "dimensions": ["scene"],
+        "eval_result_path": "./eval_result",
+        **evaluation,
+    }
+    return {**job, "dtype": "fp32", "save_path": "samples/vbench"}
+
+
+def test_evaluate_gen_writes_the_videos_of_vbench(here: Path, capsys: Any) -> None:
+    words = ["--mm-model", put(here / "eval.json", evaluation_job(here)), "--load", "ckpt/wan/transformer"]
+    evaluate_gen([*words, "--seed", "3"])
+    said = capsys.readouterr().out
+    names = sorted(path.name for path in Path("samples/vbench/samples").iterdir())
+    assert names == [f"a red kite-{index}.mp4" for index in range(5)], "the prompts of its dimensions"
+    command = "vbench evaluate --videos_path samples/vbench/samples --dimension scene "
+    assert f"{command}--full_json_dir VBench_full_info.json --output_path ./eval_result" in said
+    info = json.loads(Path("samples/vbench/full_info.json").read_text())
+    assert info[0]["auxiliary_info"] == {"scene": {"scene": "beach"}}
+    protocol = json.loads(Path("samples/vbench/protocol.json").read_text())
+    assert (protocol["sampling"]["seed"], protocol["sampling"]["frames"]) == (3, 5)
+    evaluate_gen([*words, "--seed", "3"])
+    assert "5 of them earlier" in capsys.readouterr().out
+    evaluate_gen(["--mm-model", put(here / "eval.json", evaluation_job(here, need_inference=False))])
+    assert "5 samples are in samples/vbench/samples" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"eval_type": "i2v"}, "job.refused-settings eval_config.eval_type"),
+        ({"evaluation_impl": "other"}, "job.refused-settings eval_config.evaluation_impl"),
+        ({"image_path": "crop"}, "job.refused-settings eval_config.image_path"),
+        ({"dataset": {"type": "vbench_i2v", "basic_param": {"data_path": "x"}}}, "job.refused-settings dataset.type"),
+        ({"dataset": {"type": "vbench_eval"}}, "job.prompts-missing data_path"),
+        ({"dimensions": ["scen"]}, "job.vbench-dimension scene"),
+        ({"dimensions": "scene"}, "job.vbench-dimension"),
+        ({"dimensions": ["object_class"]}, "job.prompts-missing object_class"),
+        ({"dataloader_param": {"drop_last": True}}, "job.refused-settings drop_last"),
+        ({"eval_typ": "t2v"}, "job.refused-settings eval_type"),
+    ],
+)
+def test_keys_of_an_evaluation_that_cannot_be_honoured_are_named(
+    here: Path, change: dict[str, Any], error: str
+) -> None:
+    with raises(error):
+        evaluate_gen(["--mm-model", put(here / "wrong.json", evaluation_job(here, **change))])
+
+
+def test_every_key_of_an_evaluation_is_reported(here: Path) -> None:
+    job, report = evaluation_job(here), JobReport()
+    read_benchmark(job, "eval.json", report)
+    keys = {entry.key for entry in report.entries}
+    section = job["eval_config"]
+    expected = {f"eval_config.{key}" for key in section if key not in ("dataset", "dataloader_param")}
+    expected |= {f"eval_config.dataloader_param.{key}" for key in section["dataloader_param"]}
+    expected |= {
+        f"eval_config.dataset.{part}.{key}"
+        for part in ("basic_param", "extra_param")
+        for key in section["dataset"][part]
+    }
+    assert expected - keys == set()
+    assert report.refused == []
+
+
+def test_migrate_writes_the_commands_of_an_evaluation(here: Path) -> None:
+    put(here / "eval.json", evaluation_job(here))
+    script = "torchrun --nproc_per_node 1 evaluate_gen.py --mm-model eval.json --load ckpt/wan/transformer\n"
+    (here / "eval.sh").write_text(script)
+    job = migrate(Path("eval.sh"))
+    first, second = job.commands
+    assert first.startswith("tessera generate ")
+    assert "--vbench VBench_full_info.json --out samples/vbench" in first
+    assert second.startswith("vbench evaluate")
+    assert any(entry.key == "eval_config.dimensions" and entry.outcome == "differs" for entry in job.report.entries)

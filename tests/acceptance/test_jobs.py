@@ -536,7 +536,13 @@ def test_a_workspace_has_the_names_that_users_type(tmp_path: Path) -> None:
     lay_out(tmp_path)
     for name in (
         *("pretrain_vlm.py", "pretrain_sora.py", "pretrain_transformers.py", "pretrain_omni.py", "inference_vlm.py"),
-        *("inference_sora.py", "evaluate_vlm.py", "posttrain_qwen2vl_dpo.py", "posttrain_sora_dpo.py"),
+        *(
+            "inference_sora.py",
+            "evaluate_vlm.py",
+            "evaluate_gen.py",
+            "posttrain_qwen2vl_dpo.py",
+            "posttrain_sora_dpo.py",
+        ),
         *("pretrain_internvl.py", "pretrain_qwen2vl.py", "pretrain_llava.py"),
         *("mindspeed_mm/fsdp/train/trainer.py", "mindspeed_mm/tools/tools.json"),
         *("examples/qwen2vl/finetune_qwen2vl_7b.sh", "examples/qwen2vl/inference_qwen2vl_7b.sh"),
@@ -753,7 +759,7 @@ def test_launch_flags_of_the_migration_guide(tiny: Path, monkeypatch: pytest.Mon
 
 
 def test_entry_points_of_models_that_are_not_here_say_so(tiny: Path) -> None:
-    for name in ("pretrain_omni", "posttrain_flux_dancegrpo", "evaluate_gen"):
+    for name in ("pretrain_omni", "posttrain_flux_dancegrpo"):
         with pytest.raises(SystemExit) as ended:
             runpy.run_path(str(tiny / f"{name}.py"), run_name="__main__")
         assert ended.value.code == 2

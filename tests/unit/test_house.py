@@ -49,7 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "evaluation": {
         *BASE,
-        *("hub", "data", "models", "parallel", "checkpoint", "engine", "inference", "batch", "observe"),
+        *("hub", "data", "models", "diffusion", "parallel", "checkpoint", "engine", "inference", "batch", "observe"),
     },
     "tools": {
         *BASE,

@@ -7,6 +7,7 @@ raises an error, so that a malicious file cannot run code.
 
 from __future__ import annotations
 
+import io
 import pickletools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -72,9 +73,14 @@ def describe(data: bytes, allowed: Callable[[Name], bool], where: str) -> Any:
             where=where,
             code="checkpoint.pickle-too-large",
         )
+    return describe_next(io.BytesIO(data), allowed, where)
+
+
+def describe_next(stream: io.BytesIO, allowed: Callable[[Name], bool], where: str) -> Any:
+    """Decode the pickle at the position of a stream, and leave the position after its end."""
     machine = _Machine(allowed, where)
     try:
-        for number, (opcode, argument, position) in enumerate(pickletools.genops(data)):
+        for number, (opcode, argument, position) in enumerate(pickletools.genops(stream)):
             if opcode.name == "STOP":
                 return machine.result()
             if number == MOST_OPCODES:

@@ -39,6 +39,7 @@ _DTYPES = {
     "BoolStorage": torch.bool,
 }
 STORAGES = {dtype: name for name, dtype in _DTYPES.items()}
+ITEM_BYTES = {name: dtype.itemsize for name, dtype in _DTYPES.items()}  # storage class -> bytes of an element
 _BY_DTYPE_NAME = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (*_DTYPES.values(), torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32, torch.uint64)
@@ -63,13 +64,14 @@ _UNREADABLE = (
 )
 
 
-def _may_contain(name: Name, more: tuple[str, ...]) -> bool:
+def may_contain(name: Name, more: tuple[str, ...] = ()) -> bool:
     """Return whether a file of weights may refer to this name. `more`: further allowed prefixes."""
     full = str(name)
     return name == _ENCODE or (full.startswith((*_BESIDE, *more)) and not full.startswith(_NEVER))
 
 
-def _damaged(path: Path, what: str) -> TesseraError:
+def damaged(path: Path, what: str) -> TesseraError:
+    """Return the error of a damaged file."""
     return TesseraError(f"damaged torch.save file: {what}", where=str(path), code="checkpoint.damaged-torch-file")
 
 
@@ -90,7 +92,7 @@ class StoredTensor:
     def check_size(self) -> None:
         """Raise if the tensor is larger than its storage: a stride of 0 could claim any amount of memory."""
         if math.prod(self.shape) * self.dtype.itemsize > self.storage_bytes:
-            raise _damaged(self.file, "a tensor has more elements than its storage")
+            raise damaged(self.file, "a tensor has more elements than its storage")
 
     def read(self, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
         """Return the tensor, or a box (offsets and sizes) of it. A contiguous tensor is memory-mapped, not copied."""
@@ -133,8 +135,8 @@ def read_torch_archive(opened: BinaryIO, path: Path, start: int, length: int, cl
                     fix="save it again on an x86 or ARM machine",
                     code="checkpoint.big-endian-file",
                 )
-            reader = _TorchReader(path, start, folder, entries, opened)
-            return reader.build(describe(archive.read(pickles[0]), lambda name: _may_contain(name, classes), str(path)))
+            reader = TorchReader(path, start, folder, entries, opened)
+            return reader.build(describe(archive.read(pickles[0]), lambda name: may_contain(name, classes), str(path)))
     except _UNREADABLE as error:
         raise TesseraError(
             f"the file is not an archive of torch.save: {error}",
@@ -148,18 +150,18 @@ def _entries(archive: zipfile.ZipFile, path: Path) -> dict[str, zipfile.ZipInfo]
     """Return the archive's entries by name. Raise unless all of them are plain, uncompressed files."""
     listed = archive.infolist()
     if len(listed) > MOST_ENTRIES:
-        raise _damaged(path, f"it has {len(listed):,} entries; the limit is {MOST_ENTRIES:,}")
+        raise damaged(path, f"it has {len(listed):,} entries; the limit is {MOST_ENTRIES:,}")
     entries = {entry.filename: entry for entry in listed}
     if len(entries) != len(listed):
-        raise _damaged(path, "two entries have the same name")
+        raise damaged(path, "two entries have the same name")
     for entry in listed:
         plain = entry.compress_type == zipfile.ZIP_STORED and entry.file_size == entry.compress_size
         if not plain or entry.flag_bits & 1 or entry.external_attr & 0x10:  # 0x10: a folder, which torch reads as zeros
-            raise _damaged(path, f"{entry.filename!r} is compressed, encrypted or marked as a folder")
+            raise damaged(path, f"{entry.filename!r} is compressed, encrypted or marked as a folder")
     return entries
 
 
-class _TorchReader:
+class TorchReader:
     """Convert a decoded pickle to containers, scalars and stored tensors."""
 
     def __init__(
@@ -173,7 +175,7 @@ class _TorchReader:
 
     def build(self, described: Any, depth: int = 0) -> Any:
         if depth > 200:
-            raise _damaged(self.path, "its content is nested more than 200 levels deep")
+            raise damaged(self.path, "its content is nested more than 200 levels deep")
         if isinstance(described, (Described, list, tuple, dict)):
             if id(described) not in self.built:
                 self.built[id(described)] = None  # a container that contains itself has None there
@@ -213,7 +215,7 @@ class _TorchReader:
     def tensor(self, described: Described) -> StoredTensor:
         try:
             storage, offset, shape, stride = described.arguments[:4]
-            kind, class_name, key, _, elements = storage.value
+            kind, class_name, key, _, elements = storage.value[:5]  # files before torch 1.6 have a sixth: a view
             if described.name == _REBUILD_WITH_DTYPE:
                 dtype = _BY_DTYPE_NAME[described.arguments[6].name]
             else:
@@ -228,13 +230,13 @@ class _TorchReader:
         except (ValueError, AttributeError, KeyError, TypeError, IndexError):
             sound = False
         if not sound:
-            raise _damaged(self.path, "the description of a tensor is invalid")
+            raise damaged(self.path, "the description of a tensor is invalid")
         begin, length = self.storage(key)
         if elements * width != length or self.kinds.setdefault(key, class_name) != class_name:
-            raise _damaged(self.path, f"the storage {key!r} has another size or dtype than its tensors state")
+            raise damaged(self.path, f"the storage {key!r} has another size or dtype than its tensors state")
         last = offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1
         if 0 not in shape and last * dtype.itemsize > length:
-            raise _damaged(self.path, f"a tensor reaches beyond its storage {key!r}")
+            raise damaged(self.path, f"a tensor reaches beyond its storage {key!r}")
         return StoredTensor(self.path, begin, length, dtype, tuple(shape), tuple(stride), offset)
 
     def storage(self, key: str) -> tuple[int, int]:
@@ -242,14 +244,14 @@ class _TorchReader:
         if key not in self.storages:
             entry = self.entries.get(f"{self.folder}data/{key}")
             if entry is None:
-                raise _damaged(self.path, f"the storage {key!r} is missing")
+                raise damaged(self.path, f"the storage {key!r} is missing")
             self.opened.seek(self.start + entry.header_offset)
             header = self.opened.read(30)
             if len(header) != 30 or header[:4] != b"PK\x03\x04":
-                raise _damaged(self.path, f"the zip header of the storage {key!r} is damaged")
+                raise damaged(self.path, f"the zip header of the storage {key!r} is damaged")
             name, extra = int.from_bytes(header[26:28], "little"), int.from_bytes(header[28:30], "little")
             begin = self.start + entry.header_offset + 30 + name + extra
             if begin + entry.file_size > os.fstat(self.opened.fileno()).st_size:
-                raise _damaged(self.path, f"the storage {key!r} reaches beyond the end of the file")
+                raise damaged(self.path, f"the storage {key!r} reaches beyond the end of the file")
             self.storages[key] = begin, entry.file_size
         return self.storages[key]

@@ -1,6 +1,6 @@
-"""End with an error: Tessera does not support the models of this entry point yet."""
+"""Write the videos of a VBench evaluation JSON."""
 
-from tessera_compat.mindspeed_mm.entry_points import refuse
+from tessera_compat.mindspeed_mm.entry_points import evaluate_gen, run_command
 
 if __name__ == "__main__":
-    refuse("evaluate_gen.py")
+    run_command(evaluate_gen)

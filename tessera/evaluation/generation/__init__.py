@@ -1,0 +1,1 @@
+"""Scores of generated images and videos, and the folders that they are read from."""
