@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from tessera.checkpoint.legacy.pickles import Described, Name, PersistentId, describe_next
-from tessera.checkpoint.legacy.torch_files import ITEM_BYTES, TorchReader, damaged, may_contain, open_regular
+from tessera.checkpoint.legacy.torch_files import ITEM_BYTES, TorchReader, damaged, may_contain
+from tessera.runtime.files import open_regular
 
 _BEGINNING = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the pickle of the magic number
 _VERSION = 1001
