@@ -20,6 +20,7 @@ from torch import Tensor
 from tessera.checkpoint.state import model_tensors
 from tessera.checkpoint.weights import replace_tensors
 from tessera.core.spec import EncodesMedia
+from tessera.engine.adapter_bank import AdapterBank
 from tessera.engine.blocks import BlockPool
 from tessera.engine.constraint import Grammars
 from tessera.engine.failures import call_failed, not_finite_error, request_failed, still_used_error
@@ -41,7 +42,6 @@ from tessera.engine.state import NEVER_PUBLISHED, RequestState
 from tessera.engine.stats import EngineStats
 from tessera.engine.text import AnswerText, decoder_of
 from tessera.errors import TesseraError, nearest
-from tessera.lora.bank import AdapterBank
 from tessera.models.processing.conversation import ConversationProcessor
 from tessera.runtime import device as devices
 

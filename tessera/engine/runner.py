@@ -15,13 +15,13 @@ from tessera.core.batch import Batch
 from tessera.core.cache import CacheRow, CacheStep
 from tessera.core.outputs import LOGITS
 from tessera.core.spec import EncodesMedia
+from tessera.engine.adapter_bank import AdapterBank
 from tessera.engine.blocks import PADDING_BLOCK
 from tessera.engine.graphs import DecodeGraphs
 from tessera.engine.media import Piece, join_media
 from tessera.engine.model import GenerativeModel
 from tessera.engine.scheduler import CallPart
 from tessera.engine.state import RequestState
-from tessera.lora.bank import AdapterBank
 from tessera.nn.cache import KVCache
 from tessera.runtime import device as devices
 

@@ -12,12 +12,12 @@ from torch import Tensor
 from tessera.checkpoint.state import model_tensors
 from tessera.config.trust import Trust
 from tessera.core.spec import ModelSpec
+from tessera.engine.adapter_bank import AdapterBank
 from tessera.errors import TesseraError
 from tessera.inference.found_model import find_model
 from tessera.inference.load import chosen_adapters
 from tessera.inference.loaded import LoadedModel
 from tessera.inference.weight_source import with_checkpoints
-from tessera.lora.bank import AdapterBank
 from tessera.lora.exchange import is_adapters, open_adapters
 from tessera.lora.load import fill_adapters, part_of
 from tessera.lora.select import Adapters, tensor_shapes, weight_names

@@ -23,12 +23,12 @@ from tessera.core.batch import Batch
 from tessera.core.sample import Sample
 from tessera.data.loader.loader import workers_per_rank
 from tessera.data.media.files import Limits
-from tessera.data.workers.pool import Lost, Note, Pool, Report, no_note
-from tessera.data.workers.servers import start_early
-from tessera.data.workers.worker import time_limit
 from tessera.errors import TesseraError, first_line
 from tessera.inference.loaded import LoadedProcessor
 from tessera.inference.messages import sample_of
+from tessera.workers.pool import Lost, Note, Pool, Report, no_note
+from tessera.workers.servers import start_early
+from tessera.workers.worker import time_limit
 
 Conversation = Sample | Sequence[Mapping[str, Any]]  # a sample of a data set, or messages {role, content}
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tessera.config.reader import Section
 from tessera.core.spec import LanguageProcessor
+from tessera.engine.adapter_bank import AdapterBank
 from tessera.engine.engine import Engine
 from tessera.engine.scheduler import EngineLimits
 from tessera.engine.thread import EngineThread
@@ -17,7 +18,6 @@ from tessera.inference.adapters import bank_of
 from tessera.inference.load import load
 from tessera.inference.loaded import LoadedModel
 from tessera.inference.prepare import PromptPool
-from tessera.lora.bank import AdapterBank
 from tessera.models.processing.conversation import ConversationProcessor
 from tessera.runtime.log import logger
 from tessera.server.metrics import Metrics

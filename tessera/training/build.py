@@ -28,7 +28,6 @@ from tessera.core.task import FrozenModule, Task
 from tessera.data.kinds import KINDS, RowRequest
 from tessera.data.loader.loader import Loader
 from tessera.data.order.step_order import StepSize
-from tessera.data.workers.servers import start_early
 from tessera.diffusion.family import GenerationSpec
 from tessera.errors import TesseraError
 from tessera.models.files.exported_config import keep_base_config
@@ -54,6 +53,7 @@ from tessera.training.out_of_memory import MemoryAdvice
 from tessera.training.setup import NONE, ModelSetup, Objects
 from tessera.training.steps import LoaderSteps
 from tessera.training.trainer import Trainer
+from tessera.workers.servers import start_early
 
 log = logging.getLogger("tessera")
 

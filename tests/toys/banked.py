@@ -17,7 +17,7 @@ from tessera.config.run_config import ModelSection
 from tessera.core.batch import Batch, Segments
 from tessera.core.model_plan import ModelPlan
 from tessera.core.spec import ModelSpec
-from tessera.lora.bank import AdapterBank
+from tessera.engine.adapter_bank import AdapterBank
 from tessera.lora.export import save_adapters
 from tessera.lora.load import merge_into
 from tessera.lora.select import Adapter, expert_paths, factor_names, tensor_shapes, weight_names

@@ -17,8 +17,8 @@ from tessera.core.sample import Part, PartKind
 from tessera.data.media.audio import AudioSampling
 from tessera.data.media.files import Limits
 from tessera.data.media.read import MediaSampling, decode, probe
-from tessera.data.workers.worker import WORKER_VARIABLE
 from tessera.errors import TesseraError
+from tessera.workers.worker import WORKER_VARIABLE
 from tests.toys.memory import peak_mib
 
 

@@ -19,8 +19,8 @@ from tessera.core.sample import MediaSize, Part, PartKind
 from tessera.data.media.audio import AudioSampling
 from tessera.data.media.files import Limits
 from tessera.data.media.read import MediaSampling, decode, probe
-from tessera.data.workers.worker import time_limit
 from tessera.errors import TesseraError
+from tessera.workers.worker import time_limit
 from tests.toys import media_zoo
 from tests.toys.memory import peak_mib
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 import tessera
 from tessera.core.batch import Batch
+from tessera.engine.adapter_bank import AdapterBank
 from tessera.inference.adapters import bank_of
 from tessera.inference.loaded import LoadedModel
-from tessera.lora.bank import AdapterBank
 from tests.close import assert_as_close
 from tests.errors import raises
 from tests.toys.banked import Banked, linear_layers, mixture, text_rows, vision_language

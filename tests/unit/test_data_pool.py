@@ -23,10 +23,10 @@ import numpy as np
 import pytest
 import torch
 
-from tessera.data.workers.messages import receive, send
-from tessera.data.workers.pool import Lost, Note, Pool
-from tessera.data.workers.worker import TooSlow, memory_limit, time_limit
 from tessera.errors import TesseraError
+from tessera.workers.messages import receive, send
+from tessera.workers.pool import Lost, Note, Pool
+from tessera.workers.worker import TooSlow, memory_limit, time_limit
 from tests.errors import raises
 
 
@@ -419,7 +419,7 @@ def test_another_thread_can_stop_a_map() -> None:
 # No guard: a program like those in a README.
 SCRIPT = """
     from tessera.errors import TesseraError
-    from tessera.data.workers.pool import Pool
+    from tessera.workers.pool import Pool
     from test_data_pool import do
     print("begins")
 
@@ -436,7 +436,7 @@ SCRIPT = """
 """
 
 GUARDED = """
-    from tessera.data.workers.pool import Pool
+    from tessera.workers.pool import Pool
     print("begins", __name__)
 
     def double(item, note):

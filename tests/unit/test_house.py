@@ -28,23 +28,36 @@ MAY_IMPORT: dict[str, set[str]] = {
     "core": {"errors", "config", "runtime", "weights"},
     "ops": {*BASE},
     "hub": {*BASE},
+    "workers": {"errors"},
     "checkpoint": {*BASE},
     "nn": {*BASE, "ops"},
     "lora": {*BASE, "ops", "checkpoint", "nn"},
-    "data": {*BASE, "hub"},
+    "data": {*BASE, "hub", "workers"},
     "models": {*BASE, "ops", "nn", "lora", "data"},
     "parallel": {*BASE, "ops", "lora"},
     "optim": {*BASE, "lora"},
     "tasks": {*BASE, "ops", "nn", "lora", "models"},
     "diffusion": {*BASE, "hub", "ops", "nn", "lora", "data", "models", "parallel", "checkpoint", "tasks"},
-    "engine": {*BASE, "nn", "lora", "models", "checkpoint"},
-    "inference": {*BASE, "hub", "nn", "lora", "data", "models", "diffusion", "parallel", "checkpoint", "engine"},
+    "engine": {*BASE, "ops", "nn", "lora", "models", "checkpoint"},
+    "inference": {
+        *BASE,
+        "hub",
+        "workers",
+        "nn",
+        "lora",
+        "data",
+        "models",
+        "diffusion",
+        "parallel",
+        "checkpoint",
+        "engine",
+    },
     "server": {*BASE, "lora", "data", "models", "engine", "inference"},
     "batch": {*BASE, "hub", "data", "checkpoint", "engine", "inference", "server"},
     "observe": {*BASE, "data", "parallel", "checkpoint", "optim", "tasks"},
     "training": {
         *BASE,
-        *("hub", "nn", "lora", "data", "models", "diffusion", "parallel", "checkpoint", "optim"),
+        *("hub", "workers", "nn", "lora", "data", "models", "diffusion", "parallel", "checkpoint", "optim"),
         *("tasks", "engine", "inference", "observe"),
     },
     "evaluation": {
@@ -53,7 +66,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "tools": {
         *BASE,
-        *("hub", "ops", "lora", "data", "models", "diffusion", "checkpoint", "optim", "parallel"),
+        *("hub", "workers", "ops", "lora", "data", "models", "diffusion", "checkpoint", "optim", "parallel"),
         *("tasks", "training", "engine", "inference", "evaluation", "observe"),
     },
     "api": {*BASE, "hub", "diffusion", "parallel", "training", "inference", "batch", "evaluation", "observe", "tools"},
@@ -342,7 +355,7 @@ def test_no_pickle_and_no_globals() -> None:
     bad = re.compile(
         r"^\s*(?:import pickle\b|from pickle\b|global )|torch\.(?:load|save)\(|allow_pickle=True", re.MULTILINE
     )
-    between_processes = PACKAGE / "data" / "workers" / "messages.py"  # sockets of our own, never a file
+    between_processes = PACKAGE / "workers" / "messages.py"  # sockets of our own, never a file
     others = [path for path in both_packages() if path != between_processes]
     assert [str(path) for path in others if bad.search(path.read_text(encoding="utf-8"))] == []
 

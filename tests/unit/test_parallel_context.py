@@ -13,7 +13,6 @@ import tessera
 from tessera.config.run_config import ParallelSection
 from tessera.core.batch import Batch, Segments
 from tessera.core.model_plan import ModelPlan, Stream
-from tessera.data.workers import messages
 from tessera.models.text.decoder import TEXT_STREAM
 from tessera.parallel.context_attention import Ring, RingSchedule, own_segments, shard_heads
 from tessera.parallel.context_parallel import ContextPlan, plan_context
@@ -27,6 +26,7 @@ from tessera.parallel.sequence_sharding import (
     shard_batch,
 )
 from tessera.runtime.modules import AttentionCore
+from tessera.workers import messages
 from tests.errors import raises
 
 SPLITS = [

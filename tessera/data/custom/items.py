@@ -26,8 +26,8 @@ from tessera.data.sources.container import RecordError, bad_sample, bad_sample_e
 from tessera.data.sources.fields import RecordSchema
 from tessera.data.sources.formats import parse
 from tessera.data.sources.regions import with_regions
-from tessera.data.workers.worker import time_limit
 from tessera.errors import TesseraError, first_line
+from tessera.workers.worker import time_limit
 
 DATA = Maker(
     "data set or loader",

@@ -29,11 +29,11 @@ from tessera.data.media.video_frames import VideoSampling
 from tessera.data.sources.container import RecordError, bad_sample
 from tessera.data.sources.source import Source
 from tessera.data.tables import AnyTables, MemoryTables, keep_tables, narrow, open_tables
-from tessera.data.workers.pool import Lost, Note, Pool, no_note
-from tessera.data.workers.worker import TooSlow, time_limit
 from tessera.errors import TesseraError
 from tessera.runtime.process import usable_cpus
 from tessera.runtime.progress import WorkProgress
+from tessera.workers.pool import Lost, Note, Pool, no_note
+from tessera.workers.worker import TooSlow, time_limit
 
 log = logging.getLogger("tessera")
 

@@ -18,10 +18,10 @@ from tessera.config.run_length import check_batch
 from tessera.core.batch import Batch
 from tessera.core.row_source import RowSource
 from tessera.data.order.packing import split_rows
-from tessera.data.workers.pool import Lost, Note, Pool
 from tessera.errors import TesseraError, few_names, first_line
 from tessera.runtime.device import SideCopies
 from tessera.runtime.process import usable_cpus
+from tessera.workers.pool import Lost, Note, Pool
 
 
 class _Copying(NamedTuple):

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from typing import Any, BinaryIO
 
 from tessera.data.media.files import Limits, Opened, reason, refused, size_of
-from tessera.data.workers.worker import memory_limit
 from tessera.errors import TesseraError
+from tessera.workers.worker import memory_limit
 
 # Allowed formats: they contain their data. Formats that open other files, such as playlists, are not allowed.
 _DEMUXERS = (

@@ -15,9 +15,9 @@ from PIL import ExifTags, Image, ImageChops, UnidentifiedImageError
 
 from tessera.core.sample import MediaSize
 from tessera.data.media.files import Limits, Opened, Target, refused, refusing, size_of
-from tessera.data.workers.worker import memory_limit
 from tessera.errors import TesseraError
 from tessera.runtime.byte_ranges import byte_ranges
+from tessera.workers.worker import memory_limit
 
 # Pillow's other formats are not allowed: some run programs (EPS) or are documents.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF")

@@ -23,9 +23,9 @@ from tessera.data.media.read import MediaProcessor, read_media
 from tessera.data.order.order import Order
 from tessera.data.order.step_order import StepOrder
 from tessera.data.sources.container import bad_sample, bad_sample_error, excluded
-from tessera.data.workers.pool import no_note
-from tessera.data.workers.worker import TooSlow, time_limit
 from tessera.errors import TesseraError
+from tessera.workers.pool import no_note
+from tessera.workers.worker import TooSlow, time_limit
 
 COUNTS = ("samples", "tokens", "trained", "images", "frames", "patches")  # what `Batch.counts` counts
 

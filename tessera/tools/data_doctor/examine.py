@@ -29,7 +29,6 @@ from tessera.data.media.files import Limits, limits_of
 from tessera.data.media.read import ChatProcessor
 from tessera.data.sources.container import RecordError
 from tessera.data.sources.source import open_source
-from tessera.data.workers.pool import Lost, Pool
 from tessera.diffusion.processor import GenerationProcessor
 from tessera.errors import TesseraError
 from tessera.hub.config import load_local_config, local_model
@@ -39,6 +38,7 @@ from tessera.tools.data_doctor.diagnosis import Diagnosis
 from tessera.tools.data_doctor.look import Look, Shown, ShowSamples, ToShow, no_target
 from tessera.training.build import build_processor
 from tessera.training.setup import build_meta_model
+from tessera.workers.pool import Lost, Pool
 
 RUN_CONFIG = "config.yaml"
 _OF_ANSWERS = {"preference": PairProcessor, "unpaired_preference": RatedProcessor}

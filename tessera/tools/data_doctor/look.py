@@ -28,8 +28,6 @@ from tessera.data.sources.container import RecordError, bad_sample
 from tessera.data.sources.formats import CHOSEN, REJECTED
 from tessera.data.sources.regions import check_regions, oddity, regions_of
 from tessera.data.sources.source import Source
-from tessera.data.workers.pool import Note
-from tessera.data.workers.worker import time_limit
 from tessera.diffusion.processor import GenerationProcessor
 from tessera.errors import TesseraError
 from tessera.models.vision.processor import VisionProcessor
@@ -42,6 +40,8 @@ from tessera.tools.data_doctor.findings import (
     media_hash,
     media_name,
 )
+from tessera.workers.pool import Note
+from tessera.workers.worker import time_limit
 
 MEDIA_KINDS = ("image", "video", "audio")
 ENLARGED, SHRUNK = 1.5, 0.25  # report an image if (pixels after resizing / pixels before) is above or below

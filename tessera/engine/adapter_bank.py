@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from tessera.checkpoint.state import model_tensors
 from tessera.config.pattern import matches
 from tessera.core.model_plan import ModelPlan
+from tessera.engine.adapter_layers import BankExperts, BankLinear, Selection
 from tessera.errors import TesseraError, nearest
-from tessera.lora.bank_layers import BankExperts, BankLinear, Selection
 from tessera.lora.exchange import damaged
 from tessera.lora.factors import Factors, check_shapes
 from tessera.lora.load import read_all

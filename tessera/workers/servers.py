@@ -27,8 +27,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tessera.data.workers.messages import Packed, receive, send
-from tessera.data.workers.worker import (
+from tessera.errors import TesseraError, first_line
+from tessera.workers.messages import Packed, receive, send
+from tessera.workers.worker import (
     STATE_BYTES,
     WORKER_VARIABLE,
     MainModule,
@@ -37,7 +38,6 @@ from tessera.data.workers.worker import (
     main_module,
     work_until_end,
 )
-from tessera.errors import TesseraError, first_line
 
 REQUEST = struct.Struct("<cQ")  # FORK (with file descriptors) or KILL, and the pool's number of the child process
 EXIT = struct.Struct("<Qi")  # number and exit code of a child process
@@ -174,7 +174,7 @@ _WORKER_ENVIRONMENT = {
 _BEGIN = """
 import sys
 sys.path[:] = {path!r}
-from tessera.data.workers.servers import first_server
+from tessera.workers.servers import first_server
 first_server({control}, {client})
 """
 _MESSAGE_TIMEOUT_S = 30.0  # time limit for the rest of a message whose first bytes have arrived

@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from tessera.data.workers.messages import Packed, can_be_pickled, receive
 from tessera.errors import TesseraError, first_line
+from tessera.workers.messages import Packed, can_be_pickled, receive
 
 _AGAIN_S = 1.0  # `TooSlow` is raised again every second, because Python ignores exceptions in destructors and callbacks
 

@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from tessera.data.workers.messages import Packed, receive
-from tessera.data.workers.servers import PoolServer, ServerLostError, WorkerProcess
 from tessera.errors import TesseraError
+from tessera.workers.messages import Packed, receive
+from tessera.workers.servers import PoolServer, ServerLostError, WorkerProcess
 
 Note = Callable[[int], None]
 PoolWork = Callable[[Any, Note], Any]  # (item, note) -> result; the work calls `note(n)` before it reads sample n
