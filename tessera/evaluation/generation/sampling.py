@@ -193,11 +193,11 @@ def _protocol(
 
 
 def _weight_files(model: Path, pipeline: Pipeline, shards: Sequence[Path]) -> list[Path]:
-    """Return the weight files of a model, its VAE and text encoders, and its files by rank."""
+    """Return the weights and configurations of a model, its VAE and text encoders, and its files by rank."""
     newest = newest_checkpoint(model) if origin_of(model) == "run" else None
-    places = [newest or model, pipeline.parts.folder]
-    files = {file for place in places for file in _files_of(place, "*.safetensors")}
-    files |= {file for place in shards for file in _files_of(place, "*")}
+    folders = [newest or model, pipeline.parts.folder]
+    files = {file for path in folders for file in _files_of(path, (".safetensors", ".json"))}
+    files |= {file for path in shards for file in _files_of(path, ())}
     log.info("hashing %d files of weights for the protocol", len(files))
     return sorted(files)
 
@@ -205,11 +205,13 @@ def _weight_files(model: Path, pipeline: Pipeline, shards: Sequence[Path]) -> li
 def adapter_facts(strengths: Mapping[Path, float]) -> list[dict[str, Any]]:
     """Return the hash and the strength of each adapter, in an order that does not depend on their paths."""
     facts = [
-        {"digest": digest_of(_files_of(path, "*.safetensors")), "strength": strength}
+        {"digest": digest_of(_files_of(path, (".safetensors", ".json"))), "strength": strength}
         for path, strength in strengths.items()
     ]
     return sorted(facts, key=lambda fact: (fact["digest"], fact["strength"]))
 
 
-def _files_of(place: Path, pattern: str) -> list[Path]:
-    return [place] if place.is_file() else [file for file in place.rglob(pattern) if file.is_file()]
+def _files_of(path: Path, suffixes: Sequence[str]) -> list[Path]:
+    """Return a file, or the files of a folder with these suffixes; without suffixes all files."""
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    return [file for file in files if not suffixes or file.suffix in suffixes]
