@@ -19,7 +19,7 @@ from tessera.cli.main import app
 from tessera.diffusion.sampling.pipeline import Pipeline
 from tessera.errors import TesseraError
 from tessera.evaluation.generation.samples import read_samples
-from tessera.evaluation.generation.sampling import sample_suite
+from tessera.evaluation.generation.sampling import adapter_facts, sample_suite
 from tessera.evaluation.generation.scores import ScoreOptions, score
 from tessera.evaluation.generation.suite import CUSTOM_DIMENSIONS, read_suite
 from tests.errors import raises
@@ -142,14 +142,15 @@ def test_ranks_share_the_samples_of_a_benchmark(wan: Path, prompts: Path, tmp_pa
 
 def test_the_protocol_of_a_benchmark_tells_models_apart(wan: Path, prompts: Path, tmp_path: Path) -> None:
     clip = write_clip(tmp_path / "clip")
-    other = tmp_path / "other" / wan.name
+    same, other = tmp_path / "same", tmp_path / "other" / wan.name
+    write_wan(same)
     write_wan(other)
     file = next(iter((other / "transformer").glob("*.safetensors")))
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
     fingerprints = []
-    for number, model in enumerate((wan, wan, other)):
+    for number, model in enumerate((wan, same, other)):
         out = tmp_path / str(number)
         sample_suite(model, prompts, out, SMALL, device="cpu")
         result = score(out, ScoreOptions(clip=clip), "cpu")
@@ -158,6 +159,15 @@ def test_the_protocol_of_a_benchmark_tells_models_apart(wan: Path, prompts: Path
         fingerprints.append(result.fingerprint)
     assert fingerprints[0] == fingerprints[1]
     assert fingerprints[0] != fingerprints[2], "a bit of the weights differs"
+
+
+def test_adapters_of_a_protocol_are_told_by_content_and_strength(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("a.safetensors", "b.safetensors")]
+    for number, path in enumerate(paths):
+        path.write_bytes(bytes([number]))
+    first, second = paths
+    assert adapter_facts({first: 1.0, second: 0.5}) == adapter_facts({second: 0.5, first: 1.0})
+    assert adapter_facts({first: 1.0, second: 0.5}) != adapter_facts({first: 0.5, second: 1.0})
 
 
 def test_prompts_of_other_files(tmp_path: Path) -> None:

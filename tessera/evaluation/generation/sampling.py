@@ -87,11 +87,12 @@ def sample_suite(
 
     def begin() -> set[tuple[str, int]]:
         shards = [Path(loading["shards"])] if loading.get("shards") else []
-        weights = _weight_files(Path(local_model(model)), pipeline, [*merged, *merged_2], shards)
+        weights = _weight_files(Path(local_model(model)), pipeline, shards)
         protocol = {
             **_protocol(model, pipeline, request, suite, ranks.world),
             "weights": digest_of(weights),
-            "adapters": [strength for table in (merged, merged_2) for strength in table.values()],
+            "adapters": adapter_facts(merged),
+            "adapters_2": adapter_facts(merged_2),
         }
         if not check_protocol(folder, protocol):
             (folder / SAMPLES).mkdir(parents=True, exist_ok=True)
@@ -191,11 +192,26 @@ def _protocol(
     }
 
 
-def _weight_files(model: Path, pipeline: Pipeline, adapters: Sequence[Path], shards: Sequence[Path]) -> list[Path]:
-    """Return the weight files of a model, its VAE and text encoders, its adapters, and its files by rank."""
+def _weight_files(model: Path, pipeline: Pipeline, shards: Sequence[Path]) -> list[Path]:
+    """Return the weights and configurations of a model, its VAE and text encoders, and its files by rank."""
     newest = newest_checkpoint(model) if origin_of(model) == "run" else None
-    places = [newest or model, pipeline.parts.folder, *adapters]
-    files = {file for place in places for file in ([place] if place.is_file() else place.rglob("*.safetensors"))}
-    files |= {file for folder in shards for file in folder.rglob("*") if file.is_file()}
+    folders = [newest or model, pipeline.parts.folder]
+    files = {file for path in folders for file in _files_of(path, (".safetensors", ".json"))}
+    files |= {file for path in shards for file in _files_of(path, ())}
     log.info("hashing %d files of weights for the protocol", len(files))
     return sorted(files)
+
+
+def adapter_facts(strengths: Mapping[Path, float]) -> list[dict[str, Any]]:
+    """Return the hash and the strength of each adapter, in an order that does not depend on their paths."""
+    facts = [
+        {"digest": digest_of(_files_of(path, (".safetensors", ".json"))), "strength": strength}
+        for path, strength in strengths.items()
+    ]
+    return sorted(facts, key=lambda fact: (fact["digest"], fact["strength"]))
+
+
+def _files_of(path: Path, suffixes: Sequence[str]) -> list[Path]:
+    """Return a file, or the files of a folder with these suffixes; without suffixes all files."""
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    return [file for file in files if not suffixes or file.suffix in suffixes]

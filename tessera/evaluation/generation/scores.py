@@ -100,8 +100,15 @@ class Scores:
 
     @property
     def fingerprint(self) -> str:
-        """Return a hash of the protocol. Numbers with equal fingerprints were made and scored in the same way."""
-        canonical = json.dumps(self.protocol, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+        """Return a hash of the protocol. Numbers with equal fingerprints were made and scored in the same way.
+
+        The name of the model is left out: the hash of its weights identifies it.
+        """
+        generation = self.protocol.get("generation")
+        if isinstance(generation, Mapping):
+            generation = {key: value for key, value in generation.items() if key != "model"}
+        hashed = {**self.protocol, "generation": generation}
+        canonical = json.dumps(hashed, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
     def add(self, name: str, estimate: SampleEstimate, **facts: Any) -> None:
