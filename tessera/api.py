@@ -62,15 +62,18 @@ def chat(
     system: str | None = None,
     max_new_tokens: int = 512,
     device: str = "auto",
+    dtype: str | None = None,
+    family: str | None = None,
     trust: bool = False,
     adapters: AdapterPaths | None = None,
     **sampling: Any,
 ) -> Chat:
     """Load a model and start a conversation: `tessera.chat(folder).ask("What is this?", images=["a.jpg"])`.
 
-    `adapters`: as of `load`. `sampling`: temperature, top_k, top_p, seed.
+    `dtype`, `family`, `adapters`: as of `load`. `sampling`: temperature, top_k, top_p, seed.
     """
-    return Chat(*load(model, device=device, trust=trust, adapters=adapters), system, max_new_tokens, sampling)
+    loaded = load(model, device, dtype, family=family, trust=trust, adapters=adapters)
+    return Chat(*loaded, system, max_new_tokens, sampling)
 
 
 def plan(

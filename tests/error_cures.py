@@ -187,7 +187,6 @@ _CODES_BY_CURE = {
     "write keys and values, such as `train: {steps: 100}`": "recipe.not-a-mapping",
     "set this key as a whole, or correct the path of the key below it": "recipe.not-a-section",
     "name a class or a function": "recipe.not-callable",
-    "correct the pattern by the names that the message lists": "recipe.pattern-matches-nothing",
     "correct each problem that the message lists": "recipe.several-problems",
     "write the recipe with fewer levels": "recipe.too-deep",
     "pass the arguments that the message lists": "recipe.wrong-options",

@@ -38,12 +38,11 @@ def service_answers(
 
     @contextlib.contextmanager
     def start() -> Iterator[ServiceAnswers]:
-        limits = Settings(options.path.name, max_length=0, allow_files=rows.root.resolve())
+        limits = Settings(options.path.name, max_length=0, allow_files=rows.root.resolve(), allow_priority=True)
         service = start_service(options, limits)
         try:
             yield ServiceAnswers(rows, service, BatchOutput.joined(out).began)
         finally:
-            service.engine.close(0.0)
             service.close()
 
     return start

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tessera.cli.run import AdapterOption, StrengthOption, TrustFlag, check_path, parse_strengths
+from tessera.cli.run import AdapterOption, FamilyOption, StrengthOption, TrustFlag, check_path, parse_strengths
 from tessera.errors import TesseraError, nearest
 
 if TYPE_CHECKING:
@@ -39,6 +39,10 @@ def chat(
     top_p: Annotated[float, typer.Option("--top-p", help="share of probability to sample from")] = 1.0,
     seed: Annotated[int, typer.Option("--seed", help="of sampled answers")] = 0,
     device: Annotated[str, typer.Option("--device", help="auto, cpu or an accelerator")] = "auto",
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="float32, bfloat16 or float16; default: as stored")
+    ] = None,
+    family: FamilyOption = None,
     trust: TrustFlag = False,
     adapter: AdapterOption = None,
     strength: StrengthOption = None,
@@ -62,7 +66,7 @@ def chat(
             code="generation.max-tokens-too-small",
         )
     adapters = parse_strengths(adapter, strength)
-    loaded, processor = load(model, device=device, trust=trust, adapters=adapters)
+    loaded, processor = load(model, device, dtype, family=family, trust=trust, adapters=adapters)
     loaded.freeze()
     Terminal(Chat(loaded, processor, system, max_new_tokens, sampling)).run()
 

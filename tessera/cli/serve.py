@@ -54,6 +54,9 @@ def serve(
     allow_origin: Annotated[
         list[str] | None, typer.Option("--allow-origin", help="https://HOST whose pages may use the server; * for all")
     ] = None,
+    allow_priority: Annotated[
+        bool, typer.Option("--allow-priority", help="let clients set priority: a lower number is served first")
+    ] = False,
     device: Annotated[str, typer.Option("--device", help="auto, cpu or an accelerator")] = "auto",
     dtype: Annotated[
         str | None, typer.Option("--dtype", help="float32, bfloat16 or float16; default: as stored")
@@ -78,6 +81,7 @@ def serve(
         allow_files=None if allow_files is None else allow_files.resolve(),
         allow_adapters=allow_adapters,
         allow_origins=tuple(allow_origin or ()),
+        allow_priority=allow_priority,
         max_requests=max_requests,
         timeout_s=timeout,
     )
@@ -150,9 +154,9 @@ def _adapters(words: Sequence[str]) -> dict[str, Path]:
     adapters: dict[str, Path] = {}
     for word in words:
         name, _, folder = word.partition("=")
-        if not name or not folder or name in adapters:
+        if not name.isprintable() or name != name.strip() or not name or not folder or name in adapters:
             raise TesseraError(
-                f"not the name and the folder of an adapter: {word}",
+                f"not the name and the folder of an adapter: {word!r}",
                 where="--adapter",
                 fix="--adapter NAME=FOLDER, with a name of its own for each",
                 code="adapter.not-a-name-and-folder",

@@ -102,12 +102,14 @@ def nothing_matches(pattern: str, paths: Sequence[str], where: str) -> TesseraEr
             f"pattern {pattern!r} matches nothing: this model has no experts, its layers are dense",
             where=where,
             nearest=dense if there else nearest_path(dense, paths) if dense else None,
+            fix="name the layers of the dense model, or choose a model with experts",
             code="recipe.pattern-matches-nothing",
         )
     return TesseraError(
         f"pattern {pattern!r} matches nothing",
         where=where,
         nearest=nearest_path(pattern, paths),
+        fix="correct the pattern by the names that `tessera plan RECIPE --modules` lists",
         code="recipe.pattern-matches-nothing",
     )
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import math
 import re
+import subprocess
+import sys
 from collections import OrderedDict
 from collections.abc import Iterator
 from fractions import Fraction
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -19,7 +22,9 @@ from tessera.engine.request import Constraint
 from tessera.errors import TesseraError, first_line
 from tessera.models.processing.tokenizer import ChatEncoder
 
-_LONGEST = 128 << 10  # characters of a constraint; its compilation takes at most about a second
+_LONGEST = 128 << 10  # characters of a constraint
+_QUICK = 2000  # characters of a constraint that compiles in a tenth of a second
+_SECONDS, _GIB = 3, 4  # of CPU time and memory for the compilation of a constraint
 _MOST_GRAMMARS = 32  # compiled grammars in the cache
 _LARGEST_MULTIPLE = 50_000  # the automaton of `multipleOf` has this many states
 _MOST_LEXER_STATES = 50_000  # 1 to 2 kB each, for each answer
@@ -45,11 +50,13 @@ class Grammars:
         """Return the state of an answer without tokens."""
         with self._lock:
             compiled = self._compiled.get(constraint)
-            if compiled is None:
-                compiled = self._compiled[constraint] = self._compile(constraint)
-                if len(self._compiled) > _MOST_GRAMMARS:
-                    self._compiled.popitem(last=False)
+        if compiled is None:  # others do not wait meanwhile
+            compiled = self._compile(constraint)
+        with self._lock:
+            self._compiled[constraint] = compiled
             self._compiled.move_to_end(constraint)
+            if len(self._compiled) > _MOST_GRAMMARS:
+                self._compiled.popitem(last=False)
             return Matcher(compiled.deep_copy(), self._view.vocab_size)
 
     def _compile(self, constraint: Constraint) -> Any:
@@ -57,8 +64,11 @@ class Grammars:
             raise _too_large(f"it has {len(constraint.text)} characters, the limit is {_LONGEST}")
         library = _library()
         grammar = _grammar(library, constraint)
-        if self._view is None:
-            self._view = self._make_view(library)
+        if not is_quick(constraint):
+            _check_effort(grammar)
+        with self._lock:
+            if self._view is None:
+                self._view = self._make_view(library)
         limits = library.LLParserLimits(
             step_lexer_fuel=_STEP_FUEL, max_lexer_states=_MOST_LEXER_STATES, verbose_errors=False
         )
@@ -135,6 +145,21 @@ class Matcher:
     def _check(self) -> None:
         if self._matcher.is_error():
             raise _refusal(self._matcher.get_error())
+
+
+def is_quick(constraint: Constraint) -> bool:
+    """Return whether a constraint compiles in a tenth of a second: it is small, and combines no texts and schemas."""
+    slow = {"json_schema": ("allOf", "pattern", "$ref", "\\"), "grammar": ("%json", "\\")}.get(constraint.kind, ())
+    return len(constraint.text) <= _QUICK and not any(word in constraint.text for word in slow)
+
+
+def _check_effort(grammar: str) -> None:
+    """Compile a grammar in another process, which ends when its limits of time and memory are reached."""
+    # -P: the folder of the program has modules whose names others have, too.
+    program = [sys.executable, "-P", str(Path(__file__).with_name("grammar_check.py")), str(_SECONDS), str(_GIB)]
+    done = subprocess.run(program, input=grammar.encode(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    if done.returncode < 0:
+        raise _too_large(f"its compilation takes more than {_SECONDS} seconds or {_GIB} GiB")
 
 
 def _words(mask: bytes) -> Tensor:

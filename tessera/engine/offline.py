@@ -14,23 +14,6 @@ from tessera.engine.request import Answer, Delta, Request, Sampling
 from tessera.engine.scheduler import EngineLimits
 
 
-def answer_prompts(
-    model: EngineModel,
-    batch: Batch,
-    stop_tokens: Collection[int],
-    max_new_tokens: int,
-    sampling: Sampling,
-    on_text: Callable[[str], None] | None = None,
-    turns: ConversationEngine | None = None,
-) -> list[str]:
-    """Return the texts that answer the prompts of a batch. `on_text` gets each new part of all texts.
-
-    `turns`: runs the requests, in place of a new engine.
-    """
-    answers = answers_to(model, batch, stop_tokens, max_new_tokens, sampling, on_text, turns)
-    return [answer.text for answer in answers]
-
-
 def answers_to(
     model: EngineModel,
     batch: Batch,
@@ -40,7 +23,10 @@ def answers_to(
     on_text: Callable[[str], None] | None = None,
     turns: ConversationEngine | None = None,
 ) -> list[Answer]:
-    """Return the answers to the prompts of a batch. Raise the error of a request that failed."""
+    """Return the answers to the prompts of a batch. Raise the error of a request that failed.
+
+    `on_text` gets each new part of all texts. `turns`: runs the requests, in place of a new engine.
+    """
     host, generator = batch.to("cpu"), model.generator
     prompts = split_prompts(host, generator.encoders if isinstance(generator, EncodesMedia) else ())
     stops = frozenset(stop_tokens)

@@ -36,6 +36,8 @@ class AnswerText:
 
     def __init__(self, request: Request, decode: Callable[[Sequence[int]], str]) -> None:
         self._stops = sorted((stop for stop in request.stop if stop), key=len, reverse=True)
+        self._borders = [_borders(stop) for stop in self._stops]
+        self._matched = [0] * len(self._stops)  # letters at the end of the text that begin each stop string
         self._include_stop = request.include_stop
         self._earliest = request.min_new_tokens
         self._decode = decode
@@ -90,29 +92,40 @@ class AnswerText:
         """Return what may be sent of the waiting text and new text, and the stop string that ends in the new text."""
         if not self._stops:
             return text, None
-        whole, start = self._waiting + text, len(self._waiting)
-        stop = self._first_stop(whole, start) if self._count >= self._earliest else None
-        if stop is not None:
-            self._ended, self._waiting = True, ""
-            end, word = stop
-            return whole[: end if self._include_stop else end - len(word)], word
-        length = 0 if last else max((_overlap(whole, word) for word in self._stops), default=0)
+        whole = self._waiting + text
+        for end, letter in enumerate(text, len(self._waiting) + 1):
+            word = self._advance(letter)
+            if word is not None and self._count >= self._earliest:
+                self._ended, self._waiting = True, ""
+                return whole[: end if self._include_stop else end - len(word)], word
+        length = 0 if last else max(self._matched)
         self._waiting = whole[len(whole) - length :]
         return whole[: len(whole) - length], None
 
-    def _first_stop(self, text: str, start: int) -> tuple[int, str] | None:
-        """Return end and text of the first stop string that ends after `start`."""
-        ends = []
-        for word in self._stops:
-            position = text.find(word, max(start - len(word) + 1, 0))
-            if position >= 0:
-                ends.append((position + len(word), word))
-        return min(ends, key=lambda end: end[0], default=None)  # the longest is first in `_stops`
+    def _advance(self, letter: str) -> str | None:
+        """Follow one more letter, and return the longest stop string that ends with it."""
+        ended = None
+        for number, word in enumerate(self._stops):  # the longest is first
+            count, borders = self._matched[number], self._borders[number]
+            while count and word[count] != letter:
+                count = borders[count - 1]
+            count += word[count] == letter
+            if count == len(word):
+                ended, count = ended or word, borders[-1]
+            self._matched[number] = count
+        return ended
 
 
-def _overlap(text: str, word: str) -> int:
-    """Return the length of the longest beginning of `word`, but not all of it, that ends `text`."""
-    length = min(len(word) - 1, len(text))
-    if text.find(word[0], len(text) - length) < 0:
-        return 0
-    return next((n for n in range(length, 0, -1) if text.endswith(word[:n])), 0)
+@lru_cache(1024)
+def _borders(word: str) -> tuple[int, ...]:
+    """Return for each beginning of a text how many of its first letters are its last ones, but not all of them.
+
+    With them, the search for a stop string takes the same time for every text (Knuth, Morris and Pratt).
+    """
+    borders, count = [0], 0
+    for letter in word[1:]:
+        while count and word[count] != letter:
+            count = borders[count - 1]
+        count += word[count] == letter
+        borders.append(count)
+    return tuple(borders)

@@ -21,7 +21,7 @@ from tessera.data.media.read import ChatProcessor, read_media
 from tessera.diffusion.family import GenerationSpec
 from tessera.diffusion.sampling.over_ranks import ModelOverRanks, PassRanks
 from tessera.engine.model import GenerativeModel
-from tessera.engine.offline import ConversationEngine, answer_prompts
+from tessera.engine.offline import ConversationEngine, answers_to
 from tessera.engine.request import Request, Sampling, check_new_tokens
 from tessera.engine.text import AnswerText
 from tessera.errors import TesseraError, with_fix
@@ -143,7 +143,8 @@ class LoadedModel(nn.Module):
         check_new_tokens(max_new_tokens)
         sampling = sampling_of(temperature, top_k, top_p, seed)
         if self.spec.generate is None:
-            texts = answer_prompts(self, batch, processor.stop_tokens, max_new_tokens, sampling, on_text, turns)
+            answers = answers_to(self, batch, processor.stop_tokens, max_new_tokens, sampling, on_text, turns)
+            texts = [answer.text for answer in answers]
         else:
             texts = self._generate_itself(batch, processor, max_new_tokens, sampling, on_text)
         return texts[0] if rows == 1 else texts

@@ -9,11 +9,17 @@ from tessera.server.tools import ToolParser, ToolPiece
 
 
 class AnswerParts:
-    """Return the deltas of a message, in the form of OpenAI's chunks. A part that is None does not split."""
+    """Return the deltas of a message, in the form of OpenAI's chunks. A part that is None does not split.
 
-    def __init__(self, reasoning: ReasoningSplitter | None, tools: ToolParser | None) -> None:
+    `one_call`: leave out all calls of tools but the first.
+    """
+
+    def __init__(
+        self, reasoning: ReasoningSplitter | None, tools: ToolParser | None, *, one_call: bool = False
+    ) -> None:
         self._reasoning = reasoning
         self._tools = tools
+        self._one_call = one_call
 
     def add(self, text: str) -> list[dict[str, Any]]:
         """Return the deltas that are certain after more text."""
@@ -22,16 +28,19 @@ class AnswerParts:
     def close(self) -> list[dict[str, Any]]:
         """Return the deltas that waited for more text."""
         fields = self._fields(self._reasoning.close() if self._reasoning else [])
-        return fields + [_field(piece) for piece in (self._tools.close() if self._tools else [])]
+        return fields + self._pieces(self._tools.close() if self._tools else [])
 
     def _fields(self, parts: list[tuple[Any, str]]) -> list[dict[str, Any]]:
         fields: list[dict[str, Any]] = []
         for kind, text in parts:
             if kind == "content" and self._tools is not None:
-                fields += [_field(piece) for piece in self._tools.add(text)]
+                fields += self._pieces(self._tools.add(text))
             elif text:
                 fields.append({kind: text})
         return fields
+
+    def _pieces(self, pieces: list[str | ToolPiece]) -> list[dict[str, Any]]:
+        return [_field(piece) for piece in pieces if isinstance(piece, str) or not (self._one_call and piece.index)]
 
 
 def _field(piece: str | ToolPiece) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, TypeVar
 
+from tessera.engine.constraint import is_quick
 from tessera.engine.request import Delta, Request
 
 T = TypeVar("T")
@@ -82,13 +83,16 @@ class Submitters:
     """Hold threads that pass requests to the engine: compiling a constraint takes seconds, and others do not wait."""
 
     plain: Executor
-    constrained: Executor
+    quick: Executor  # of constraints that compile at once
+    slow: Executor
 
     def of(self, request: Request) -> Executor:
-        return self.plain if request.constraint is None else self.constrained
+        if request.constraint is None:
+            return self.plain
+        return self.quick if is_quick(request.constraint) else self.slow
 
     def close(self) -> None:
-        for threads in (self.plain, self.constrained):
+        for threads in (self.plain, self.quick, self.slow):
             threads.shutdown(wait=False, cancel_futures=True)
 
 

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from tessera.server.body import read_json
+from tessera.server.body import read_object
 from tessera.server.errors import ApiError, of_validation
 from tessera.server.fields import (
     REFUSED,
@@ -54,10 +54,7 @@ class Json(Response):
 
 def parsed(body: bytes, kind: type[B]) -> B:
     """Return a body as a request. Raise if it is no JSON object, or has unknown, unsupported or wrong fields."""
-    values = read_json(body)
-    if not isinstance(values, dict):
-        raise ApiError(400, "the body must be a JSON object", code="invalid_json")
-    return checked(values, kind)
+    return checked(read_object(body), kind)
 
 
 def checked(values: dict[str, Any], kind: type[B]) -> B:
@@ -194,17 +191,18 @@ class Endpoints:
         async def answer(fields: TokenizeRequest) -> Response:
             self.service.adapter_of(fields.model)
             if fields.messages is None:
-                prompt = await self.service.text_prompt(fields.prompt or "", special=fields.add_special_tokens)
+                tokens = await self.service.tokens_of(fields.prompt or "", special=fields.add_special_tokens)
             else:
                 continues = fields.continue_final_message
                 prompt = await self.service.chat_prompt(
                     fields.messages, fields.tools, answer=fields.add_generation_prompt, continues=continues
                 )
+                tokens = list(prompt.tokens)
             body = {
-                "count": len(prompt.tokens),
+                "count": len(tokens),
                 "max_model_len": self.settings.max_length,
-                "tokens": list(prompt.tokens),
-                "token_strs": [self.service.tokens.spell(token) for token in prompt.tokens]
+                "tokens": tokens,
+                "token_strs": [self.service.tokens.spell(token) for token in tokens]
                 if fields.return_token_strs
                 else None,
             }

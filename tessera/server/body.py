@@ -19,13 +19,16 @@ _MOST_ITEMS = 4_000_000  # all entries, most of which are then numbers: prompts 
 _PIECE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\Z)|[\[{]|[^"\[{]++', re.DOTALL)
 
 
-def read_json(body: bytes) -> Any:
-    """Return the value of a body. Raise if it is not JSON, or has too many values."""
+def read_object(body: bytes) -> dict[str, Any]:
+    """Return the JSON object of a body. Raise if it is none, or has too many values."""
     _check_values(body)
     try:
-        return from_json(body, allow_inf_nan=False)
+        value = from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise ApiError(400, f"the body is not valid JSON: {str(error)[:200]}", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise ApiError(400, "the body must be a JSON object", code="invalid_json")
+    return value
 
 
 def _check_values(body: bytes) -> None:

@@ -7,7 +7,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
 Text = Annotated[str, Field(max_length=1 << 26)]
 Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
@@ -43,6 +53,7 @@ REFUSED: dict[str, str] = {
     "verbosity": "ask for it in a message",
     "web_search_options": "there is no web search",
 }
+_MEANINGFUL = ("guided_json", "web_search_options")  # an empty object asks for something
 
 
 class Body(BaseModel):
@@ -104,12 +115,23 @@ class InputAudioPart(Body):
     input_audio: AudioData
 
 
+_PARTS = ("text", "image_url", "video_url", "audio_url", "input_audio", "refusal")
+
+
 def _type_of(value: Any) -> str:
     kind = value.get("type") if isinstance(value, dict) else None
     return f"<{kind}>" if isinstance(kind, str) else ""
 
 
-def _list_or_text(value: Any) -> str:
+def _has_known_type(value: Any) -> Any:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind not in _PARTS:
+        named = f"unknown type {kind[:100]!r} of a part" if isinstance(kind, str) else "a part has no type"
+        raise ValueError(f"{named}; allowed: {', '.join(_PARTS[:-1])}")
+    return value
+
+
+def list_or_text(value: Any) -> str:
     return "<list>" if isinstance(value, list) else "<text>"
 
 
@@ -121,16 +143,13 @@ Part = Annotated[
     | Annotated[VideoPart, Tag("<video_url>")]
     | Annotated[AudioPart, Tag("<audio_url>")]
     | Annotated[InputAudioPart, Tag("<input_audio>")],
-    Discriminator(
-        _type_of,
-        custom_error_type="unknown_part",
-        custom_error_message="the type of a part must be text, image_url, video_url, audio_url or input_audio",
-    ),
+    Discriminator(_type_of),
+    BeforeValidator(_has_known_type),
 ]
 Parts = Annotated[list[Part], Field(fail_fast=True)]
 Content = Annotated[
     Annotated[Text, Tag("<text>")] | Annotated[Parts, Tag("<list>")],
-    Discriminator(_list_or_text),
+    Discriminator(list_or_text),
 ]
 
 
@@ -211,8 +230,11 @@ class StructuredOutputs(Body):
         return self
 
 
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]  # as in OpenAI's API
+
+
 class FunctionDefinition(Body):
-    name: Annotated[str, Field(min_length=1, max_length=256)]
+    name: FunctionName
     description: Text | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -287,7 +309,8 @@ class SamplingFields(Body):
         """Leave out null, fields without effect, and unsupported fields that are empty: clients send all fields."""
         if not isinstance(values, dict):
             return values
-        dropped = {name for name in REFUSED if name not in cls.model_fields and values.get(name) in ({}, [], "", False)}
+        refused = (name for name in REFUSED if name not in cls.model_fields and name not in _MEANINGFUL)
+        dropped = {name for name in refused if values.get(name) in ({}, [], "", False)}
         dropped.update(IGNORED)
         return {name: value for name, value in values.items() if value is not None and name not in dropped}
 
@@ -384,6 +407,13 @@ class TokenizeRequest(Body):
         return self
 
 
+def _printable(name: str) -> str:
+    """Names of adapters are written into logs and lists."""
+    if not name.isprintable() or name != name.strip():
+        raise ValueError("a name has no control characters, and no spaces around it")
+    return name
+
+
 class DetokenizeRequest(Body):
     """Declare the body of /detokenize."""
 
@@ -394,7 +424,7 @@ class DetokenizeRequest(Body):
 class LoadAdapterRequest(Body):
     """Declare the body of /v1/load_lora_adapter."""
 
-    lora_name: Annotated[str, Field(min_length=1, max_length=256)]
+    lora_name: Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_printable)]
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
 
 

@@ -26,7 +26,7 @@ _RETRY_S = 1
 
 def error_response(error: ApiError) -> Response:
     headers = {}
-    if error.status == 429:
+    if error.status in (429, 503):
         headers["Retry-After"] = str(_RETRY_S)
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
@@ -84,6 +84,8 @@ class RequestGuard:
             self._metrics.requests.labels(path, str(status or 499)).inc()
 
     def _check(self, scope: Scope, headers: Headers, origin: str | None, allowed: bool) -> None:
+        if "content-length" in headers and "transfer-encoding" in headers:  # a proxy may read the other one
+            raise ApiError(400, "the request states its length in two ways", code="invalid_length")
         host = headers.get("host", "")
         if self._local and _name(host) not in _LOCAL:  # another name that leads here: DNS rebinding
             raise ApiError(

@@ -40,7 +40,7 @@ class Metrics:
             "tessera_time_per_token_seconds", "between two tokens of an answer", buckets=_TOKEN, registry=self.registry
         )
         self._engine = _EngineMetrics()
-        self.registry.register(self._engine)  # a collector needs only this method
+        self.registry.register(self._engine)
 
     def timer(self, started: float, prompts: Sequence[int]) -> RequestTimer:
         return RequestTimer(self, started, prompts)
@@ -48,7 +48,19 @@ class Metrics:
     def text(self, stats: Stats | None) -> bytes:
         """Return the page of /metrics. `stats`: None if the engine does not answer in time."""
         self._engine.stats = stats
-        return generate_latest(self.registry)
+        return generate_latest(_WithoutTimes(self.registry))  # a collector needs only its method
+
+
+class _WithoutTimes:
+    """Return the metrics of a registry without the times at which they were created: one gauge more for each."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._registry.collect():
+            metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
+            yield metric
 
 
 class _EngineMetrics:

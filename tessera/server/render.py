@@ -56,6 +56,15 @@ class ChoiceState:
         stop = None if self.finish is None else self.finish.stop
         return stop if isinstance(stop, str) or stop in fields.stop_token_ids else None
 
+    def end_of_chunk(self, delta: Delta, fields: SamplingFields) -> Fields:
+        """Return the last fields of a choice in a stream: why the answer ends, and its tokens if asked for."""
+        end: Fields = {"finish_reason": self.finish_reason()}
+        if delta.finish is not None:
+            end["stop_reason"] = self.stop_reason(fields)
+        if fields.return_token_ids:
+            end["token_ids"] = list(delta.tokens)
+        return end
+
 
 async def complete(service: Service, job: AnswerJob) -> list[ChoiceState]:
     """Run all answers to their ends."""
@@ -137,17 +146,9 @@ async def chat_chunks(service: Service, job: AnswerJob, fields: ChatRequest) -> 
             parts = answer.add(delta)
             if not (parts or delta.finish or delta.logprobs or (fields.return_token_ids and delta.tokens)):
                 continue  # half a character, or what may become a stop string
-            choice = {
-                "index": index,
-                "delta": _one_delta(parts),
-                "logprobs": _chat_logprobs(service.tokens, delta.logprobs) if fields.logprobs else None,
-                "finish_reason": answer.finish_reason(),
-            }
-            if delta.finish is not None:
-                choice["stop_reason"] = answer.stop_reason(fields)
-            if fields.return_token_ids:
-                choice["token_ids"] = list(delta.tokens)
-            yield {**head, "choices": [choice]}
+            logprobs = _chat_logprobs(service.tokens, delta.logprobs) if fields.logprobs else None
+            choice = {"index": index, "delta": _one_delta(parts), "logprobs": logprobs}
+            yield {**head, "choices": [choice | answer.end_of_chunk(delta, fields)]}
     if "usage" in head:
         yield {**head, "choices": [], "usage": usage(job, answers)}
 
@@ -258,17 +259,8 @@ async def text_chunks(
             if fields.logprobs is not None:
                 logprobs = _text_logprobs(service.tokens, delta.logprobs, None, lengths[index])
                 lengths[index] += sum(map(len, logprobs["tokens"]))
-            choice = {
-                "index": index,
-                "text": delta.text,
-                "logprobs": logprobs,
-                "finish_reason": answer.finish_reason(),
-            }
-            if delta.finish is not None:
-                choice["stop_reason"] = answer.stop_reason(fields)
-            if fields.return_token_ids:
-                choice["token_ids"] = list(delta.tokens)
-            yield {**head, "choices": [choice]}
+            choice = {"index": index, "text": delta.text, "logprobs": logprobs}
+            yield {**head, "choices": [choice | answer.end_of_chunk(delta, fields)]}
     if "usage" in head:
         yield {**head, "choices": [], "usage": usage(job, answers)}
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter, model_validator
 
 from tessera.server.errors import ApiError
+from tessera.server.fields import FunctionName, list_or_text
 
 # Accepted without effect: bookkeeping of a hosted service, and hints about its caches.
 IGNORED_FIELDS = (
@@ -79,7 +80,8 @@ class InputImage(_Body):
     detail: Literal["auto", "low", "high", "original"] = "auto"
 
 
-Content = _Text | list[Annotated[InputText | Refusal | InputImage, Field(discriminator="type")]]
+_Parts = list[Annotated[InputText | Refusal | InputImage, Field(discriminator="type")]]
+Content = Annotated[Annotated[_Text, Tag("<text>")] | Annotated[_Parts, Tag("<list>")], Discriminator(list_or_text)]
 
 
 class _Item(_Body):
@@ -136,7 +138,7 @@ _ITEMS: TypeAdapter[list[Any]] = TypeAdapter(list[Item])
 
 class ResponseFunction(_Body):
     type: Literal["function"]
-    name: Annotated[str, Field(min_length=1, max_length=256)]
+    name: FunctionName
     description: _Text | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -172,7 +174,11 @@ class ResponseStreamOptions(_Body):
 class ResponsesRequest(_Body):
     """Declare the body of /v1/responses."""
 
-    input: _Text | Annotated[list[Item], Field(fail_fast=True)] = Field(min_length=1)
+    input: Annotated[
+        Annotated[_Text, Field(min_length=1), Tag("<text>")]
+        | Annotated[list[Item], Field(min_length=1, fail_fast=True), Tag("<list>")],
+        Discriminator(list_or_text),
+    ]
     model: str | None = None
     instructions: _Text | None = None
     tools: list[ResponseFunction] = Field(default_factory=list, max_length=1024)

@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from tessera.errors import TesseraError
 from tessera.runtime.log import logger
-from tessera.server.body import read_json
+from tessera.server.body import read_object
 from tessera.server.errors import ApiError, of_tessera, of_validation
 from tessera.server.response_events import Event, Events, as_chunk
 from tessera.server.response_store import ResponseStore
@@ -154,7 +154,7 @@ def _json(value: Mapping[str, Any]) -> Response:
 
 
 def _parsed(body: bytes) -> ResponsesRequest:
-    values = read_json(body)
+    values = read_object(body)
     try:
         return ResponsesRequest.model_validate(values)
     except ValidationError as error:

@@ -22,12 +22,36 @@ from tessera.runtime.log import logger
 _HEADER_BYTES = 32 << 10
 _HEADER_S = 20.0  # time in which a client must send the headers of a request
 _KEEP_ALIVE_S = 60
+_SEND_BYTES = 128 << 10
+_PARTS, _PART_BYTES = 10_000, 512  # a body may have so many parts, and another one for so many bytes
+
+
+class _Connection(h11.Connection):
+    """Refuse bodies in many tiny parts. Each part takes the time of some kilobytes, and all clients wait meanwhile."""
+
+    _parts = 0  # of the body that is received
+    _bytes = 0
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._parts = self._bytes = 0
+        elif isinstance(event, h11.Data):
+            self._parts += 1
+            self._bytes += len(event.data)
+            if self._parts > _PARTS + self._bytes // _PART_BYTES:
+                raise h11.RemoteProtocolError("the body comes in too many parts")
+        return event
 
 
 class _Http(H11Protocol):
     """Close connections that do not send the headers of a request in time."""
 
     _timer: asyncio.TimerHandle | None = None
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.conn = _Connection(h11.SERVER, _HEADER_BYTES)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -88,6 +112,8 @@ def bind(host: str, port: int) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Of each connection. Otherwise megabytes wait there before a client that does not read is noticed.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
         sock.bind((host, port))
     except (OSError, OverflowError) as error:
         sock.close()

@@ -28,6 +28,8 @@ from tessera.server.settings import Settings
 from tessera.server.tokens import Tokens, prompt_tokens
 from tessera.server.tools import constraint_for, parser_for
 
+_SUBMITTERS = (("submit", 4), ("compile-quickly", 2), ("compile", 2))  # threads by their names
+
 
 @dataclass(frozen=True)
 class TokenPrompt:
@@ -69,7 +71,7 @@ class Service:
 
     @cached_property
     def submitters(self) -> Submitters:
-        return Submitters(ThreadPoolExecutor(4, "submit"), ThreadPoolExecutor(2, "compile"))
+        return Submitters(*(ThreadPoolExecutor(count, name) for name, count in _SUBMITTERS))
 
     @cached_property
     def _helpers(self) -> ThreadPoolExecutor:
@@ -115,16 +117,15 @@ class Service:
         ending = "continue" if continues else "answer" if answer else "none"
         root = self.settings.allow_files or NO_FILES
         batch = await asyncio.wrap_future(self.prompts.submit(listed, root, ending=ending, frames=frames))
-        return self._checked(TokenPrompt(batch, prompt_tokens(batch)), "messages")
+        tokens = prompt_tokens(batch)
+        if len(tokens) >= self.settings.max_length:
+            raise self._too_long(len(tokens), "messages")
+        return TokenPrompt(batch, tokens)
 
     async def text_prompt(self, prompt: str | Sequence[int], *, special: bool = True) -> TokenPrompt:
         """Return the prompt of a plain text, or of tokens."""
         if isinstance(prompt, str):
-            self._check_characters(len(prompt), "prompt")
-            loop = asyncio.get_running_loop()
-            text = prompt
-            threads = self._helpers if len(text) <= LONG_TEXT else self._long_texts
-            tokens = await loop.run_in_executor(threads, lambda: self.tokens.encode(text, special=special))
+            tokens = await self.tokens_of(prompt, special=special)
         else:
             tokens = list(prompt)
             self.check_tokens(tokens, "prompt")
@@ -132,7 +133,14 @@ class Service:
             raise ApiError(400, "the prompt has no tokens", param="prompt", code="invalid_value")
         if len(tokens) >= self.settings.max_length:
             raise self._too_long(len(tokens), "prompt")
-        return self._checked(TokenPrompt(self.tokens.batch(tokens), tokens), "prompt")
+        return TokenPrompt(self.tokens.batch(tokens), tokens)
+
+    async def tokens_of(self, text: str, *, special: bool = True) -> list[int]:
+        """Return the tokens of a plain text, which may have none."""
+        self._check_characters(len(text), "prompt")
+        threads = self._helpers if len(text) <= LONG_TEXT else self._long_texts
+        encode = partial(self.tokens.encode, text, special=special)
+        return await asyncio.get_running_loop().run_in_executor(threads, encode)
 
     async def text_of(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens. There may be as many as the context has."""
@@ -163,11 +171,6 @@ class Service:
                 param=param,
                 code="context_length_exceeded",
             )
-
-    def _checked(self, prompt: TokenPrompt, param: str) -> TokenPrompt:
-        if len(prompt.tokens) >= self.settings.max_length:
-            raise self._too_long(len(prompt.tokens), param)
-        return prompt
 
     def _too_long(self, count: int, param: str) -> ApiError:
         return ApiError(
@@ -203,7 +206,7 @@ class Service:
 
         def splitter() -> AnswerParts:
             parser = parser_for(self.family, names) if names else None
-            return AnswerParts(reasoning_for(self.family, end), parser)
+            return AnswerParts(reasoning_for(self.family, end), parser, one_call=not request.parallel_tool_calls)
 
         return AnswerJob(requests, [prompt] * len(requests), request.model or self.settings.name, splitter)
 
@@ -252,6 +255,9 @@ class Service:
             )
         if request.min_tokens > (room if most is None else most):
             raise ApiError(400, "min_tokens is larger than max_tokens", param="min_tokens", code="invalid_value")
+        if request.priority and not self.settings.allow_priority:
+            message = "this server treats all requests alike, unless it is started with --allow-priority"
+            raise ApiError(400, message, param="priority", code="priority_not_allowed")
         for name, tokens in (
             ("stop_token_ids", request.stop_token_ids),
             ("allowed_token_ids", request.allowed_token_ids or []),

@@ -18,6 +18,7 @@ class Settings:
     allow_files: Path | None = None  # folder whose files clients may name as media
     allow_adapters: Path | None = None  # folder whose adapters clients may load and unload
     allow_origins: tuple[str, ...] = ()  # web pages of other hosts that may use the server
+    allow_priority: bool = False  # whether requests may have a priority
     max_requests: int = 1024  # answers that are computed or wait; further requests get the status 429
     max_body: int = 64 << 20  # bytes of a request
     max_bodies: int = 1 << 30  # bytes of all requests that are read or answered at a time

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from tessera.config.hub_ids import hub_spelling
 from tessera.config.reader import Section
 from tessera.core.spec import LanguageProcessor
 from tessera.engine.adapter_bank import AdapterBank
@@ -50,14 +51,14 @@ class ModelOptions:
 def start_service(options: ModelOptions, settings: Settings) -> Service:
     """Load the model and its adapters, and start the engine. `settings.max_length` is replaced."""
     begun = time.perf_counter()
-    logger().info(f"loading {options.path}")
+    logger().info(f"loading {hub_spelling(options.path)}")
     model, processor = load(options.path, options.device, options.dtype, family=options.family, trust=options.trust)
     model.freeze()
     inner = processor.processor
     if not isinstance(inner, LanguageProcessor):
         raise TesseraError(
             f"{model.spec.name} is not a language model with a tokenizer",
-            where=str(options.path),
+            where=hub_spelling(options.path),
             fix="name the folder of a language model; images and videos are made by tessera generate",
             code="generation.model-not-served",
         )

@@ -22,7 +22,7 @@ from tessera.data.media.files import limits_of
 from tessera.data.media.read import ChatProcessor, read_media
 from tessera.data.sources.source import open_source
 from tessera.engine.model import GenerativeModel
-from tessera.engine.offline import answer_prompts
+from tessera.engine.offline import answers_to
 from tessera.engine.request import Sampling
 from tessera.errors import TesseraError
 from tessera.inference.answer_images import with_copies
@@ -137,7 +137,7 @@ class GenerationEval(Callback):
             )
             return [self.processor.decode(tokens) for tokens in answers]
         model = TrainedModel(module, self.model, self.processor, device, dist.is_initialized())
-        return answer_prompts(model, prompt, stops, self.max_new_tokens, Sampling())
+        return [answer.text for answer in answers_to(model, prompt, stops, self.max_new_tokens, Sampling())]
 
 
 @dataclass(frozen=True)

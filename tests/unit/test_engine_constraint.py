@@ -194,6 +194,16 @@ HOSTILE = {
         ),
         "too-large",
     ),
+    "schema-patterns": (
+        "json_schema",
+        json.dumps({"allOf": [{"type": "string", "pattern": f".*{chr(97 + n)}.{{{n % 7}}}"} for n in range(18)]}),
+        "too-large",
+    ),
+    "schema-properties": (
+        "json_schema",
+        json.dumps({"type": "object", "properties": {f"p{n}": {"type": "integer"} for n in range(4500)}}),
+        "too-large",
+    ),
     "schema-multiples": ("json_schema", '{"type": "integer", "multipleOf": 1000003}', "too-large"),
     "schema-two-multiples": (
         "json_schema",
@@ -247,8 +257,9 @@ def test_forced_calls_of_tools_can_be_compiled_and_follow_the_schema(choice: Any
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_constraints_are_refused_at_once(name: str) -> None:
+def test_hostile_constraints_are_refused_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, text, reason = HOSTILE[name]
+    monkeypatch.setattr("tessera.engine.constraint._SECONDS", 1)
     grammars().start(Constraint("json_object"))
     began = time.process_time()
     with raises(f"generation.constraint-{reason}") as info:

@@ -34,7 +34,7 @@ def processor(tmp_path_factory: pytest.TempPathFactory) -> LoadedProcessor:
 
 @pytest.fixture
 def service(processor: LoadedProcessor) -> Service:
-    return make_service(processor)
+    return make_service(processor, allow_priority=True)
 
 
 @pytest.fixture

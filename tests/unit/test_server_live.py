@@ -105,6 +105,22 @@ def test_floods_of_headers_are_refused(server: Live) -> None:
     assert answer_to(server, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n").startswith(b"HTTP/1.1 200")
 
 
+def test_a_body_of_many_tiny_parts_is_refused(server: Live) -> None:
+    head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += b"Transfer-Encoding: chunked\r\n\r\n"
+    parts = b"1\r\n \r\n" * 9000
+    body = b"f\r\n" + b'{"prompt": "a"}' + b"\r\n0\r\n\r\n"
+    assert answer_to(server, head + parts + body).startswith(b"HTTP/1.1 200")
+    answer = answer_to(server, head + parts * 2 + body)
+    assert answer == b"" or answer.startswith(b"HTTP/1.1 400")
+
+
+def test_a_request_with_two_lengths_is_refused(server: Live) -> None:
+    head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+    assert answer_to(server, head).startswith(b"HTTP/1.1 400")
+
+
 def test_a_body_that_comes_too_slowly_is_refused(server: Live) -> None:
     head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     head += b"Content-Length: 99\r\n\r\n{"
