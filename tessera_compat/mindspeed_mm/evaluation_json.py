@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from tessera.engine.request import Sampling
 from tessera.errors import TesseraError
 from tessera.evaluation.benchmarks import benchmark_of, score_table
-from tessera.engine.request import Sampling
 from tessera_compat.mindspeed_mm.arguments import Args
 from tessera_compat.mindspeed_mm.inference_json import load_model, read_settings
 from tessera_compat.mindspeed_mm.report import JobReport
