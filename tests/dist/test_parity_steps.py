@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tessera.evaluation.parity.compare import Comparison, compare_recordings
+from tessera.evaluation.parity.compare import compare_recordings
+from tessera.evaluation.parity.findings import Comparison
 from tessera.evaluation.parity.recording import read_recording
 from tests.dist.spawn import run_ranks
 from tests.toys.chat_set import write_chat_set
 from tests.toys.parity_faults import FAULTS, HEALTHY, Variant, record_variant, record_variants
 
-QUICK = {"wrong mask", "shifted label", "recompute"}
+QUICK = {"wrong mask", "shifted label", "recompute", "two steps, bfloat16"}
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def references() -> dict[str, Path]:
 
 
 def compared(variant: Variant, folder: Path, references: dict[str, Path]) -> Comparison:
-    key = repr(variant.base)
+    key = repr((variant.base, variant.steps))
     if key not in references:
         references[key] = record_variant(variant, folder / "data", folder / f"reference-{len(references)}", True)
     out = folder / variant.name.replace(" ", "-")

@@ -1,4 +1,4 @@
-"""Ten planted faults of a training step, and healthy variants of it, for the parity lab."""
+"""Planted faults of a training step, and healthy variants of it, for the parity lab."""
 
 from __future__ import annotations
 
@@ -78,6 +78,7 @@ class Variant:
     world: int = 1
     expected: tuple[str, str] | None = None  # phase, and what the name begins with; None: healthy
     base: Mapping[str, Any] = field(default_factory=dict)  # overrides that the reference has, too
+    steps: int = 1  # number of recorded steps
 
 
 def part(trainer: Any, path: str) -> nn.Module:
@@ -152,6 +153,11 @@ def shifted_label(trainer: Any) -> None:
 
 ROPE = {"model.config": {**MODEL, "text": {**MODEL["text"], **WORDS, "rope_theta": 5000.0}}}
 STILL = {"optim.groups": [{"pattern": "vision", "lr": 0.0, "weight_decay": 0.0}]}
+DECAY = {"optim.weight_decay": 0.1}
+DECAYED = {"optim.groups": [{"pattern": "text.layers.{*}.mlp_norm", "weight_decay": 0.1}]}
+BETAS = {"optim.betas": [0.9, 0.95]}
+ADAPTERS = {"model.lora": {"rank": 2, "alpha": 4}}
+DROPOUT = {"model.lora": {"rank": 2, "alpha": 4, "dropout": 0.1}}
 FAULTS = [
     Variant("transposed weight", plant=transposed, expected=("weight", "text.layers.1.attn.o.weight")),
     Variant("wrong rope base", ROPE, expected=("output", "text")),
@@ -163,6 +169,9 @@ FAULTS = [
     Variant("gradient of one rank dropped", {}, dropped_gradient, 2, ("output_gradient", "text")),
     Variant("wrong count", plant=wrong_count, expected=("loss", "count ")),
     Variant("shifted label", plant=shifted_label, expected=("data", "labels")),
+    Variant("weight decay of norms", DECAYED, expected=("update", "text.layers.0.mlp_norm"), base=DECAY),
+    Variant("beta2", {"optim.betas": [0.9, 0.99]}, expected=("update", ""), base=BETAS, steps=2),
+    Variant("dropout of adapters", DROPOUT, expected=("gradient", "text.layers.1.mlp.down.lora_b"), base=ADAPTERS),
 ]
 LAYERS = "text.layers.{*}"
 HEALTHY = [
@@ -185,21 +194,21 @@ HEALTHY = [
     Variant("pp 2", {"parallel.pp": 2}, world=2),
     Variant("pp 2, bfloat16", {"parallel.pp": 2, "precision.compute": "bfloat16"}, world=2),
     Variant("fsdp 2, frozen", world=2, base={"model.freeze": ["vision"]}),
+    Variant("three steps, tp 2", {"parallel.tp": 2}, world=2, steps=3),
+    Variant("two steps, bfloat16", {"precision.compute": "bfloat16"}, steps=2),
+    Variant("adapters, pp 2", {"parallel.pp": 2}, world=2, base=ADAPTERS),
     Variant("fsdp 2, offload", {"parallel.offload": True}, world=2),
 ]
 
 
 def record_variant(variant: Variant, data: Path, out: Path, reference: bool = False) -> Path:
-    """Record the first step of a variant, or of its reference."""
-    recipe = chat_recipe(data, out / "run", steps=2)
+    """Record the first steps of a variant, or of its reference."""
+    recipe = chat_recipe(data, out / "run", steps=4)
     recipe["model"]["config"] = {**MODEL, "text": {**MODEL["text"], **WORDS}}
     recipe["data"]["eval"] = []
-    recipe["optim"]["eps"] = 1e-3  # see tests/dist/layouts.py
-    if variant.base.get("optim.name") == "lion":
-        del recipe["optim"]["eps"]
     settings = {**variant.base, **({} if reference else variant.overrides), "checkpoint.at_end": False}
     plan = build_meta_model(load_config(recipe, settings), 1 if reference else variant.world).plan
-    recorder = RecordSteps(out / "recording", plan=plan, budget=Budget(), label=variant.name)
+    recorder = RecordSteps(out / "recording", 1, variant.steps, plan=plan, budget=Budget(), label=variant.name)
     plant = Start(None if reference else variant.plant)
     start = Start(None)
     callbacks: list[Callback] = [start, recorder, replace_plant(plant)]

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from tessera.cli.main import app
-from tessera.evaluation.parity.compare import Comparison, compare_recordings
+from tessera.evaluation.parity.compare import compare_recordings
+from tessera.evaluation.parity.findings import Comparison
 from tessera.evaluation.parity.recorder import Budget, moved_weights, record_call
 from tessera.evaluation.parity.recording import RankRecord, Recording, TensorEntry, read_recording, write_recording
 from tessera.evaluation.parity.results import lines, write_results
@@ -129,6 +130,13 @@ def test_a_planted_fault_is_named_first(
     assert first_of(reference, recording(module)) == (phase, name)
 
 
+def test_weights_of_another_shape_differ(reference: Recording) -> None:
+    module = net()
+    module.first = nn.Linear(24, 12)
+    module.norm, module.second = nn.LayerNorm(12), nn.Linear(12, 24)
+    assert first_of(reference, recording(module)) == ("weight", "first.weight")
+
+
 def test_nan_on_one_side_differs(reference: Recording) -> None:
     module = net()
     module.norm.register_forward_hook(lambda part, inputs, output: output / torch.zeros(()))
@@ -227,6 +235,84 @@ def test_parameters_are_joined_by_their_offsets() -> None:
     assert comparison.skipped, "a part is missing: nothing is said"
 
 
+def test_slices_of_large_shards_are_joined() -> None:
+    whole = torch.randn(16, 6)
+    first = RankRecord(0)
+    tensor_entry(first, "output", "layer", whole[::4], rows="0", stride=4)
+    first.entries[0].shape = [16, 6]
+    ranks = []
+    for rank, part in enumerate(whole.chunk(2, dim=1)):
+        record = RankRecord(rank, {"tp": rank}, {"tp": 2})
+        tensor_entry(record, "output", "layer", part[::2], rows="0", stride=2)
+        record.entries[0].shape = [16, 3]
+        ranks.append(record)
+    comparison = compare_recordings(Recording("whole", [first]), Recording("parts", ranks))
+    assert not comparison.skipped
+    assert comparison.first is None
+    ranks[1].tensors["0"][2, 1] += 0.1
+    assert compare_recordings(Recording("whole", [first]), Recording("parts", ranks)).first is not None
+
+
+def test_images_that_ranks_encode_are_joined_in_the_order_of_the_batch() -> None:
+    """Rank 0 encodes images 0 and 2, and rank 1 encodes image 1; an image has 4 patches."""
+    whole, order = torch.randn(12, 6), torch.tensor([0, 2, 1])
+    parts = [whole.unflatten(0, (3, 4))[images].flatten(0, 1) for images in ([0, 2], [1])]
+    records = [RankRecord(0)]
+    tensor_entry(records[0], "output", "vision.layer", whole, rows="0")
+    for rank, part in enumerate(parts):
+        encoders = {"vision": ("vision.dp", rank)}
+        records.append(RankRecord(rank, {"cp_ulysses": rank}, {"cp_ulysses": 2}, [1, 2, 1], encoders))
+        tensor_entry(records[-1], "data", "vision.dp", order, rows="0")
+        tensor_entry(records[-1], "output", "vision.layer", part, rows="0")
+    comparison = compare_recordings(Recording("whole", records[:1]), Recording("parts", records[1:]))
+    assert (comparison.first, comparison.skipped) == (None, [])
+
+
+# ---------------------------------------------------------------------------------------------- steps
+
+
+def adam_step(record: RankRecord, step: int, weight: Tensor, gradient: Tensor, lr: float = 0.01) -> Tensor:
+    """Record a first step of Adam, which moves every element by `lr` in the direction of its gradient's sign."""
+    update = -lr * gradient.sign()
+    for moment, tensor in (("weight", weight), ("gradient", gradient), ("update", update)):
+        tensor_entry(record, moment, "layer.weight", tensor, order=float(len(record.entries)))
+        record.entries[-1].step = step
+    return weight + update
+
+
+def test_an_update_whose_gradient_is_rounding_may_have_any_sign() -> None:
+    weight, gradient = torch.randn(50), torch.randn(50)
+    gradient[7] = 1e-9
+    other = gradient.clone()
+    other[7] = -1e-9
+
+    def record(gradient: Tensor, lr: float = 0.01) -> Recording:
+        rank = RankRecord(0)
+        adam_step(rank, 1, weight, gradient, lr)
+        return Recording("step", [rank])
+
+    assert first_of(record(gradient), record(other)) is None
+    assert first_of(record(gradient), record(gradient, 0.0101)) == ("update", "layer.weight")
+
+
+def test_weights_after_updates_that_agree_do_not_differ() -> None:
+    weight, gradient = torch.randn(50), torch.randn(50)
+    gradient[7] = 1e-9
+    sides = []
+    for sign, fault in ((1, 0.0), (-1, 0.0), (1, 1e-4)):
+        record, changed = RankRecord(0), gradient.clone()
+        changed[7] *= sign
+        after = adam_step(record, 1, weight, changed)
+        after[3] += fault  # not by the update
+        adam_step(record, 2, after, gradient)
+        sides.append(Recording("steps", [record]))
+    plain, drifted, faulty = sides
+    assert first_of(plain, drifted) is None
+    finding = compare_recordings(plain, faulty).first
+    assert finding is not None
+    assert (finding.step, finding.phase) == (2, "weight")
+
+
 # ---------------------------------------------------------------------------------------------- files
 
 
@@ -252,6 +338,11 @@ def edit(path: Path, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
+def edit_first_entry(path: Path, **changes: object) -> None:
+    first, *others = json.loads(path.read_text())["entries"]
+    edit(path, entries=[first | changes, *others])
+
+
 def forge(path: Path) -> None:
     header = json.dumps({"0": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}}).encode()
     path.write_bytes(struct.pack("<Q", len(header)) + header)
@@ -267,6 +358,8 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (lambda f: edit(f / "rank-0.json", entries=[{"step": "x"}]), "parity.damaged-recording"),
     (lambda f: edit(f / "rank-0.json", rank=1), "parity.damaged-recording"),
     (lambda f: (f / "rank-0.json").write_text("{"), "parity.damaged-recording"),
+    (lambda f: edit_first_entry(f / "rank-0.json", stride=0), "parity.damaged-recording"),
+    (lambda f: edit_first_entry(f / "rank-0.json", stride=-1), "parity.damaged-recording"),
     (lambda f: (f / TENSORS).unlink(), "parity.damaged-recording"),
     (lambda f: (f / TENSORS).write_bytes((f / TENSORS).read_bytes()[:-100]), "weights.unreadable-file"),
     (lambda f: (f / TENSORS).write_bytes(b""), "weights.unreadable-file"),
@@ -310,7 +403,8 @@ def test_results_are_a_page_a_table_and_json(reference: Recording, tmp_path: Pat
     assert row["Result"] == "error"
     assert float(row["MaxAbsErr"]) > 0.01
     assert {"Cosine", "EucDist", "One Thousandth Err Ratio", "Requires_grad Consistent", "Data_name"} <= row.keys()
-    text = lines(comparison)
+    text = lines(replace(comparison, labels=("a\nno difference", "b")))
+    assert text[0] == "A: a no difference"
     assert any(line.startswith(" >>") and "blocks.1" in line for line in text)
 
 
@@ -339,6 +433,8 @@ def test_wrong_requests_are_refused(folder: Path, tmp_path: Path) -> None:
         parity(folder, "engine")
     with raises("parity.command-without-out"):
         parity("HEAD", "HEAD", over="commits", command="true")
+    with raises("parity.wrong-command"):
+        parity("HEAD", "HEAD", over="commits", command="record '{out}")
     refused = CliRunner().invoke(app, ["compare", str(folder), "--over", "data"])
     assert getattr(refused.exception, "code", None) == "parity.one-side"
 

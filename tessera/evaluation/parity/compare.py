@@ -4,86 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tessera.errors import TesseraError
+from tessera.evaluation.parity.findings import Comparison, ParityFinding
 from tessera.evaluation.parity.joining import ByRows, Groups, Identity, JoinedTensor, RecordedShard, grouped, join
-from tessera.evaluation.parity.judge import ROUNDINGS, Difference, Rounding, difference, eps_of, statistics
-from tessera.evaluation.parity.recording import RecordedBatch, Recording, StepNumbers, TensorEntry
-
-PHASES = ("data", "weight", "output", "loss", "output_gradient", "gradient", "grad_norm", "update")
-_WORDS = {
-    "data": "batch tensor",
-    "weight": "weight",
-    "output": "output of",
-    "output_gradient": "gradient of the output of",
-    "gradient": "gradient of",
-    "update": "update of",
-}
-_SCALARS = ("loss", "grad_norm")
-
-
-@dataclass
-class ParityFinding:
-    """Hold the comparison of one thing: a tensor, or a number of the step."""
-
-    step: int
-    phase: str
-    name: str
-    order: float = 0.0
-    rows: str = ""
-    reason: str = ""  # why it differs; empty: it does not
-    difference: Difference | None = None
-    samples: tuple[str, ...] = ()
-    sides: tuple[dict[str, Any], dict[str, Any]] = field(default_factory=lambda: ({}, {}))
-    dtypes: tuple[str, str] = ("", "")
-    shape: tuple[int, ...] = ()
-    requires_grad: tuple[bool, bool] = (False, False)
-
-    @property
-    def differs(self) -> bool:
-        return bool(self.reason)
-
-    @property
-    def what(self) -> str:
-        return f"{_WORDS[self.phase]} {self.name}" if self.phase in _WORDS else self.name
-
-    @property
-    def position(self) -> tuple[int, int, float]:
-        """Return a key that sorts findings by execution. Gradients of outputs and parameters are one phase."""
-        phase = "output_gradient" if self.phase == "gradient" else self.phase
-        return self.step, PHASES.index(phase), self.order
-
-    @property
-    def line(self) -> str:
-        text = f"step {self.step}: {self.what}"
-        text += f" (rows {self.rows})" if self.rows else ""
-        if self.differs:
-            text += f": {self.reason}"
-            text += f"; samples {', '.join(self.samples[:4])}" if self.samples else ""
-        return text
-
-
-@dataclass
-class Comparison:
-    """Hold all findings in the order of execution, and what could not be compared."""
-
-    labels: tuple[str, str]
-    findings: list[ParityFinding]
-    skipped: list[str]
-    note: str = ""
-
-    @property
-    def different(self) -> list[ParityFinding]:
-        return [finding for finding in self.findings if finding.differs]
-
-    @property
-    def first(self) -> ParityFinding | None:
-        return next(iter(self.different), None)
+from tessera.evaluation.parity.judge import (
+    ROUNDINGS,
+    Difference,
+    Rounding,
+    change_of_update,
+    difference,
+    eps_of,
+    statistics,
+)
+from tessera.evaluation.parity.numbers import compare_numbers
+from tessera.evaluation.parity.recording import RecordedBatch, Recording
 
 
 def compare_recordings(a: Recording, b: Recording, pairs: Mapping[str, str] | None = None) -> Comparison:
@@ -101,16 +41,23 @@ def compare_recordings(a: Recording, b: Recording, pairs: Mapping[str, str] | No
             fix="record the same steps of the same model on both sides",
             code="parity.nothing-in-common",
         )
-    judge = _Judge(a, b)
+    judge = _Judge(a, b, ours, theirs)
     findings = [finding for key in common for finding in judge.findings(key, ours[key], theirs[key])]
-    findings += [] if names else list(_only_on_one_side(ours, theirs))
-    findings += _numbers(a, b)
+    if names:
+        missing = (key for key in ours if key[1] == "weight" and key not in theirs)
+        judge.skipped += [f"weight {key[2]}: only the first side has it in this form" for key in missing]
+    else:
+        findings += _only_on_one_side(ours, theirs)
+    findings += compare_numbers(a, b, judge.drift)
     findings.sort(key=lambda finding: finding.position)
     return Comparison((a.label, b.label), findings, judge.skipped, _note(findings))
 
 
 class _Judge:
-    def __init__(self, a: Recording, b: Recording) -> None:
+    def __init__(self, a: Recording, b: Recording, ours: Groups, theirs: Groups) -> None:
+        self._groups = ours, theirs
+        self._first_step = min(step for step, *_ in ours)
+        self._drifts = {self._first_step: 1.0}
         self._same_type = a.compute == b.compute
         entries = [e for side in (a, b) for record in side.ranks for e in record.entries if e.moment == "weight"]
         self._weights = {(entry.step, entry.name): max(abs(entry.max), abs(entry.min)) for entry in entries}
@@ -169,15 +116,19 @@ class _Judge:
             return self._by_statistics(finding, first_side, second_side)
         a, b = _same_stride(first_side, second_side)
         if a.shape != b.shape:
-            if a.numel() != b.numel() or a.shape[-1:] != b.shape[-1:]:
+            aligned = _aligned(a, b)
+            if aligned is None and finding.phase == "weight":
+                finding.reason = f"shapes {list(a.shape)} and {list(b.shape)}"
+                return finding
+            if aligned is None:
                 self.skipped.append(f"{finding.what}: shapes {list(a.shape)} and {list(b.shape)}")
                 return finding
-            a, b = a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1])
+            a, b = aligned
         finding.sides = (statistics(a), statistics(b))
         if not (a.is_floating_point() or b.is_floating_point()):
             return self._exact(finding, a, b, first_side.stride)
-        rounding = self._rounding(finding, first_side, second_side)
-        best = difference(a, b, rounding)
+        rounding, explained = self._rounding(finding, first_side, second_side), self._explained(finding, a, b)
+        best = difference(a, b, rounding, explained)
         if best.differs and (first_side.partial or second_side.partial):
             best = min((best, _summed(first_side, second_side, rounding) or best), key=lambda apart: apart.excess)
         finding.difference = best
@@ -207,7 +158,41 @@ class _Judge:
             ]
             measured = [value for value in values if value is not None]
             moved.append(max(measured) if measured else second_side.moved(which))
-        return Rounding(moved[0], moved[1], eps, max(1.0, first_side.entry.order % 1e7))
+        depth, drift = max(1.0, first_side.entry.order % 1e7), self.drift(first_side.entry.step)
+        return Rounding(moved[0], moved[1], eps, depth, drift=drift)
+
+    def _explained(self, finding: ParityFinding, a: Tensor, b: Tensor) -> Tensor | None:
+        """Return by how much earlier differences, each within its limit, let the elements of this tensor differ."""
+        if finding.phase == "update":
+            gradients = self._parameter(finding.step, "gradient", finding.name)
+            if gradients is not None and gradients[0].shape == a.shape:
+                return change_of_update(*gradients, max(float(a.abs().max()), float(b.abs().max())) if len(a) else 0.0)
+        if finding.phase == "weight" and finding.step > self._first_step:
+            before = [self._parameter(finding.step - 1, moment, finding.name) for moment in ("weight", "update")]
+            sums = [(first.double() - second.double()).abs() for first, second in filter(None, before)]
+            return torch.stack(sums).sum(0) if sums and all(part.shape == a.shape for part in sums) else None
+        return None
+
+    def _parameter(self, step: int, moment: str, name: str) -> tuple[Tensor, Tensor] | None:
+        """Return what both sides have of a parameter, unsharded and with the same stride; None: not both have it."""
+        shards = [list(groups.get((step, moment, name, 0, 0), {}).values()) for groups in self._groups]
+        if not all(len(group) == 1 for group in shards):
+            return None
+        first, second = (join(group, group[0].entry.whole or group[0].entry.shape) for (group,) in shards)
+        if first is None or second is None or first.tensor is None or second.tensor is None:
+            return None
+        a, b = _same_stride(first, second)
+        return (a, b) if a.shape == b.shape else None
+
+    def drift(self, step: int) -> float:
+        """Return by how many roundings the weights of a later step are apart, after updates that agreed."""
+        if step not in self._drifts:
+            names = [key[2] for key in self._groups[0] if key[:2] == (step, "weight")]
+            pairs = list(filter(None, (self._parameter(step, "weight", name) for name in names)))
+            apart = sum(float((a.double() - b.double()).square().sum()) for a, b in pairs)
+            size = sum(float(a.double().square().sum()) for a, _ in pairs)
+            self._drifts[step] = max(1.0, math.sqrt(apart / size) / self._eps) if size and self._eps else 1.0
+        return self._drifts[step]
 
     def _by_statistics(
         self, finding: ParityFinding, first_side: JoinedTensor, second_side: JoinedTensor
@@ -217,9 +202,11 @@ class _Judge:
         )
         if first_side.moved("moved_norm") is None and finding.phase != "weight":
             moved = self._eps * math.sqrt(max(1.0, first_side.entry.order)) * first_side.norm
-        limit = ROUNDINGS * moved + 2 * eps_of(first_side.entry.dtype, second_side.entry.dtype) * first_side.norm
+        limit = ROUNDINGS * moved * self.drift(finding.step)
+        limit += 2 * eps_of(first_side.entry.dtype, second_side.entry.dtype) * first_side.norm
         finding.sides = ({"norm": first_side.norm}, {"norm": second_side.norm})
-        if abs(first_side.norm - second_side.norm) > limit:
+        updated = finding.phase == "weight" and finding.step > self._first_step  # by updates that are compared
+        if abs(first_side.norm - second_side.norm) > limit and not updated:
             finding.reason = (
                 f"the norms are {first_side.norm:.6g} and {second_side.norm:.6g}; rounding explains {limit:.2g}"
             )
@@ -299,6 +286,19 @@ def _same_stride(first_side: JoinedTensor, second_side: JoinedTensor) -> tuple[T
     )
 
 
+def _aligned(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return two tensors of other shapes in one shape: of a batch of 1, or with heads before tokens on one side."""
+    trimmed, other = (torch.Size(size for size in tensor.shape if size != 1) for tensor in (a, b))
+    a, b = a.reshape(trimmed), b.reshape(other)
+    if trimmed == other:
+        return a, b
+    if sorted(trimmed) == sorted(other):
+        return (a, b.permute([other.index(size) for size in trimmed])) if len(set(trimmed)) == len(trimmed) else None
+    if a.numel() != b.numel() or trimmed[-1:] != other[-1:] or len(trimmed) == len(other):
+        return None
+    return a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1])
+
+
 def _replica(first_side: JoinedTensor, second_side: JoinedTensor, rounding: Rounding) -> Difference | None:
     """Return how far a replica of another rank is from its first copy, if it is farther than rounding explains."""
     for side in (first_side, second_side):
@@ -339,79 +339,6 @@ def _only_on_one_side(ours: Groups, theirs: Groups) -> Iterator[ParityFinding]:
             if key[1] in ("gradient", "update") and key not in there and key[0] in steps:
                 entry = next(iter(groups.values()))[0].entry
                 yield ParityFinding(key[0], key[1], key[2], entry.order, reason=f"only the {side} side has it")
-
-
-def _numbers(a: Recording, b: Recording) -> Iterator[ParityFinding]:
-    """Yield the comparison of samples, counts, loss, gradient norm and learning rates of each step."""
-    theirs = _steps(b)
-    for step, row in _steps(a).items():
-        if step in theirs:
-            yield _samples(step, a, b)
-            yield from _scalars(row, theirs[step], eps_of(a.compute, b.compute))
-            yield from _rates(step, a, b)
-
-
-def _steps(recording: Recording) -> dict[int, StepNumbers]:
-    """Return the numbers of each step over all ranks. Sums of context parallel ranks are first_side out."""
-    steps: dict[int, StepNumbers] = {}
-    for record in recording.ranks:
-        for row in record.steps:
-            joined = steps.setdefault(row.step, StepNumbers(row.step, {}, row.counts, {}))
-            for name in row.values:
-                if record.split is None or not name.startswith("sum of"):
-                    joined.values.setdefault(name, row.values[name])
-                    joined.moved.setdefault(name, row.moved.get(name, 0.0))
-    return steps
-
-
-def _samples(step: int, a: Recording, b: Recording) -> ParityFinding:
-    sides = []
-    for side in (a, b):
-        batches = {batch.rows: batch for record in side.ranks for batch in record.batches if batch.step == step}
-        sides.append(sorted(name for batch in batches.values() for name in batch.samples))
-    finding = ParityFinding(step, "data", "samples of the step", -1.0)
-    if sides[0] != sides[1]:
-        only = [sorted(set(sides[0]) - set(sides[1]))[:3], sorted(set(sides[1]) - set(sides[0]))[:3]]
-        finding.reason = f"only the first side has {only[0]}, only the second {only[1]}"
-        finding.samples = tuple(only[0] + only[1])
-    return finding
-
-
-def _scalars(row: StepNumbers, other: StepNumbers, eps: float) -> Iterator[ParityFinding]:
-    for name in row.counts.keys() & other.counts.keys():
-        finding = ParityFinding(row.step, "loss", f"count {name}", -1.0)
-        if row.counts[name] != other.counts[name]:
-            finding.reason = f"{row.counts[name]:.10g} and {other.counts[name]:.10g}"
-        yield finding
-    for name in row.values.keys() & other.values.keys():
-        if name == "lr":
-            continue
-        value, other_value = row.values[name], other.values[name]
-        moved = max(row.moved.get(name, 0.0), other.moved.get(name, 0.0))
-        if name == "grad_norm":  # no pass measured it; the gradients themselves are compared
-            continue
-        limit = ROUNDINGS * moved + 2 * eps * abs(value)
-        finding = ParityFinding(row.step, "loss", name, 0.0 if name != "loss" else 1.0)
-        finding.sides = ({"value": value}, {"value": other_value})
-        if abs(value - other_value) > limit or math.isfinite(value) != math.isfinite(other_value):
-            finding.reason = f"{value:.8g} and {other_value:.8g}; rounding explains {limit:.2g}"
-        yield finding
-
-
-def _rates(step: int, a: Recording, b: Recording) -> Iterator[ParityFinding]:
-    """Yield the learning rates that differ, by parameter."""
-    sides: list[dict[str, TensorEntry]] = [
-        {e.name: e for record in side.ranks for e in record.entries if (e.step, e.moment) == (step, "update")}
-        for side in (a, b)
-    ]
-    for name, entry in sides[0].items():
-        value, other_value = entry.lr, sides[1][name].lr if name in sides[1] else None
-        if value is None or other_value is None:
-            continue
-        if abs(value - other_value) > 1e-12 * max(abs(value), abs(other_value)):
-            yield ParityFinding(
-                step, "update", name, entry.order - 0.5, reason=f"learning rate {value:.6g} and {other_value:.6g}"
-            )
 
 
 def _note(findings: Sequence[ParityFinding]) -> str:

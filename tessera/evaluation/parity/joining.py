@@ -41,6 +41,24 @@ class RecordedShard:
             position = position * self.rank.sizes.get(axis, 1) + self.rank.position.get(axis, 0)
         return position
 
+    @property
+    def encoder(self) -> tuple[str, int] | None:
+        """Return how the ranks share the encoder that this tensor belongs to, see `RankRecord.encoders`."""
+        modules = (module for module in self.rank.encoders if f"{self.entry.name}.".startswith(f"{module}."))
+        return next((self.rank.encoders[module] for module in modules), None)
+
+    @property
+    def sequence_position(self) -> int:
+        """Return the position of the rank among those that share the sequence."""
+        return self.at(_SHARED[:2]) if self.encoder is None else self.encoder[1]
+
+    def batch_tensor(self, name: str) -> Tensor | None:
+        """Return a complete tensor of the micro-batch that this tensor was computed from."""
+        entry, entries = self.entry, self.rank.entries
+        same = (e for e in entries if (e.step, e.moment, e.name, e.rows) == (entry.step, "data", name, entry.rows))
+        key = next((e.key for e in same if e.stride == 1), None)
+        return None if key is None else self.rank.tensors[key]
+
 
 @dataclass
 class JoinedTensor:
@@ -165,39 +183,58 @@ def _by_offsets(shards: Sequence[RecordedShard]) -> JoinedTensor | None:
 
 def _by_shape(shards: Sequence[RecordedShard], like: list[int]) -> JoinedTensor | None:
     """Join the shards of tensor and context parallel ranks. Each smaller dimension belongs to one of the two."""
-    entry = shards[0].entry
-    if any(shard.entry.stride != 1 for shard in shards) or len(entry.shape) != len(like):
+    if len(shards[0].entry.shape) != len(like):
         return None
     parts = sorted({shard.at(_SHARED): shard for shard in reversed(shards)}.items())
     by_context: dict[int, list[RecordedShard]] = {}
     for _, shard in parts:
-        by_context.setdefault(shard.at(_SHARED[:2]), []).append(shard)
-    pieces: list[Tensor] = []
+        by_context.setdefault(shard.sequence_position, []).append(shard)
+    pieces: list[tuple[Tensor, Tensor]] = []  # numbers of rows, and the rows
     for group in by_context.values():
-        tensors = [shard.elements for shard in group if shard.elements is not None]
-        features = next((d for d in range(1, len(like)) if tensors[0].shape[d] != like[d]), None)
-        tokens = sum(t.shape[0] for t in tensors) * len(by_context)
+        first, tensors = group[0].entry, [shard.elements for shard in group if shard.elements is not None]
+        rows = torch.arange(0, first.shape[0], first.stride)
+        if any(tensor.shape != tensors[0].shape for tensor in tensors):
+            return None
+        features = next((d for d in range(1, len(like)) if first.shape[d] != like[d]), None)
         if features is not None:
-            pieces.append(torch.cat(tensors, dim=features))
-        elif tokens == like[0] and len(tensors) > 1 and not len(by_context) > 1:
-            pieces.append(torch.cat(tensors))  # sequence parallelism
+            pieces.append((rows, torch.cat(tensors, dim=features)))
+        elif len(by_context) == 1 and first.shape[0] * len(group) == like[0]:  # sequence parallelism
+            pieces += [(rows + number * first.shape[0], tensor) for number, tensor in enumerate(tensors)]
         else:
-            pieces.append(tensors[0])
-    joined = _in_sequence(pieces, [g[0] for g in by_context.values()])
-    return JoinedTensor([s for _, s in parts], joined, like) if list(joined.shape) == like else None
+            pieces.append((rows, tensors[0]))
+    if len(by_context) > 1:
+        order = _row_numbers([group[0] for group in by_context.values()])
+        if order is None:
+            return None
+        pieces = [(numbers[rows], piece) for numbers, (rows, piece) in zip(order, pieces, strict=True)]
+    stride = max(shard.entry.stride for shard in shards)
+    joined = torch.zeros([-(-like[0] // stride), *like[1:]], dtype=pieces[0][1].dtype)
+    covered = torch.zeros(len(joined), dtype=torch.bool)
+    for numbers, piece in pieces:
+        chosen = (numbers % stride == 0) & (numbers < like[0])
+        if piece.shape[1:] != joined.shape[1:]:
+            return None
+        joined[numbers[chosen] // stride], covered[numbers[chosen] // stride] = piece[chosen], True
+    return JoinedTensor([s for _, s in parts], joined, like, stride) if bool(covered.all()) else None
 
 
-def _in_sequence(pieces: list[Tensor], shards: list[RecordedShard]) -> Tensor:
-    """Return the tokens of context parallel ranks in the order of the sequence."""
-    if len(pieces) == 1:
-        return pieces[0]
-    total = sum(len(piece) for piece in pieces)
-    joined = torch.zeros([total, *pieces[0].shape[1:]], dtype=pieces[0].dtype)
-    for piece, shard in zip(pieces, shards, strict=True):
-        ring, ulysses, unit = shard.rank.split or [1, len(pieces), 1]
-        ranges = SequenceSharding(ring, ulysses, unit).ranges(total, shard.at(_SHARED[:2]))
-        numbers = torch.cat([torch.arange(start, end) for start, end in ranges])
-        if len(numbers) != len(piece):
-            return piece
-        joined[numbers] = piece
-    return joined
+def _row_numbers(shards: Sequence[RecordedShard]) -> list[Tensor] | None:
+    """Return for each rank that shares a sequence which rows of the joined tensor it has; None: not known."""
+    counts, first = [shard.entry.shape[0] for shard in shards], shards[0]
+    total, encoder = sum(counts), first.encoder
+    if encoder is None:
+        ring, ulysses, unit = first.rank.split or [1, len(shards), 1]
+        sharding = SequenceSharding(ring, ulysses, unit)
+        ranges = [sharding.ranges(total, shard.sequence_position) for shard in shards]
+        numbers = [torch.cat([torch.arange(start, end) for start, end in parts]) for parts in ranges]
+    else:  # the batch says where each element of the sequence is after an all-gather of parts of the longest length
+        order = first.batch_tensor(encoder[0])
+        if order is None or not len(order) or total % len(order):
+            return None
+        rows = total // len(order)  # of each element
+        longest = max(counts) // rows
+        numbers = []
+        for shard in shards:
+            elements = (order // longest == shard.sequence_position).nonzero().flatten()
+            numbers.append((elements[:, None] * rows + torch.arange(rows)).flatten())
+    return numbers if [len(part) for part in numbers] == counts else None

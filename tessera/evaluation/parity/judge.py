@@ -60,6 +60,7 @@ class Rounding:
     eps: float
     depth: float = 1.0
     floor: float = 0.0  # rounding of what the tensor is a difference of
+    drift: float = 1.0  # by how many roundings the weights of the two sides are apart, if by more than one
 
     def limits(self, largest: float, rms: float) -> tuple[float, float]:
         """Return the allowed largest and root-mean-square difference of a tensor of this size."""
@@ -67,7 +68,8 @@ class Rounding:
         moved_max = estimate * largest if self.largest is None else self.largest
         moved_rms = estimate * rms if self.rms is None else self.rms
         # The rounding of the result: half a unit in each of the two, and eps is one unit of the largest mantissa.
-        limits = ROUNDINGS * moved_max + 2 * self.eps * largest, ROUNDINGS * moved_rms + 2 * self.eps * rms
+        factor = ROUNDINGS * self.drift
+        limits = factor * moved_max + 2 * self.eps * largest, factor * moved_rms + 2 * self.eps * rms
         return limits[0] + self.floor, limits[1] + self.floor
 
 
@@ -77,8 +79,8 @@ def eps_of(*codes: str) -> float:
     return max((torch.finfo(dtype).eps for dtype in types if dtype.is_floating_point), default=0.0)
 
 
-def difference(a: Tensor, b: Tensor, rounding: Rounding) -> Difference:
-    """Compare two tensors of the same shape."""
+def difference(a: Tensor, b: Tensor, rounding: Rounding, explained: Tensor | None = None) -> Difference:
+    """Compare two tensors of the same shape. `explained`: by how much other differences let each element differ."""
     if not a.numel():
         return Difference(0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0)
     first, second = a.double(), b.double()
@@ -89,6 +91,8 @@ def difference(a: Tensor, b: Tensor, rounding: Rounding) -> Difference:
     ok = torch.isfinite(first) & torch.isfinite(second)
     first, second = torch.where(ok, first, 0.0), torch.where(ok, second, 0.0)
     apart = (first - second).abs()
+    if explained is not None:
+        apart = (apart - explained).clamp(min=0.0)
     size = first.abs()
     relative = torch.where(apart > 0, apart / size.clamp(min=torch.finfo(torch.float32).tiny), 0.0)
     norms = float(first.norm() * second.norm())
@@ -110,6 +114,18 @@ def difference(a: Tensor, b: Tensor, rounding: Rounding) -> Difference:
         tuple(rows[:4096]),
         int(bad.sum()),
     )
+
+
+def change_of_update(gradient: Tensor, other: Tensor, largest: float) -> Tensor:
+    """Return by how much the difference of two gradients lets each element of the update differ.
+
+    Optimizers divide a gradient by its own size, so the update of an element whose gradient is mostly rounding has any
+    sign. A relative change of the gradient changes the update by about the same share of its size (`largest`).
+    """
+    first, second = gradient.double(), other.double()
+    smaller = torch.minimum(first.abs(), second.abs())
+    share = ((first - second).abs() / smaller.clamp(min=torch.finfo(torch.float64).tiny)).nan_to_num(nan=0.0)
+    return 2 * largest * share.clamp(max=1.0)
 
 
 def statistics(tensor: Tensor) -> dict[str, Any]:

@@ -98,6 +98,8 @@ class RankRecord:
     position: dict[str, int] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     split: list[int] | None = None  # ring, ulysses, unit
+    # Encoders whose input is split over ranks -> batch tensor with the order of its elements, position of this rank.
+    encoders: dict[str, tuple[str, int]] = field(default_factory=dict)
     compute: str = "F32"
     entries: list[TensorEntry] = field(default_factory=list)
     batches: list[RecordedBatch] = field(default_factory=list)
@@ -244,6 +246,8 @@ def _read_rank(folder: Path, rank: int) -> RankRecord:
             if entry.key not in keys:
                 raise _damaged(stored, f"it lacks the tensor of {entry.name}")
             tensor = file.get_tensor(entry.key)
+            if entry.stride < 1:
+                raise _damaged(path, f"the stride of {entry.name} is {entry.stride}")
             if tensor.dtype != DTYPES.get(entry.dtype) or list(tensor.shape) != kept_shape(entry):
                 raise _damaged(stored, f"the tensor of {entry.name} has another shape or type than in {path.name}")
             record.tensors[entry.key] = tensor

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tessera.errors import TesseraError
-from tessera.evaluation.parity.compare import PHASES, Comparison, ParityFinding
+from tessera.evaluation.parity.findings import PHASES, Comparison, ParityFinding
 from tessera.runtime import html
 from tessera.runtime.files import replace_file
 
@@ -31,8 +31,8 @@ _MSPROBE = (
 
 def lines(comparison: Comparison) -> list[str]:
     """Return the lines for the terminal: the first difference and what is around it."""
-    a, b = comparison.labels
     compared, first = len(comparison.findings), comparison.first
+    a, b = (" ".join(label.split()) for label in comparison.labels)  # of a recording: anybody may have written it
     out = [f"A: {a}", f"B: {b}", f"compared: {compared} tensors and numbers; {len(comparison.different)} differ"]
     if comparison.skipped:
         out.append(f"not comparable: {len(comparison.skipped)}, such as {comparison.skipped[0]}")
@@ -122,7 +122,7 @@ def _table(comparison: Comparison) -> str:
     writer.writerow(_MSPROBE)
     for finding in comparison.findings:
         if finding.sides[0]:
-            writer.writerow(_cells(finding))
+            writer.writerow([_safe(cell) if isinstance(cell, str) else cell for cell in _cells(finding)])
     return text.getvalue()
 
 
@@ -141,7 +141,7 @@ def _cells(finding: ParityFinding) -> list[Any]:
     return [
         *(name, name, *finding.dtypes, shape, shape, *finding.requires_grad, *errors, *sides[0], *sides[1]),
         *(consistent, "error" if finding.differs else "pass", "Yes" if reached else "No"),
-        *(_safe(finding.reason), "None", name),
+        *(finding.reason, "None", name),
     ]
 
 

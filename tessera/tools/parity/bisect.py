@@ -17,12 +17,15 @@ import torch
 
 from tessera.core.callback import Callback, StepResult
 from tessera.errors import TesseraError
-from tessera.evaluation.parity.compare import Comparison, compare_recordings
+from tessera.evaluation.parity.compare import compare_recordings
+from tessera.evaluation.parity.findings import Comparison
 from tessera.evaluation.parity.judge import ROUNDINGS
 from tessera.evaluation.parity.recorder import move_weights
-from tessera.evaluation.parity.recording import read_recording
+from tessera.evaluation.parity.recording import is_recording, read_recording
 from tessera.runtime.files import read_metrics
 from tessera.tools.parity.runs import is_run, observe
+from tessera.training.run import resume_config
+from tessera.training.setup import resolve_precision
 
 Curve = dict[int, dict[str, float]]
 _NAMES = ("loss", "grad_norm")
@@ -64,14 +67,15 @@ def first_step(
 ) -> FirstStep:
     """Find the first step whose loss or gradient norm differs.
 
-    Of two run folders, their `metrics.jsonl` are compared: a relative difference beyond the square root of rounding is
-    more than drift. Recipes are trained for `last` steps. The first one is trained twice, from weights one rounding
-    apart, which measures how far rounding drifts.
+    Of two run folders, their `metrics.jsonl` are compared: a relative difference beyond the square root of the rounding
+    of the coarser type is more than drift. Recipes are trained for `last` steps. The first one is trained twice, from
+    weights one rounding apart, which measures how far rounding drifts.
     """
     folders = [Path(side[0]) for side in (a, b) if isinstance(side[0], (str, Path)) and is_run(Path(side[0]))]
     if len(folders) == 2 and not a[1] and not b[1]:
         curves = [_metrics(folder) for folder in folders]
-        drift = torch.finfo(torch.float32).eps ** 0.5
+        types = [resolve_precision(resume_config(folder)).compute for folder in folders]
+        drift = max(torch.finfo(getattr(torch, name)).eps for name in types) ** 0.5
         return _first(curves[0], curves[1], lambda step, name, value: drift * abs(value))
     plain, other, moved = (_trained(side, last, seed, trust) for side, seed in ((a, None), (b, None), (a, 0)))
     largest: dict[tuple[int, str], float] = {}
@@ -117,7 +121,7 @@ def _first(a: Curve, b: Curve, allowed: Callable[[int, str, float], float]) -> F
                 if not abs(value - other) <= limit:
                     return FirstStep(
                         step,
-                        f"first step that differs: {step} ({name} {value:.8g} and {other:.8g}; allowed {limit:.2g})",
+                        f"first step whose {name} differs: {step} ({value:.8g} and {other:.8g}; allowed {limit:.2g})",
                     )
     return FirstStep(None, f"steps {steps[0]} to {steps[-1]}: loss and gradient norm agree")
 
@@ -148,6 +152,15 @@ def first_commit(good: str, bad: str, command: str, repository: str | Path = "."
             fix="write {out} where the folder belongs: 'tessera record recipe.yaml --out {out}'",
             code="parity.command-without-out",
         )
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise TesseraError(
+            f"the command cannot be split into words: {error}",
+            where="--command",
+            fix="write it as for a shell, with all quotes closed",
+            code="parity.wrong-command",
+        ) from None
     root = Path(repository).resolve()
     first, last = (
         _git(root, "rev-parse", "--verify", "--end-of-options", f"{name}^{{commit}}") for name in (good, bad)
@@ -166,7 +179,7 @@ def first_commit(good: str, bad: str, command: str, repository: str | Path = "."
         def compared(number: int) -> Comparison:
             for at in (0, number):
                 if not (work / f"recording-{at}").exists():
-                    _record_commit(root, commits[at], command, work, work / f"recording-{at}")
+                    _record_commit(root, commits[at], words, work, work / f"recording-{at}")
             first_side, other = (read_recording(work / f"recording-{at}") for at in (0, number))
             return compare_recordings(first_side, other)
 
@@ -185,9 +198,9 @@ def first_commit(good: str, bad: str, command: str, repository: str | Path = "."
         return FirstCommit(commits[high], subject, comparison, tested)
 
 
-def _record_commit(root: Path, commit: str, command: str, work: Path, out: Path) -> None:
+def _record_commit(root: Path, commit: str, command: Sequence[str], work: Path, out: Path) -> None:
     with _worktree(root, commit, work / "tree") as tree:
-        words = [word.replace("{out}", str(out)) for word in shlex.split(command)]
+        words = [word.replace("{out}", str(out)) for word in command]
         path = os.pathsep.join([str(tree), *filter(None, [os.environ.get("PYTHONPATH")])])
         programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         try:
@@ -195,7 +208,7 @@ def _record_commit(root: Path, commit: str, command: str, work: Path, out: Path)
             failure = f"ended with exit code {done.returncode}" if done.returncode else ""
         except OSError as error:
             failure = f"cannot be started: {error.strerror}"
-    if failure or not out.is_dir():
+    if failure or not is_recording(out):
         raise TesseraError(
             f"at commit {commit[:12]} the command {failure or 'wrote no recording'}",
             where="--command",

@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from tessera.config.registry import IMPORT_PATH
 from tessera.errors import TesseraError
-from tessera.evaluation.parity.compare import Comparison, compare_recordings
+from tessera.evaluation.parity.compare import compare_recordings
+from tessera.evaluation.parity.findings import Comparison
 from tessera.evaluation.parity.recorder import Budget
 from tessera.evaluation.parity.recording import Recording, is_recording, read_recording
 from tessera.evaluation.parity.results import lines, write_results

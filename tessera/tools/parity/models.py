@@ -126,23 +126,26 @@ def module_pairs(weights: WeightMap | None, ours: nn.Module, theirs: nn.Module) 
     for name, parameter in ours.named_parameters():
         match = None if weights is None else weights.rule_for(name)
         rule, foreign = (None, (name,)) if match is None else match
-        if rule is not None and (len(foreign) > 1 or not isinstance(rule.op, Identity)):
-            continue
-        spellings = [foreign[0]] if weights is None else [weights.in_memory(foreign[0]), foreign[0], name]
-        other = next((n for n in spellings if n in there and there[n].shape == parameter.shape), None)
-        if other is None:
-            continue
-        pairs[name] = other
-        here, partner = name.rpartition(".")[0], other.rpartition(".")[0]
-        while here and partner:
-            around.setdefault(here, set()).add(partner)
-            here, partner = here.rpartition(".")[0], partner.rpartition(".")[0]
+        here, plain = name.rpartition(".")[0], rule is None or (len(foreign) == 1 and isinstance(rule.op, Identity))
+        for other in foreign:
+            spellings = [other] if weights is None else [weights.in_memory(other), other, name]
+            partner = next((n for n in spellings if n in there), None)
+            if partner is None:
+                continue
+            if plain and there[partner].shape == parameter.shape:
+                pairs[name] = partner
+            else:  # this module computes something else, such as its features in another order
+                around.setdefault(here, set()).add("")
+            inner, outer = here, partner.rpartition(".")[0]
+            while inner:
+                around.setdefault(inner, set()).add(outer)
+                inner, outer = inner.rpartition(".")[0], outer.rpartition(".")[0]
     back: dict[str, set[str]] = {}
     for here, partners in around.items():
         for partner in partners:
             back.setdefault(partner, set()).add(here)
     for here, partners in around.items():
         partner = next(iter(partners))
-        if len(partners) == 1 and len(back[partner]) == 1:
+        if partner and len(partners) == 1 and len(back[partner]) == 1:
             pairs[here] = partner
     return pairs

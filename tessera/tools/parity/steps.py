@@ -33,7 +33,7 @@ from tessera.evaluation.parity.recording import (
 )
 from tessera.observe.anomaly.attribution import kept_buffers
 from tessera.optim.adamw import AdamW
-from tessera.parallel.mesh import DATA
+from tessera.parallel.mesh import CONTEXT, DATA
 from tessera.parallel.plan import Plan
 from tessera.runtime import rng
 from tessera.runtime.collective import Ranks
@@ -73,6 +73,10 @@ class RecordSteps(Callback):
             record.position, record.sizes = axes.coordinates(trainer.world.rank), dict(axes.root)
             if sharding is not None:
                 record.split = [sharding.split.ring, sharding.split.ulysses, sharding.split.unit]
+                for encoder in sharding.encoders:
+                    key, view = (encoder.cp_key, CONTEXT) if encoder.dp == 1 else (encoder.dp_key, encoder.dp_view)
+                    key = key if encoder.dp == 1 or encoder.split is None else ""  # both: the order is not recorded
+                    record.encoders[encoder.stream.module] = key, axes.position(trainer.world.rank, view)
         self.recorder = Recorder(record, self.budget)
         engine = _RecordingEngine(trainer, self, self.recorder, compute)
         trainer.engine = engine
