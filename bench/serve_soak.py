@@ -3,7 +3,7 @@
     python bench/serve_soak.py runs/quickstart --pictures build/quickstart/pictures --minutes 20
 
 The server is a process of its own: `tessera serve` with two adapters of random weights, which clients load and unload
-while others ask for them. Each question is first chat_body alone. Under load its answer, with a seed, must be the same,
+while others ask for them. Each question is first asked alone. Under load its answer, with a seed, must be the same,
 streamed or not. Meanwhile clients are killed, send broken images and requests, dribble headers and bodies or do not
 read, and decoder processes and their server are killed. At last the server itself is killed: no process may remain.
 
