@@ -269,3 +269,15 @@ def test_benchmarks_are_scored_during_training_and_choose_the_best_checkpoint(tm
     again = evaluate(run.folder, tasks=str(task), device="cpu", out=tmp_path / "again")
     assert [row["answer"] for row in rows_of(tmp_path / "again")] == [row["answer"] for row in rows_of(out)]
     assert again.score == scores[-1]
+
+
+def test_a_run_that_replaces_another_is_evaluated_anew(tmp_path: Path) -> None:
+    data = write_chat_set(tmp_path / "chat", samples=4)
+    recipe = chat_recipe(data, tmp_path / "runs", steps=1)
+    task = write_colours(tmp_path)
+    for _ in range(2):
+        run = tessera.train(recipe, overwrite=True)
+        assert not (run.folder / "eval").exists()
+        evaluation = tessera.evaluate(run.folder, tasks=str(task), device="cpu")
+        assert evaluation.folder == run.folder / "eval" / "step-00000001"
+        recipe["train"]["seed"] = 7
