@@ -28,8 +28,8 @@ class AnswerText:
     """Turn the tokens of an answer into text that may be sent.
 
     If nobody needs the text before the end, it is decoded there. Otherwise a token costs the decoding of the few tokens
-    around it. Incomplete characters wait for their end, and possible
-    beginnings of stop strings wait until they are none. Bytes that are no UTF-8 become replacement characters.
+    around it. Incomplete characters wait for their end, and possible beginnings of stop strings wait until they are
+    none. Bytes that are no UTF-8 become replacement characters.
 
     The stop string that ends first ends the answer; the longest one, if several end there.
     """
@@ -72,8 +72,8 @@ class AnswerText:
         """Return the complete characters that a token adds."""
         self._tokens.append(token)
         text = self._decode(tuple(self._tokens))
-        if len(text) == self._passed and not self._decode((token, token)):
-            self._tokens.pop()  # a special token without text: many of them would make every decoding longer
+        if len(text.rstrip(_UNFINISHED)) <= self._passed and not self._decode((token, token)):
+            self._tokens.pop()  # a special token without text: an incomplete character before it still waits
             return ""
         stable = len(text.rstrip(_UNFINISHED)) if text.endswith(_UNFINISHED) else len(text)
         if len(self._tokens) - self._border > _LONGEST and stable < len(text):

@@ -158,6 +158,7 @@ def test_a_token_costs_the_decoding_of_a_few() -> None:
         half * 300,
         [tokenizer.token_to_id("<|end|>")] * 300,
         [tokenizer.token_to_id("<|end|>"), *half] * 150,
+        [*tokenizer.encode("12").ids, *half, *[tokenizer.token_to_id("<|end|>")] * 8],
     ):
         parts = stream(tokens, decode)[0]
         assert "".join(parts) == tokenizer.decode(tokens)
