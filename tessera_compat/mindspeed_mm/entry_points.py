@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tessera.batch.run import join_ranks
 from tessera.config.reader import apply_overrides, parse_overrides
 from tessera.config.run_config import load_config
 from tessera.diffusion.sampling.progress import progress
@@ -171,9 +172,12 @@ def extract_features(argv: Sequence[str]) -> None:
 
 
 def evaluate(argv: Sequence[str]) -> None:
-    """Run the benchmark of an evaluation JSON and print its score."""
-    args = _alone(parse_args(argv))
-    print(f"{args.mm.model.get('evaluation_dataset')}: {run_benchmark(args):.4f}", flush=True)
+    """Run the benchmark of an evaluation JSON, with questions shared by the ranks, and print its score."""
+    args = parse_args(argv)
+    with join_ranks("auto") as world:
+        score = run_benchmark(args, world)
+        if world.is_main:
+            print(f"{args.mm.model.get('evaluation_dataset')}: {score:.4f}", flush=True)
 
 
 def _alone(args: Args) -> Args:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tessera.engine.request import Sampling
 from tessera.errors import TesseraError
@@ -11,15 +14,23 @@ from tessera.evaluation.answers import read_answers
 from tessera.evaluation.run import evaluate_tasks
 from tessera.evaluation.scores import row_score
 from tessera.evaluation.tasks.load import open_task, published_task
+from tessera.runtime.distributed import World
+from tessera.runtime.files import replacing
 from tessera_compat.mindspeed_mm.arguments import Args
 from tessera_compat.mindspeed_mm.inference_json import load_model, read_settings
 from tessera_compat.mindspeed_mm.report import JobReport
 
+log = logging.getLogger("tessera")
+
+LONGEST_CELL = 32_767  # characters of a cell of Excel
 OWN_KEYS = {"dataset_path", "evaluation_dataset", "evaluation_model", "result_output_path", "use_custom_prompt"}
 
 
-def evaluate(args: Args) -> float:
-    """Ask every question of the benchmark, write the answers, and return the mean score."""
+def evaluate(args: Args, world: World) -> float:
+    """Ask every question of the benchmark, write the answers, and return the mean score.
+
+    Each rank holds the whole model and answers a share of the questions.
+    """
     if not args.mm.model.keys():
         raise TesseraError(
             "--mm-model, the evaluation JSON, is missing or empty", where="command line", code="job.model-json-missing"
@@ -45,10 +56,14 @@ def evaluate(args: Args) -> float:
         max_new_tokens=most,
         sampling=sampling,
         overwrite=True,
+        world=world,
     )
+    if not world.is_main:
+        return result.score.value
     records = [
         {
             "index": row["id"],
+            "question": row["prompt"],
             "answer": row["answer"],
             "expected": row["expected"],
             "score": row_score(row, benchmark.metric),
@@ -58,6 +73,35 @@ def evaluate(args: Args) -> float:
     ]
     lines = [json.dumps(record, ensure_ascii=False) for record in records]
     (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    try:
+        with replacing(folder / f"{name}.xlsx") as path:
+            write_sheet(path, records)
+    except ImportError:
+        log.warning("no %s.xlsx: it needs openpyxl (pip install openpyxl)", name)
     summary = {"score": result.score.value, "questions": len(records)}
     (folder / f"{name}.json").write_text(json.dumps(summary), encoding="utf-8")
     return result.score.value
+
+
+def write_sheet(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """Write answers with the columns of VLMEvalKit. Texts are never formulas, and have no control characters."""
+    from openpyxl import Workbook
+    from openpyxl.cell import WriteOnlyCell
+    from openpyxl.cell.cell import ILLEGAL_CHARACTERS_RE
+
+    book = Workbook(write_only=True)
+    sheet = book.create_sheet("answers")
+
+    def cell(value: str | float) -> Any:
+        if isinstance(value, float):
+            return value
+        text = ILLEGAL_CHARACTERS_RE.sub("\ufffd", value)[:LONGEST_CELL]
+        written = WriteOnlyCell(sheet, text)
+        written.data_type = "s"
+        return written
+
+    sheet.append(["index", "question", "answer", "prediction", "hit"])
+    for row in records:
+        expected = " | ".join(row["expected"])
+        sheet.append([*map(cell, (row["index"], row["question"], expected, row["answer"], float(row["score"])))])
+    book.save(path)

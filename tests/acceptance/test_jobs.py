@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import openpyxl
 import pytest
 from job_cases import (
     EXAMPLES,
@@ -41,6 +42,7 @@ from tessera_compat.mindspeed_mm.config_files import read_job_yaml
 from tessera_compat.mindspeed_mm.continued import changes_of_job
 from tessera_compat.mindspeed_mm.convert import run as mm_convert
 from tessera_compat.mindspeed_mm.entry_points import evaluate, inference, pretrain
+from tessera_compat.mindspeed_mm.evaluation_json import LONGEST_CELL, write_sheet
 from tessera_compat.mindspeed_mm.fsdp_yaml import recipe_of_yaml
 from tessera_compat.mindspeed_mm.inference_json import read_inference
 from tessera_compat.mindspeed_mm.job import recipe_of
@@ -794,6 +796,12 @@ def test_a_benchmark_is_evaluated(tiny: Path, monkeypatch: pytest.MonkeyPatch, c
     assert [record["index"] for record in records] == ["0", "1"]
     mean = sum(record["score"] for record in records) / 2
     assert capsys.readouterr().out == f"ai2d_test: {mean:.4f}\n"
+    header, *sheet = openpyxl.load_workbook("scores/ai2d_test.xlsx").active.values
+    assert header == ("index", "question", "answer", "prediction", "hit")
+    assert [(row[0], row[2], row[4]) for row in sheet] == [
+        ("0", "A", records[0]["score"]),
+        ("1", "B", records[1]["score"]),
+    ]
     Path("bench.tsv").rename("AI2D_TEST.tsv")
     scored = tessera.evaluate("ckpt/tiny/hf", data="AI2D_TEST.tsv", max_samples=1, max_new_tokens=2)
     assert scored.results[0].questions == 1
@@ -801,6 +809,21 @@ def test_a_benchmark_is_evaluated(tiny: Path, monkeypatch: pytest.MonkeyPatch, c
     Path("evaluate.json").write_text(json.dumps(settings))
     with raises("evaluation.unknown-benchmark", "ai2d_test"):
         evaluate(["--mm-model", "evaluate.json", "--load", "ckpt/tiny/hf"])
+
+
+def test_cells_of_answers_are_never_formulas(tmp_path: Path) -> None:
+    row = {
+        "index": "1",
+        "question": "=1+1",
+        "expected": ["a", "b"],
+        "answer": "=cmd|'x'!A0\x1b" + "y" * 40_000,
+        "score": 0,
+    }
+    write_sheet(tmp_path / "a.xlsx", [row])
+    cells = next(openpyxl.load_workbook(tmp_path / "a.xlsx").active.iter_rows(min_row=2))
+    assert [cell.data_type for cell in cells] == ["s", "s", "s", "s", "n"]
+    assert cells[2].value == "a | b"
+    assert len(cells[3].value) == LONGEST_CELL
 
 
 def test_modules_that_published_files_wrap_are_known(here: Path, tmp_path: Path) -> None:
