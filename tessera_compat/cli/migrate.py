@@ -135,3 +135,27 @@ def analyse_code(
         typer.echo(f"wrote {fix}: {changed} files changed, see {fix / 'changes.diff'}", err=as_json)
     if result.by_hand or result.unread:
         raise typer.Exit(1)
+
+
+@migrate_app.command("mindspore")
+def mindspore_scripts(
+    paths: Annotated[list[Path], typer.Argument(help="launch scripts, or folders of them")],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="script to write; default: JOB_mindspore.sh beside JOB.sh")
+    ] = None,
+    form: Annotated[
+        str | None, typer.Option("--form", help="llm, mm or rl: whose features are checked; default: by the entry file")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace scripts")] = False,
+) -> None:
+    """Rewrite launch scripts from torchrun to MindSpore's msrun, and switch off features that MindSpore lacks.
+
+    Exit code 1 if something is left to do by hand or a script cannot be converted.
+    """
+    from tessera_compat.mindspore.files import convert_all
+
+    done = convert_all(paths, output, form, overwrite)
+    for line in done.lines:
+        typer.echo(line)
+    if done.is_incomplete:
+        raise typer.Exit(1)
