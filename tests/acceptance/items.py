@@ -280,10 +280,7 @@ ITEMS: list[Item] = [
             ("`transfer_to_npu`: one import migrates a script", _lacks(ANALYSIS)),
             (
                 "migration of DeepSpeed and FSDP scripts",
-                _lacks(
-                    f"keys of trainer files are told what to write; no script is read: {ANALYSIS}",
-                    "compat/test_other_trainers.py::test_a_key_of_another_trainer_is_told_as_ours",
-                ),
+                _by("compat/test_trainer_files.py::test_deepspeed_json"),
             ),
             ("the step of environment variables and launch scripts", OPEN),
             (
