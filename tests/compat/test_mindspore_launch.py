@@ -136,3 +136,16 @@ def test_ranks_of_msrun_run_under_torchrun(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert sorted(re.findall(r"rank \d of \d", done.stdout)) == ["rank 0 of 2", "rank 1 of 2"]
+
+
+def test_every_shipped_example_is_converted_to_valid_bash(tmp_path: Path) -> None:
+    lay_out(tmp_path)
+    done = CliRunner().invoke(app, ["migrate", "mindspore", str(tmp_path / "examples")])
+    scripts = sorted(tmp_path.rglob("*_mindspore.sh"))
+    assert len(scripts) == done.output.count("wrote ") > 20
+    for script in scripts:
+        checked = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True)
+        assert checked.returncode == 0, checked.stderr
+        text = script.read_text()
+        assert not re.search(r"^\s*torchrun|--nproc_per_node|--nnodes", text, re.MULTILINE), script
+        assert convert(text, str(script), "mm").text == text
