@@ -56,18 +56,20 @@ def workspace(
 
 @migrate_app.command(JOB)
 def job(
-    path: Annotated[Path, typer.Argument(help="JOB.sh or JOB.yaml of MindSpeed-MM")],
+    path: Annotated[Path, typer.Argument(help="JOB.sh or JOB.yaml of MindSpeed-MM, or a file of another trainer")],
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="recipe to write; default: JOB.recipe.yaml here")
     ] = None,
     world: Annotated[int | None, typer.Option("--world", min=1, help="ranks; default: as the script starts")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace the recipe")] = False,
 ) -> None:
-    """Write the recipe of a MindSpeed-MM job, and report each flag and key and the commands that start it.
+    """Write the recipe of a job, and report each flag and key and the commands that start it.
 
+    Jobs of MindSpeed-MM, and files of DeepSpeed, accelerate, FSDP, LLaMA-Factory, ms-swift and axolotl are read.
     Exit code 1 if something is not supported.
     """
     from tessera_compat.mindspeed_mm import migrate as jobs
+    from tessera_compat.trainer_files.translate import read_trainer_file, recipe_of_file
 
     if not path.is_file():
         raise TesseraError(
@@ -85,7 +87,11 @@ def job(
             fix="add --overwrite, or choose another name",
             code="output.already-exists",
         )
-    done = jobs.migrate(path, world_size=world, environment=os.environ)
+    settings = read_trainer_file(path)
+    if settings is None:
+        done = jobs.migrate(path, world_size=world, environment=os.environ)
+    else:
+        done = recipe_of_file(path, settings, world)
     for line in done.report.lines():
         typer.echo(line)
     if done.recipe:
@@ -134,4 +140,28 @@ def analyse_code(
         changed = sum(file.after != file.before for file in copy.fixed)
         typer.echo(f"wrote {fix}: {changed} files changed, see {fix / 'changes.diff'}", err=as_json)
     if result.by_hand or result.unread:
+        raise typer.Exit(1)
+
+
+@migrate_app.command("mindspore")
+def mindspore_scripts(
+    paths: Annotated[list[Path], typer.Argument(help="launch scripts, or folders of them")],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="script to write; default: JOB_mindspore.sh beside JOB.sh")
+    ] = None,
+    form: Annotated[
+        str | None, typer.Option("--form", help="llm, mm or rl: whose features are checked; default: by the entry file")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace scripts")] = False,
+) -> None:
+    """Rewrite launch scripts from torchrun to MindSpore's msrun, and switch off features that MindSpore lacks.
+
+    Exit code 1 if something is left to do by hand or a script cannot be converted.
+    """
+    from tessera_compat.mindspore.files import convert_all
+
+    done = convert_all(paths, output, form, overwrite)
+    for line in done.lines:
+        typer.echo(line)
+    if done.is_incomplete:
         raise typer.Exit(1)

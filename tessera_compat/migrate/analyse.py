@@ -13,6 +13,7 @@ from tessera_compat.migrate.rules import Kind, RuleTable, Work, rule_table
 from tessera_compat.migrate.scan import Match, Scanned, Scanner
 from tessera_compat.migrate.sources import SourceFile, Unread, read_sources
 
+_OF_A_CLASS = (".__init__", ".forward")  # what runs when a class or a module is called
 _CUDA_FILE = "a CUDA source: write the operation in torch, or as an operator in Ascend C"
 
 
@@ -129,36 +130,34 @@ def _shell_findings(file: SourceFile, rules: RuleTable) -> list[MigrationFinding
 def _callers(scanned: Iterable[Scanned]) -> list[MigrationFinding]:
     """Return the calls of functions that use something unsupported, also through other functions of the folder."""
     scanned = list(scanned)
+    modules = {name for result in scanned for name in result.program.modules}
+    calls: dict[
+        str, list[tuple[str, str, int]]
+    ] = {}  # name of a function or class -> (caller, file, line) of its calls
     reasons: dict[str, str] = {}  # function -> the operation that is not supported
     for result in scanned:
+        for caller, names, line in result.calls:
+            file, number = result.program.file.position(line)
+            for name in names:
+                calls.setdefault(name, []).append((caller, file, number))
         for match in result.matches:
             if match.rule.kind == "unsupported" or (match.rule.kind == "library" and match.rule.work == "code"):
                 reasons.setdefault(result.inside[match.node], match.operation)
-    modules = {name for result in scanned for name in result.program.modules}
-    reasons = {name: operation for name, operation in reasons.items() if name not in modules}
+    waiting = [name for name in reasons if name not in modules]
     findings: dict[tuple[str, int, str], MigrationFinding] = {}
-    before = -1
-    while before != len(reasons):  # until no further function is added
-        before = len(reasons)
-        for result in scanned:
-            for caller, names, line in result.calls:
-                callee = next((name for name in names if (_function(name, reasons))), None)
-                if callee is None or caller == _function(callee, reasons):
+    while waiting:
+        function = waiting.pop()
+        operation = reasons[function]
+        for name in (function, *(function.removesuffix(end) for end in _OF_A_CLASS if function.endswith(end))):
+            for caller, file, number in calls.get(name, ()):
+                if caller == function:
                     continue
-                operation = reasons[_function(callee, reasons) or ""]
-                if caller not in modules:
-                    reasons.setdefault(caller, operation)
-                file, number = result.program.file.position(line)
-                tip = f"uses {operation}"
-                findings.setdefault(
-                    (file, number, callee), MigrationFinding(file, number, number, callee, "unsupported", "none", tip)
-                )
-    return sorted(findings.values(), key=lambda finding: (finding.file, finding.start))
-
-
-def _function(name: str, reasons: dict[str, str]) -> str | None:
-    """Return the function that a call runs: itself, or the `__init__` of a class."""
-    return next((one for one in (name, f"{name}.__init__", f"{name}.forward") if one in reasons), None)
+                row = MigrationFinding(file, number, number, name, "unsupported", "none", f"uses {operation}")
+                findings.setdefault((file, number, name), row)
+                if caller not in modules and caller not in reasons:
+                    reasons[caller] = operation
+                    waiting.append(caller)
+    return sorted(findings.values(), key=lambda finding: (finding.file, finding.start, finding.operation))
 
 
 def by_file(findings: Iterable[MigrationFinding]) -> Counter[str]:

@@ -310,7 +310,9 @@ def _not_supported() -> Iterator[Flag]:
         ints="profile-stage simulated-nnodes simulated-nproc-per-node",
     )
     yield from _refused("reinforcement learning is not among the tasks", strings="stage")
-    yield from _refused("MindSpore is another framework; the ranks here run PyTorch", strings="ai-framework")
+    yield from _refused(
+        "MindSpore is another framework; the ranks here run PyTorch: leave the flag out", strings="ai-framework"
+    )
     yield from _refused(
         "Whisper, VideoAlign and WF-VAE trainers are not here",
         strings="data-config model-config tool-config processor-path mix-precision",
@@ -323,11 +325,9 @@ def _launchers_and_others() -> Iterator[Flag]:
     launcher = "torchrun reads it, before the name of the script"
     words = "master_addr master_port node_rank nnodes nproc_per_node"
     yield from _honoured("str", None, dict.fromkeys(words.split(), launcher), "launcher")
-    yield from _refused(
-        "msrun starts MindSpore; start the ranks with torchrun",
-        "launcher",
-        strings="local_worker_num worker_num log_dir join cluster_time_out bind_core",
-    )
+    msrun = "msrun reads it, before the name of the script"
+    words = "local_worker_num worker_num log_dir join cluster_time_out bind_core"
+    yield from _honoured("str", None, dict.fromkeys(words.split(), msrun), "launcher")
     yield from _refused(
         "accelerate starts trainers of other projects; start the ranks with torchrun",
         "launcher",

@@ -48,6 +48,7 @@ _TRAINING = (
     ),  # entry points of earlier releases, now pretrain_vlm.py
 )
 _EMPTY = ("logs", "data", "ckpt")
+SHELL = Path(__file__).parent / "workspace"  # launchers by the names that jobs and guides type
 
 
 @dataclass(frozen=True)
@@ -238,7 +239,7 @@ def _checked(recipe: dict[str, Any], report: JobReport, world_size: int) -> Migr
 
 def _check_entry(launch: Launch) -> None:
     launcher, name = Path(launch.launcher[0]).name, Path(launch.entry).name
-    if launcher in ("msrun", "accelerate"):
+    if launcher == "accelerate":
         raise TesseraError(
             f"the launcher {launcher} is not supported",
             where=launch.where,
@@ -278,6 +279,7 @@ def lay_out(folder: Path) -> list[Path]:
     files[FSDP_TRAINER] = sources["fsdp_trainer.py"]
     files |= {Path(name): sources["pretrain_vlm.py"] for name in _TRAINING if name not in sources}
     files |= {Path("mindspeed_mm/tools/feature_extraction") / name: features for name in FEATURES}
+    files |= {Path(path.name): path for path in sorted(SHELL.iterdir())}
     examples = [path for path in sorted((HERE / "examples").rglob("*")) if path.is_file() and path.suffix != ".pyc"]
     files |= {Path("examples") / path.relative_to(HERE / "examples"): path for path in examples}
     tools = Path("examples/tools.json")

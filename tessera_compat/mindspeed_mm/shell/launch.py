@@ -11,6 +11,7 @@ from tessera.errors import TesseraError
 from tessera_compat.mindspeed_mm.shell.values import is_unknown, refuse_unknown
 
 _SHARED = ("tensor_model", "pipeline_model", "context")  # parallel axes whose ranks share one copy of the model
+MSRUN_RANKS, MSRUN_PORT = 8, 8118  # what msrun takes if they are not named
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,27 @@ class Launch:
         return f"{self.path}:{self.line}"
 
     @property
+    def by_msrun(self) -> bool:
+        return Path(self.launcher[0]).name == "msrun"
+
+    @property
     def machines(self) -> int:
-        return self._number_of("nnodes", 1)
+        if not self.by_msrun:
+            return self._number_of("nnodes", 1)
+        ranks, machine = self._number_of("worker_num", MSRUN_RANKS), self.ranks_per_machine
+        if ranks % machine:
+            raise TesseraError(
+                f"--worker_num {ranks} is no multiple of --local_worker_num {machine}",
+                where=self.where,
+                fix="every machine starts as many ranks",
+                code="job.launch-number",
+            )
+        return ranks // machine
 
     @property
     def ranks_per_machine(self) -> int:
+        if self.by_msrun:
+            return self._number_of("local_worker_num", MSRUN_RANKS)
         return self._number_of("nproc_per_node", 1)
 
     @property
@@ -43,8 +60,8 @@ class Launch:
 
     @property
     def port(self) -> int:
-        """Return the value of --master_port; 29500 if it is missing, or unknown because a command prints it."""
-        usual, word = 29500, self._word_of(self.launcher, "master_port")
+        """Return the value of --master_port; the usual port if it is missing or not known here."""
+        usual, word = MSRUN_PORT if self.by_msrun else 29500, self._word_of(self.launcher, "master_port")
         return usual if word is None or is_unknown(word) else self._number_of("master_port", usual)
 
     @property

@@ -1,0 +1,1 @@
+"""Convert launch scripts from torchrun to MindSpore's msrun, and start msrun jobs under torchrun."""
