@@ -9,9 +9,11 @@ On a machine with cuda nothing is replaced.
 
 from __future__ import annotations
 
+import sys
+
 from tessera.errors import TesseraError
 from tessera.runtime import device as devices
-from tessera.runtime.log import logger
+from tessera.runtime.distributed import environment_ranks
 from tessera_compat.device_transfer import FOREIGN, Transfer
 
 _DEVICE = devices.current()
@@ -30,7 +32,13 @@ def start() -> None:
     if _DEVICE.type == FOREIGN:
         return
     _TRANSFER.start()
-    logger().info("cuda means %s in this process: %d names of torch are replaced", _DEVICE.type, len(touched()))
+    if environment_ranks()[0] == 0:
+        count = len(touched())
+        print(
+            f"cuda means {_DEVICE.type} in this process: {count} names of torch are replaced; "
+            "tessera_compat.transfer.touched() lists them, undo() puts them back",
+            file=sys.stderr,
+        )
 
 
 def touched() -> tuple[str, ...]:

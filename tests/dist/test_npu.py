@@ -32,11 +32,11 @@ def npu(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
     return build.environment(build.site(tmp_path_factory.mktemp("site")))
 
 
-def start(env: Mapping[str, str], *words: object, code: int = 0) -> str:
+def start(env: Mapping[str, str], *words: object, code: int = 0, cwd: Path = ROOT) -> str:
     paths = os.pathsep.join([env["PYTHONPATH"], str(ROOT)])
     finished = subprocess.run(
         [sys.executable, *map(str, words)],
-        cwd=ROOT,
+        cwd=cwd,
         env={**env, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -125,13 +125,33 @@ def test_a_run_trains_saves_and_resumes_as_on_a_cpu(npu: Mapping[str, str], data
     assert whole == pytest.approx(host, rel=1e-4)
 
 
-@pytest.mark.parametrize("layout", ["parallel.tp=2", "parallel.tp=1"])
-def test_two_ranks_train_as_one(npu: Mapping[str, str], data: Path, tmp_path: Path, layout: str) -> None:
-    path = recipe(tmp_path, data, "one", steps=2, global_batch=2)
+@pytest.fixture(scope="module")
+def alone(npu: Mapping[str, str], data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The recipe of a run of two steps on one rank, which was trained."""
+    path = recipe(tmp_path_factory.mktemp("alone"), data, "one", steps=2, global_batch=2)
     start(npu, "-m", "tessera", "train", path)
-    start(npu, "-m", "tessera", "train", path, "name=two", "--nproc", 2, layout)
-    alone, split = (losses(tmp_path / "runs" / name) for name in ("one", "two"))
-    assert split == pytest.approx(alone, rel=1e-4)
+    return path
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "tp", "pp", "cp"])
+def test_two_ranks_train_as_one(npu: Mapping[str, str], alone: Path, layout: str) -> None:
+    settings = [] if layout == "fsdp" else [f"parallel.{layout}=2"]
+    start(npu, "-m", "tessera", "train", alone, f"name={layout}", "--nproc", 2, *settings)
+    single, split = (losses(alone.parent / "runs" / name) for name in ("one", layout))
+    assert split == pytest.approx(single, rel=1e-4)
+
+
+def test_a_trained_model_answers_on_the_device(npu: Mapping[str, str], alone: Path, data: Path) -> None:
+    run = alone.parent / "runs" / "one"
+    start(npu, "-m", "tessera", "generate", run, "Say red.", "--image", data / "pictures" / "1-0.png")
+
+
+def test_a_megatron_script_for_cuda_runs(npu: Mapping[str, str], tmp_path: Path) -> None:
+    """A script that `tessera run` starts gets the same transfer."""
+    script = ROOT / "tests" / "acceptance" / "seed_004_script.py"
+    said = start(npu, "-m", "tessera_compat.run", script, cwd=tmp_path)
+    assert "device='npu:0'" in said
+    assert "Successfully loaded the model" in said
 
 
 def test_compile_is_refused_where_torch_has_no_code_generator(
