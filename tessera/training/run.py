@@ -25,12 +25,14 @@ from tessera.errors import TesseraError, first_line
 from tessera.hub.config import with_local_folders
 from tessera.inference.load import load
 from tessera.inference.weight_source import CONFIG, RUN_FILE, run_exists, saved_config
+from tessera.mindspore.limits import check_installed
 from tessera.models.files.side_files import SEAL, damaged_side_files
 from tessera.observe.report.plot import Plot, table_of
 from tessera.runtime import distributed as dist
 from tessera.runtime import log
 from tessera.runtime.collective import Ranks
 from tessera.runtime.files import last_step, read_json_mapping, read_metrics
+from tessera.runtime.launcher import read_msrun
 from tessera.training.build import build_trainer
 from tessera.training.callbacks import named_callbacks
 from tessera.training.early_checks import check_evaluated
@@ -239,7 +241,7 @@ def _short_hash(text: str) -> str:
 def join(config: RunConfig) -> AbstractContextManager[dist.World]:
     """Join the process group of a recipe. Raise if ranks differ in versions, configuration or run folder."""
     return dist.world(
-        config.train.device,
+        config.on_host().train.device,
         config.parallel.timeout_s,
         join_timeout_s=config.parallel.join_timeout_s,
         config=" ".join(f"{name}={_short_hash(str(value))}" for name, value in config.model_dump(mode="json").items()),
@@ -306,6 +308,9 @@ def _run(
     rows: GivenRows | None = None,
 ) -> Run:
     """Build and run a trainer. `notes`: lines for the log. `rows`: see `open_run`."""
+    if config.framework == "mindspore":
+        check_installed()
+        read_msrun(os.environ)
     # Build the model on the meta device first: mistakes in the recipe fail before the ranks connect.
     setup = build_meta_model(config, dist.expected_world_size(), objects)
     check_rows(config, setup.plan)

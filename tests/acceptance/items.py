@@ -89,6 +89,18 @@ def _otherwise(name: str, *tests: str) -> dict[str, str | tuple[str, ...]]:
     return {"otherwise": name, "shown_by": tests}
 
 
+MSRUN_ITEMS = (*range(10, 21), 24, 25)
+# Items of the guide to MindSpore that `framework: mindspore` of a recipe does.
+ON_MINDSPORE = {
+    1: _by("mindspore/test_mindspore_runs.py::test_each_resumes_the_checkpoint_of_the_other"),
+    2: {"refused": "it puts a package named torch before torch; models are written on plain operators of MindSpore"},
+    3: _by("mindspore/test_mindspore_numerics.py::test_loss_and_gradients"),
+    4: {"refused": "custom operators need an Ascend compiler and hardware; plain operators of MindSpore suffice here"},
+    5: _by("unit/test_docs_languages.py::"),
+    6: {"refused": "MindSpore 2.10 and Python 3.11 or 3.12 are needed; `framework: mindspore` names them otherwise"},
+    7: _by("unit/test_framework.py::test_a_missing_or_untested_mindspore_is_refused"),
+    23: _by("unit/test_framework.py::test_several_features_are_named_together_and_switched_off_with_a_report"),
+}
 OPEN: dict[str, str | tuple[str, ...]] = {}
 
 ITEMS: list[Item] = [
@@ -622,7 +634,7 @@ ITEMS: list[Item] = [
     *_seed(
         "003",
         [
-            (text, {"refused": MSRUN} if number in (1, *range(10, 21), 24, 25) else _lacks(MINDSPORE))
+            (text, ON_MINDSPORE.get(number) or ({"refused": MSRUN} if number in MSRUN_ITEMS else _lacks(MINDSPORE)))
             for number, text in enumerate(
                 (
                     "MindSpore as a second framework",
