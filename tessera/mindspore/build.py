@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import mindspore as ms
 import torch
@@ -34,6 +34,12 @@ def prepare_process(ranks: int) -> None:
         raise _not_started(first_line(error)) from error
     if joined != ranks:
         raise _not_started(f"it has {joined} ranks, and torch {ranks}")
+
+
+def serve_scheduler() -> NoReturn:
+    """Serve the ranks that msrun started until they have ended, then end this process."""
+    communication.init()
+    raise SystemExit(0)
 
 
 def build_parts(

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -39,6 +39,11 @@ def read_msrun(environment: MutableMapping[str, str]) -> None:
     environment.setdefault("LOCAL_RANK", environment.get("DEVICE_ID", "0"))
     environment.setdefault("MASTER_ADDR", environment.get("MS_SCHED_HOST", "127.0.0.1"))
     environment.setdefault("MASTER_PORT", str(int(port) + 1))
+
+
+def is_scheduler(environment: Mapping[str, str]) -> bool:
+    """Return whether msrun started this process to serve its ranks: it runs the command of the ranks, too."""
+    return environment.get("MS_ROLE") == "MS_SCHED"
 
 
 def announce_launcher() -> None:

@@ -32,7 +32,7 @@ from tessera.runtime import distributed as dist
 from tessera.runtime import log
 from tessera.runtime.collective import Ranks
 from tessera.runtime.files import last_step, read_json_mapping, read_metrics
-from tessera.runtime.launcher import read_msrun
+from tessera.runtime.launcher import is_scheduler, read_msrun
 from tessera.training.build import build_trainer
 from tessera.training.callbacks import named_callbacks
 from tessera.training.early_checks import check_evaluated
@@ -108,6 +108,7 @@ def train(
     if rows.splits:
         settings |= rows.settings(load_config(recipe, settings).folder)
     config = load_config(recipe, {**settings, **objects.settings()})
+    _start_framework(config)
     if rows.splits and config.data.kind not in KINDS:
         raise TesseraError(
             f"rows in memory cannot have data.kind={config.data.kind}",
@@ -143,6 +144,7 @@ def resume(
     objects, rows = _objects(model, task, dataset, eval_dataset, optimizer)
     rows.check_resumed(Path(run))
     config = resume_config(run, overrides, trust)
+    _start_framework(config)
     # Saved recipes of earlier versions may set `train.eval_every` without held-out data.
     if eval_dataset is None and "train.eval_every" in (overrides or {}):
         check_evaluated(config)
@@ -156,6 +158,17 @@ def resume(
             "takes what both have"
         )
     return _run(config, resume=True, overwrite=False, callbacks=callbacks, objects=objects, notes=notes)
+
+
+def _start_framework(config: RunConfig) -> None:
+    """Check the framework of the recipe, and take the place of this process among those that its launcher started."""
+    if config.framework == "mindspore":
+        check_installed()
+        read_msrun(os.environ)
+        if is_scheduler(os.environ):
+            from tessera.mindspore.build import serve_scheduler  # it imports MindSpore
+
+            serve_scheduler()
 
 
 def _objects(
@@ -308,9 +321,6 @@ def _run(
     rows: GivenRows | None = None,
 ) -> Run:
     """Build and run a trainer. `notes`: lines for the log. `rows`: see `open_run`."""
-    if config.framework == "mindspore":
-        check_installed()
-        read_msrun(os.environ)
     # Build the model on the meta device first: mistakes in the recipe fail before the ranks connect.
     setup = build_meta_model(config, dist.expected_world_size(), objects)
     check_rows(config, setup.plan)

@@ -11,7 +11,7 @@ from tessera.config.framework import LIMITS, check_framework, without_unsupporte
 from tessera.config.run_config import load_config
 from tessera.errors import TesseraError
 from tessera.mindspore import limits
-from tessera.runtime.launcher import read_msrun
+from tessera.runtime.launcher import is_scheduler, read_msrun
 from tessera.training.setup import build_meta_model
 
 RECIPE: dict[str, Any] = {
@@ -119,3 +119,5 @@ def test_variables_of_msrun_are_read_as_those_of_torchrun() -> None:
     scheduler = {"MS_ROLE": "MS_SCHED", "RANK_ID": "0", "RANK_SIZE": "2", "MS_SCHED_PORT": "8118"}
     read_msrun(scheduler)
     assert "RANK" not in scheduler
+    assert is_scheduler(scheduler)
+    assert not is_scheduler(rank)
