@@ -4,13 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: quickstart quickstart-video test test-all margins layouts lint types clean help
+.PHONY: quickstart quickstart-video test test-all test-mindspore margins layouts lint types clean help
 
 help:
 	@echo "make quickstart  set up and train a small vision-language model on handwritten digits (a few minutes on 2 cores)"
 	@echo "make quickstart-video  the same for a small video model: moving digits from captions"
 	@echo "make test        set up and run style, type and unit tests"
 	@echo "make test-all    the same with the slow tests: more kills, a longer soak"
+	@echo "make test-mindspore  the tests of training on MindSpore, in an environment of their own (.venv-mindspore)"
 	@echo "make margins     how near every numeric comparison came to its limit"
 	@echo "make layouts     every layout and memory form against one process, as a table"
 
@@ -63,6 +64,18 @@ test-all: lint
 	$(call TYPES_AND_TESTS,-m "not gpu")
 	ATEN_CPU_CAPABILITY=default $(PYTEST) -n 2 -m "not gpu" -k "not compiled" $(NUMERIC)
 
+# MindSpore needs NumPy 1 and Python up to 3.12, so it has its own environment, with its own constraints.
+MS_VENV := .venv-mindspore
+$(MS_VENV)/.ready: pyproject.toml constraints-mindspore.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] <= (3, 12) else "MindSpore needs Python 3.11 or 3.12; say make PYTHON=/path/to/it")'
+	$(PYTHON) -m venv $(MS_VENV)
+	@echo 'installing into $(MS_VENV): up to 8 GB, because torch of PyPI brings libraries for GPUs on x86-64'
+	$(MS_VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints-mindspore.txt --config-settings editable_mode=compat -e '.[hf,mindspore]' pytest pytest-xdist hypothesis
+	@touch $@
+
+test-mindspore: $(MS_VENV)/.ready
+	OMP_NUM_THREADS=1 $(MS_VENV)/bin/python -m pytest -p no:xdist -m "not slow" tests/mindspore
+
 margins: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tests.margins -o enable_assertion_pass_hook=true -m "not slow and not gpu"
 
@@ -71,4 +84,4 @@ layouts: $(READY)
 
 clean:
 	find tessera tessera_compat tests -name __pycache__ -prune -exec rm -rf {} +
-	rm -rf $(VENV) build runs .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(MS_VENV) build runs .mypy_cache .ruff_cache .pytest_cache .hypothesis

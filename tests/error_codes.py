@@ -34,6 +34,7 @@ SUBJECTS = {
     "output": "Files and folders that a command writes",
     "hub": "Hubs: downloads and uploads",
     "parity": "Recordings and their comparison",
+    "framework": "Training on MindSpore",
     "job": "Jobs of MindSpeed-MM",
     "megatron": "Megatron's Python surface and files",
 }

@@ -26,7 +26,7 @@ from tessera.cli.serve import serve
 from tessera.config.extensions import extension_names, extensions, find_hint
 from tessera.errors import TesseraError, reported
 from tessera.runtime import npu
-from tessera.runtime.launcher import launcher_blamed
+from tessera.runtime.launcher import launcher_blamed, read_msrun
 from tessera.runtime.log import quiet_libraries
 from tessera.version import __version__, package_versions
 
@@ -239,6 +239,7 @@ def config_show(recipe: Annotated[Path, typer.Argument(help="YAML recipe")], ove
 
 
 def main() -> None:
+    read_msrun(os.environ)
     try:
         with reported(), launcher_blamed():
             quiet_libraries()

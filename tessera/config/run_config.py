@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 from tessera.config.data import DataSection, RecordFormat, SourceSection
 from tessera.config.evaluation import EvaluationSection
 from tessera.config.extensions import extension
+from tessera.config.framework import HOST_SETTINGS, Framework, check_framework
 from tessera.config.model import MAX_ADAPTER_ALPHA, MAX_ADAPTER_RANK, AdapterForm, LoraSection, LoraTarget, ModelSection
 from tessera.config.output import CheckpointSection, GuardSection, LogSection, ProfileSection, TrackerSection
 from tessera.config.parallel import (
@@ -49,6 +50,11 @@ class RunConfig(Section):
         description="the run's folder is out/name; begins with a letter or a digit",
     )
     out: Path = Path("runs")
+    framework: Framework = Field(
+        "torch",
+        description="library that computes gradients and updates; mindspore: llama, qwen2, qwen3 and qwen2_vl, "
+        "in float32, with data parallelism",
+    )
     model: ModelSection
     data: DataSection = DataSection()
     parallel: ParallelSection = ParallelSection()
@@ -111,9 +117,25 @@ class RunConfig(Section):
             raise ValueError(f"profile.steps begins with step {self.profile.steps[0]}, and the run has {last}")
         return self
 
+    @model_validator(mode="after")
+    def _has_what_its_framework_can_do(self) -> RunConfig:
+        if self.framework == "mindspore":
+            check_framework(self.model_dump())
+        return self
+
     @property
     def folder(self) -> Path:
         return self.out / self.name
+
+    def on_host(self) -> RunConfig:
+        """Return the recipe for torch's part of the run: with another framework, a replicated model on the CPU."""
+        if self.framework == "torch":
+            return self
+        sections: dict[str, dict[str, Any]] = {}
+        for key, value in HOST_SETTINGS.items():
+            section, _, name = key.partition(".")
+            sections.setdefault(section, {})[name] = value
+        return self.model_copy(update={n: getattr(self, n).model_copy(update=v) for n, v in sections.items()})
 
 
 def load_config(recipe: Path | str | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> RunConfig:

@@ -31,5 +31,9 @@ class TrainingEngine(Protocol):
         ...
 
     def settle(self, optimizer: torch.optim.Optimizer) -> None:
-        """Update copies of tied weights after weights and optimizer state were loaded by name."""
+        """Update copies of weights and optimizer state after they were loaded by name."""
+        ...
+
+    def collect(self, optimizer: torch.optim.Optimizer) -> None:
+        """Update weights and optimizer state, if copies of them are trained, before they are read by name."""
         ...

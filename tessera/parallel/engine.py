@@ -74,6 +74,9 @@ class SimpleEngine:
     def settle(self, optimizer: torch.optim.Optimizer) -> None:
         """Do nothing. `PipelineEngine` updates copies of tied weights here."""
 
+    def collect(self, optimizer: torch.optim.Optimizer) -> None:
+        """Do nothing: the weights themselves are trained."""
+
     def _forward(self, task: Task, batch: Batch) -> Losses:
         reference = task.reference
         with torch.no_grad():

@@ -217,6 +217,9 @@ class PipelineEngine:
     def settle(self, optimizer: Optimizer) -> None:
         self.tied.settle(optimizer)
 
+    def collect(self, optimizer: Optimizer) -> None:
+        """Do nothing: the weights themselves are trained."""
+
     def _reduce(self, losses: Sequence[Losses], counts: dict[str, Tensor] | None, counted: bool = True) -> LossTotals:
         """Sum losses over ranks. Ranks without the last stage add zeros, and get the result as well."""
         if self._specs is None:

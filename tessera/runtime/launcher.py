@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,6 +23,27 @@ _LAUNCHER = "TESSERA_LAUNCHER"  # variable in which our launcher stores its proc
 # Variables that torchrun sets for each rank. A parent process with the same values belongs to the rank, too.
 _OF_A_RANK = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "RANK", "LOCAL_RANK")
 _INTERVAL_S = 0.5
+
+
+def read_msrun(environment: MutableMapping[str, str]) -> None:
+    """Set the variables of torchrun for a rank that msrun started, unless they are set.
+
+    The store of torch is at the port after that of MindSpore's scheduler; MASTER_PORT names another.
+    """
+    rank, size = environment.get("RANK_ID"), environment.get("RANK_SIZE")
+    port = environment.get("MS_SCHED_PORT", "")
+    if environment.get("MS_ROLE") != "MS_WORKER" or not rank or not size or not port.isdecimal():
+        return
+    environment.setdefault("RANK", rank)
+    environment.setdefault("WORLD_SIZE", size)
+    environment.setdefault("LOCAL_RANK", environment.get("DEVICE_ID", "0"))
+    environment.setdefault("MASTER_ADDR", environment.get("MS_SCHED_HOST", "127.0.0.1"))
+    environment.setdefault("MASTER_PORT", str(int(port) + 1))
+
+
+def is_scheduler(environment: Mapping[str, str]) -> bool:
+    """Return whether msrun started this process to serve its ranks: it runs the command of the ranks, too."""
+    return environment.get("MS_ROLE") == "MS_SCHED"
 
 
 def announce_launcher() -> None:

@@ -69,7 +69,7 @@ def build_trainer(
 
     `config`: the recipe with every field of the model (see `with_model_resolved`). `extra`: callbacks of the caller.
     """
-    plan, task = setup.plan, setup.task
+    config, plan, task = config.on_host(), setup.plan, setup.task
     if plan.layout.modules.compiled:
         task.compile()
     if config.data.workers not in (0, "auto"):
@@ -92,14 +92,10 @@ def build_trainer(
         start_early()  # worker processes start while the model is built
     module = parallelize(setup.module, plan, mesh, world.device)
     task.setup(_frozen_components(config, setup, mesh, world), world)
-    trained = [shard.name for shard in plan.param_shards if shard.trained]
-    optimizer = build_optimizer(
-        module, config.optim, world.device, trained, offloaded=plan.layout.sharding.offload, make=objects.optimizer
-    )
     if world.is_main:
         log.info("%s", plan.describe())
     scale = LossScale(config.precision.loss_scale, world.device) if config.precision.compute == "float16" else None
-    engine = build_engine(module, plan, mesh, world.device, loss_scale=scale)
+    engine, optimizer, clip = _engine(config, module, plan, mesh, world, scale, objects)
     evaluated = None if held_out is None else HeldOut(config, mesh, held_out, _ranks_here(world))
     guard = _guard(config, plan, mesh, scale)
     ema = None if config.train.ema is None else Ema(config.train.ema, module)
@@ -127,7 +123,7 @@ def build_trainer(
         initial_weights=begin,
         task=task,
         optimizer=optimizer,
-        clip_gradients=_clip(module, plan, mesh, config.optim.clip_norm, optimizer, world.device, scale),
+        clip_gradients=clip,
         steps=steps,
         checkpoints=checkpoints,
         callbacks=run_callbacks(parts, extra),
@@ -137,6 +133,27 @@ def build_trainer(
         memory=MemoryAdvice(config, world.size, plan.layout.modules.blocks),
         data_identity="" if rows is None else rows.identity,
     )
+
+
+def _engine(
+    config: RunConfig,
+    module: nn.Module,
+    plan: Plan,
+    mesh: Mesh,
+    world: World,
+    scale: LossScale | None,
+    objects: Objects,
+) -> tuple[TrainingEngine, Optimizer, Callable[[], Tensor]]:
+    """Return the engine and the optimizer of the recipe's framework, and the function that clips gradients."""
+    if config.framework == "mindspore":
+        from tessera.mindspore.build import build_parts  # it imports MindSpore, which most machines do not have
+
+        return build_parts(module, config.optim, world.size)
+    trained = [shard.name for shard in plan.param_shards if shard.trained]
+    offloaded = plan.layout.sharding.offload
+    optimizer = build_optimizer(module, config.optim, world.device, trained, offloaded, objects.optimizer)
+    engine = build_engine(module, plan, mesh, world.device, loss_scale=scale)
+    return engine, optimizer, _clip(module, plan, mesh, config.optim.clip_norm, optimizer, world.device, scale)
 
 
 def _guard(config: RunConfig, plan: Plan, mesh: Mesh, loss_scale: LossScale | None) -> Guard:

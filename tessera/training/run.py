@@ -25,12 +25,14 @@ from tessera.errors import TesseraError, first_line
 from tessera.hub.config import with_local_folders
 from tessera.inference.load import load
 from tessera.inference.weight_source import CONFIG, RUN_FILE, run_exists, saved_config
+from tessera.mindspore.limits import check_installed
 from tessera.models.files.side_files import SEAL, damaged_side_files
 from tessera.observe.report.plot import Plot, table_of
 from tessera.runtime import distributed as dist
 from tessera.runtime import log
 from tessera.runtime.collective import Ranks
 from tessera.runtime.files import last_step, read_json_mapping, read_metrics
+from tessera.runtime.launcher import is_scheduler, read_msrun
 from tessera.training.build import build_trainer
 from tessera.training.callbacks import named_callbacks
 from tessera.training.early_checks import check_evaluated
@@ -106,6 +108,7 @@ def train(
     if rows.splits:
         settings |= rows.settings(load_config(recipe, settings).folder)
     config = load_config(recipe, {**settings, **objects.settings()})
+    _start_framework(config)
     if rows.splits and config.data.kind not in KINDS:
         raise TesseraError(
             f"rows in memory cannot have data.kind={config.data.kind}",
@@ -141,6 +144,7 @@ def resume(
     objects, rows = _objects(model, task, dataset, eval_dataset, optimizer)
     rows.check_resumed(Path(run))
     config = resume_config(run, overrides, trust)
+    _start_framework(config)
     # Saved recipes of earlier versions may set `train.eval_every` without held-out data.
     if eval_dataset is None and "train.eval_every" in (overrides or {}):
         check_evaluated(config)
@@ -154,6 +158,17 @@ def resume(
             "takes what both have"
         )
     return _run(config, resume=True, overwrite=False, callbacks=callbacks, objects=objects, notes=notes)
+
+
+def _start_framework(config: RunConfig) -> None:
+    """Check the framework of the recipe, and take the place of this process among those that its launcher started."""
+    if config.framework == "mindspore":
+        check_installed()
+        read_msrun(os.environ)
+        if is_scheduler(os.environ):
+            from tessera.mindspore.build import serve_scheduler  # it imports MindSpore
+
+            serve_scheduler()
 
 
 def _objects(
@@ -239,7 +254,7 @@ def _short_hash(text: str) -> str:
 def join(config: RunConfig) -> AbstractContextManager[dist.World]:
     """Join the process group of a recipe. Raise if ranks differ in versions, configuration or run folder."""
     return dist.world(
-        config.train.device,
+        config.on_host().train.device,
         config.parallel.timeout_s,
         join_timeout_s=config.parallel.join_timeout_s,
         config=" ".join(f"{name}={_short_hash(str(value))}" for name, value in config.model_dump(mode="json").items()),

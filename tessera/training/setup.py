@@ -23,6 +23,7 @@ from tessera.lora.export import check_forms
 from tessera.lora.load import part_of, settled, targets_origin
 from tessera.lora.modules import add_adapters, find_adapters, trained_in_full, with_adapters
 from tessera.lora.select import Adapters, spelled_out
+from tessera.mindspore.limits import check_model
 from tessera.models import build_on_meta, resolve
 from tessera.models.files.exported_config import exported_config
 from tessera.models.module import spec_of_object
@@ -130,8 +131,11 @@ def build_meta_model(config: RunConfig, world_size: int, objects: Objects = NONE
 
     `objects`: parts that the caller of `tessera.train` passed as objects.
     """
+    config = config.on_host()
     devices.check_name(config.train.device)
     spec, model_config, task = _model_and_task(config, objects)
+    if config.framework == "mindspore":
+        check_model(spec.name, model_config, objects.names)
     module = build_on_meta(spec, model_config)
     sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
     lora, adapters = _add_adapters(config, spec, model_config, module)
@@ -147,6 +151,8 @@ def build_meta_model(config: RunConfig, world_size: int, objects: Objects = NONE
         workload=_workload(config, spec, model_config),
         state=state_bytes(config.optim, module),
     )
+    if config.framework == "mindspore":
+        plan = unsharded(plan)
     _check_keys(config, spec, module, plan, objects)
     task.bind(spec, model_config)
     task.check(config, module)
@@ -165,6 +171,11 @@ def build_meta_model(config: RunConfig, world_size: int, objects: Objects = NONE
         ),
     )
     return ModelSetup(spec, model_config, module, plan, lora, adapters, task, frozen)
+
+
+def unsharded(plan: DescribedPlan) -> DescribedPlan:
+    """Return the plan without FSDP: every rank has all weights, and the engine itself sums gradients over ranks."""
+    return replace(plan, layout=replace(plan.layout, sharding=replace(plan.layout.sharding, active=False)))
 
 
 def _check_keys(config: RunConfig, spec: ModelSpec, module: nn.Module, plan: Plan, objects: Objects) -> None:
@@ -274,6 +285,7 @@ def _encoded_ahead(
 
 def resolve_precision(config: RunConfig) -> PrecisionSection:
     """Return the precision section with its automatic values resolved for the device of the run."""
+    config = config.on_host()
     return config.precision.resolved(accelerator=devices.is_accelerator(config.train.device))
 
 

@@ -118,6 +118,7 @@ class Trainer:
     def end(self) -> None:
         """End training: callbacks write their last lines and close files."""
         self.phase = "ending"
+        self.engine.collect(self.optimizer)  # callbacks export the weights
         self._call("on_end")
 
     def fail(self, error: BaseException) -> None:
@@ -264,6 +265,7 @@ class Trainer:
     _first_row = _first_step = 0
 
     def tensors(self) -> dict[str, torch.Tensor]:
+        self.engine.collect(self.optimizer)
         return training_tensors(self.module, self.optimizer)
 
     def side_tensors(self) -> dict[str, torch.Tensor]:

@@ -29,9 +29,8 @@ SEEDS = {
 
 EVERYDAY = "the issue on everyday use"
 ANALYSIS = "the issue on migration analysis of other people's scripts"
-MINDSPORE = "the issue on MindSpore"
 OMNI = "the issue on sound and speech"
-NATIVE = f"jobs that ask for MindSpore by name are refused with the words to say instead, until {MINDSPORE}"
+NATIVE = "jobs that ask for MindSpore by name are refused with the words to say instead; recipes have `framework`"
 MSRUN_TEST = "acceptance/test_seed_003.py::test_12_to_16_numbers_and_addresses_reach_msrun"
 NO_ASCEND = "no Ascend hardware has run it: runs, operators and collectives are tested on a stand-in for torch_npu"
 
@@ -90,16 +89,27 @@ def _otherwise(name: str, *tests: str) -> dict[str, str | tuple[str, ...]]:
     return {"otherwise": name, "shown_by": tests}
 
 
+# Items of the guide to MindSpore that `framework: mindspore` of a recipe does.
+ON_MINDSPORE = {
+    1: _by("mindspore/test_mindspore_runs.py::test_each_resumes_the_checkpoint_of_the_other"),
+    2: {"refused": "it puts a package named torch before torch; models are written on plain operators of MindSpore"},
+    3: _by("mindspore/test_mindspore_numerics.py::test_loss_and_gradients"),
+    4: {"refused": "custom operators need an Ascend compiler and hardware; plain operators of MindSpore suffice here"},
+    5: _by("unit/test_docs_languages.py::"),
+    6: {"refused": "MindSpore 2.10 and Python 3.11 or 3.12 are needed; `framework: mindspore` names them otherwise"},
+    7: _by("unit/test_framework.py::test_a_missing_or_untested_mindspore_is_refused"),
+    23: _by("unit/test_framework.py::test_several_features_are_named_together_and_switched_off_with_a_report"),
+}
 OPEN: dict[str, str | tuple[str, ...]] = {}
 
 
-def _mindspore(number: int) -> dict[str, str | tuple[str, ...]]:
-    """Return the state of an item of seed 003: the launch side is there, the back end is not."""
+def _launched(number: int) -> dict[str, str | tuple[str, ...]]:
+    """Return the state of an item of seed 003 that the launch side does."""
     if 13 <= number <= 16:
         return _by(MSRUN_TEST)
     if number == 11:
         return {"lacks": NATIVE}
-    return OPEN if 8 <= number <= 24 else {"refused": NATIVE} if number in (1, 25) else _lacks(MINDSPORE)
+    return {"refused": NATIVE} if number == 25 else OPEN
 
 
 ITEMS: list[Item] = [
@@ -641,7 +651,7 @@ ITEMS: list[Item] = [
     *_seed(
         "003",
         [
-            (text, _mindspore(number))
+            (text, ON_MINDSPORE.get(number) or _launched(number))
             for number, text in enumerate(
                 (
                     "MindSpore as a second framework",

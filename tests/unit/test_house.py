@@ -37,6 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "parallel": {*BASE, "ops", "lora"},
     "optim": {*BASE, "lora"},
     "tasks": {*BASE, "ops", "nn", "lora", "models"},
+    "mindspore": {*BASE, "ops", "nn", "lora", "checkpoint", "parallel", "optim", "tasks"},
     "diffusion": {*BASE, "hub", "ops", "nn", "lora", "data", "models", "parallel", "checkpoint", "tasks"},
     "engine": {*BASE, "ops", "nn", "lora", "models", "checkpoint"},
     "inference": {
@@ -58,7 +59,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "training": {
         *BASE,
         *("hub", "workers", "nn", "lora", "data", "models", "diffusion", "parallel", "checkpoint", "optim"),
-        *("tasks", "engine", "inference", "observe", "evaluation"),
+        *("tasks", "engine", "inference", "observe", "evaluation", "mindspore"),
     },
     "evaluation": {
         *BASE,
@@ -149,6 +150,20 @@ def test_the_order_of_packages_has_no_circle() -> None:
         free = {package for package, below in MAY_IMPORT.items() if below <= seen} - seen
         assert free, f"packages import each other: {sorted(set(MAY_IMPORT) - seen)}"
         seen |= free
+
+
+def other_libraries(source: str) -> set[str]:
+    """Return the packages that a file imports, at any depth of the file."""
+    names = {node.module or "" for node in nodes(source) if isinstance(node, ast.ImportFrom) and node.level == 0}
+    names |= {alias.name for node in nodes(source) if isinstance(node, ast.Import) for alias in node.names}
+    return {name.split(".")[0] for name in names}
+
+
+def test_one_package_imports_mindspore() -> None:
+    users = {path for path in both_packages() if "mindspore" in other_libraries(path.read_text(encoding="utf-8"))}
+    assert users
+    assert {path.parent for path in users} == {PACKAGE / "mindspore"}
+    assert other_libraries("def f():\n    from mindspore.nn import Cell") == {"mindspore"}
 
 
 def test_a_planted_import_is_found() -> None:
