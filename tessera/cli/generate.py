@@ -227,20 +227,15 @@ def _ranks(layout: Mapping[str, int], device: str) -> Iterator[dict[str, int] | 
 
 def _refuse(options: Mapping[str, Any], why: str, allowed: Sequence[str]) -> None:
     """Raise if `options` contains an option that is not in `allowed`."""
-    name = next((name for name in options if name not in allowed), None)
-    if name is not None:
-        raise _without_effect(name, why, [_option(other) for other in allowed if other not in POSITIONAL])
-
-
-def _without_effect(name: str, why: str, allowed: Sequence[str]) -> TesseraError:
-    option = _option(name)
-    return TesseraError(
-        f"{why}: {option} has no effect",
-        where=option,
-        allowed=allowed,
-        fix=f"leave {option} out",
-        code="generation.option-without-effect",
-    )
+    names = [_option(name) for name in options if name not in allowed]
+    if names:
+        raise TesseraError(
+            f"{why}: {' and '.join(names)} {'has' if len(names) == 1 else 'have'} no effect",
+            where=names[0],
+            allowed=[_option(other) for other in allowed if other not in POSITIONAL],
+            fix=f"leave {' and '.join(names)} out",
+            code="generation.option-without-effect",
+        )
 
 
 def _option(name: str) -> str:

@@ -287,7 +287,7 @@ def parse_strengths(
         raise TesseraError(
             f"there are {len(values)} strengths for {len(paths)} adapters",
             where=where,
-            fix=f"give an {option} for each strength",
+            fix=f"pass one {option} per {where}",
             code="adapter.strengths-mismatch",
         )
     twice = next((path for path in paths if paths.count(path) > 1), None)

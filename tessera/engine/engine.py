@@ -439,7 +439,7 @@ class Engine:
 
 
 def _grow(pool: BlockPool, runner: Runner, most_blocks: int, missing: int) -> bool:
-    """Enlarge the cache by so many blocks or more. Return False if it has all its memory."""
+    """Enlarge the cache by at least `missing` blocks. Return False if `most_blocks` do not suffice."""
     blocks = min(max(pool.blocks + missing, 2 * pool.blocks), most_blocks)
     if blocks < pool.blocks + missing:
         return False

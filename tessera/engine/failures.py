@@ -39,7 +39,7 @@ def not_finite_error() -> TesseraError:
 
 
 def still_used_error(name: str) -> TesseraError:
-    """Return the error of loading an adapter whose name is still in use by requests."""
+    """Return the error for an adapter name that requests still use while it is unloaded."""
     return TesseraError(
         f"the adapter {name} is being unloaded, and requests still use it",
         fix="load it again when they are answered, or use another name",

@@ -37,7 +37,7 @@ class _Logprobs:
         self._values = HostCopy(values)
 
     def entries(self, tokens: Sequence[int], counts: Sequence[int | None]) -> list[TokenLogprob | None]:
-        """Return the log-probability of each token, with so many of the likeliest tokens; None: not asked for."""
+        """Return the log-probability of each token, with `counts` likeliest tokens; None where the count is None."""
         rows: list[list[float]] = self._values()  # type: ignore[assignment]
         tops: list[list[int]] = [[]] * len(rows) if self._tops is None else self._tops()  # type: ignore[assignment]
         return [

@@ -92,7 +92,7 @@ class RequestState:
 
     @property
     def remaining(self) -> int:
-        """Return how many tokens the cache lacks."""
+        """Return how many tokens are not in the cache yet."""
         return min(len(self.tokens) + self.pending, self.needed) - self.computed
 
     def write_positions(self, start: int, target: np.ndarray) -> None:

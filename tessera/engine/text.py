@@ -27,9 +27,9 @@ def decoder_of(processor: object, skip_special: bool) -> Callable[[Sequence[int]
 class AnswerText:
     """Turn the tokens of an answer into text that may be sent.
 
-    If nobody needs the text before the end, it is decoded there. Otherwise a token costs the decoding of the few tokens
-    around it. Incomplete characters wait for their end, and possible beginnings of stop strings wait until they are
-    none. Bytes that are no UTF-8 become replacement characters.
+    Without streaming and stop strings, the text is decoded once, at the end. Otherwise each token decodes only the few
+    tokens around it. Incomplete characters, and text that may begin a stop string, are held back until it is clear what
+    they are. Bytes that are not UTF-8 become replacement characters.
 
     The stop string that ends first ends the answer; the longest one, if several end there.
     """

@@ -82,9 +82,9 @@ def evaluate(
 ) -> Evaluation:
     """Answer the questions of benchmarks, score the answers, and write them with a report.
 
-    `tasks`: benchmarks, such as `mmmu`, `mmbench:cn`, or the path of a task file. None: the benchmark whose published
-    file is `data`, or chat samples: those of `data`, or the held-out set of a run. `data`: file or folder of published
-    files, in place of a download. `root`: folder of media.
+    `tasks`: benchmarks, such as `mmmu`, `mmbench:cn`, or the path of a task file. None: the benchmark of
+    `data` if that is a published file; otherwise the chat samples in `data`, or the held-out set of a run. `data`: a
+    file or folder that replaces the download. `root`: folder of media.
 
     `metric`: how answers to chat samples are scored, as in docs/reference/benchmarks.md; `file.py:function` needs
     `trust`. None: that of the run's recipe, or `exact`.

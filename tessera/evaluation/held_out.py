@@ -22,7 +22,10 @@ _REFUSED = ("ifeval", "mathvista", "choice", "mmmu")  # they read columns that c
 
 
 class HeldOutBenchmark:
-    """Read the questions of chat samples. Categories are numbers of images. Boxes are written as the model does."""
+    """Read the questions of chat samples. Expected boxes are written in the format of the model.
+
+    The report has a row for each number of images per question.
+    """
 
     variant = ""
     sampling = GREEDY
@@ -38,7 +41,7 @@ class HeldOutBenchmark:
         max_new_tokens: int = MAX_NEW_TOKENS,
         where: str = "--metric",
     ) -> None:
-        """`processor`: of the model. `folder`: of the file of a user's metric, which must be trusted already."""
+        """`processor`: writes boxes as the model does. `folder`: has the file of a user's metric; already trusted."""
         self.name = self.title = name
         self.max_new_tokens = max_new_tokens
         self._sources, self._processor = sources, processor

@@ -154,7 +154,7 @@ def _quantiles(resampled: np.ndarray, units: int) -> tuple[float, float]:
 
 
 def _paired_interval(better: int, worse: int, units: int) -> tuple[float, float]:
-    """Return the interval of Bonett and Price for the difference of two paired shares: one change is added to each."""
+    """Return the interval of Bonett and Price for a difference of paired proportions; it adds 1 to both counts."""
     up, down = (better + 1) / (units + 2), (worse + 1) / (units + 2)
     half = _z() * math.sqrt(max(0.0, up + down - (up - down) ** 2) / (units + 2))
     return max(-1.0, up - down - half), min(1.0, up - down + half)

@@ -26,7 +26,7 @@ from tessera.models.processing.conversation import ConversationProcessor
 from tessera.runtime.files import open_regular, read_bytes
 from tessera.version import __version__, package_versions
 
-_PARTS, _PART_BYTES = 16, 1 << 16  # of each weight file, so many blocks are hashed
+_PARTS, _PART_BYTES = 16, 1 << 16  # 16 blocks of 64 KiB, evenly spaced, are hashed of each weight file
 _NOT_SETTINGS = ("encoder", "train_on", "last_only", "template", "config")  # or hashed beside
 
 

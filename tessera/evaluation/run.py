@@ -240,6 +240,6 @@ def check_media(benchmark: Benchmark, processor: LoadedProcessor, name: str) -> 
                     f"{benchmark.title} asks about {part.kind} input, which {name} does not read",
                     where="--tasks",
                     allowed=["text", *sorted(kinds)],
-                    fix="choose a benchmark of text, such as gsm8k or ifeval, or a model that reads it",
+                    fix=f"choose a model that reads {part.kind} input, or a text benchmark, such as gsm8k or ifeval",
                     code="evaluation.modality",
                 )

@@ -90,7 +90,7 @@ def fetch(id: HubId, where: str, *, to: Path | None = None, wanted: Wanted | Non
         except Unreachable as error:
             folder = None if to is not None else _usable_copy(client, id, wanted)
             if folder is None:
-                raise _not_here(id, where, str(error)) from None
+                raise _not_here(id, where, str(error), wanted.include) from None
             unreachable, pinned, chosen = str(error), id.at(folder.name), DataFiles((), id.inside)
         if unreachable and not id.is_pinned and os.environ.get("RANK", "0") == "0":
             say(f"{id}: {HUBS[id.hub]} was not asked ({unreachable}); the copy of {pinned.revision} is used")
@@ -125,15 +125,17 @@ def _usable_copy(client: HubClient, id: HubId, wanted: Wanted) -> Path | None:
     return folder if any(folder.rglob("*.safetensors")) else None
 
 
-def _not_here(id: HubId, where: str, why: str) -> TesseraError:
-    data, key = (" --data", "data.train") if id.kind == "dataset" else ("", "model.path")
+def _not_here(id: HubId, where: str, why: str, include: Sequence[str] = ()) -> TesseraError:
+    options, key = (" --data", "set data.train=FOLDER") if id.kind == "dataset" else ("", "set model.path=FOLDER")
+    options += "".join(f' --include "{pattern}"' for pattern in include)
+    use = "add --data FOLDER" if where == "--tasks" else key
     path = f"there is no folder {id.name} here; " if id.looks_like_path else ""
     return TesseraError(
         f"{path}{id} is not on this machine, and {HUBS[id.hub]} cannot be reached: {why}",
         where=where,
         nearest=nearest_folder(Path(id.name)) if id.looks_like_path else None,
-        fix=f"on a machine with a network: tessera download {replace(id, inside='')}{data} --to FOLDER; copy the "
-        f"folder to this machine and set {key}=FOLDER",
+        fix=f"on a machine with a network: tessera download {replace(id, inside='')}{options} --to FOLDER; copy the "
+        f"folder to this machine and {use}",
         code="hub.not-reachable",
     )
 

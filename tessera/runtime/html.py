@@ -102,7 +102,7 @@ class Shape:
     kind: str = "main"  # colour: main, held or good
 
 
-MOST_SHAPES = 200  # at most so many boxes and points are drawn on an image
+MOST_SHAPES = 200  # boxes and points that are drawn on an image, at most
 
 
 def overlay(width: int, height: int, shapes: Sequence[Shape]) -> str:

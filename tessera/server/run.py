@@ -23,7 +23,7 @@ _HEADER_BYTES = 32 << 10
 _HEADER_S = 20.0  # time in which a client must send the headers of a request
 _KEEP_ALIVE_S = 60
 _SEND_BYTES = 128 << 10
-_PARTS, _PART_BYTES = 10_000, 512  # a body may have so many parts, and another one for so many bytes
+_PARTS, _PART_BYTES = 10_000, 512  # a body may have 10,000 parts, and one more per 512 bytes
 
 
 class _Connection(h11.Connection):

@@ -93,7 +93,7 @@ class Scanner:
         self.matches.append(Match(rule, operation, node, start, getattr(node, "end_lineno", start) or start))
 
     def _rule(self, name: str) -> MigrationRule | None:
-        """Return the rule of a name. A library that is analysed itself is no other library."""
+        """Return the rule of a name; None for modules of the analysed code, also if it is the library of a rule."""
         rule = self.rules.by_name(name)
         is_itself = rule is not None and rule.kind == "library" and name.partition(".")[0] in self.resolver.modules
         return None if is_itself else rule

@@ -56,6 +56,7 @@ def test_prompts_of_a_file_are_numbered_samples(wan: Path, tmp_path: Path) -> No
         (["MODEL", "a cat"], "generation.no-output-file"),
         (["MODEL", "--out", "x.png"], "generation.no-prompt"),
         (["MODEL", "a cat", "--out", "x.png", "--temperature", "1"], "--temperature has no effect"),
+        (["MODEL", "a cat", "--out", "x.png", "--top-k", "1", "--top-p", "1"], "--top-k and --top-p have no effect"),
         (["MODEL", "a cat", "--out", "x.png", "--frames", "5"], "a PNG file contains one image"),
         (["MODEL", "a cat", "--out", "x.avi"], "no supported suffix"),
         (["MODEL", "a cat", "--out", "x.png", "--height", "-3"], "height"),

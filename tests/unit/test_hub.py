@@ -20,7 +20,7 @@ from tessera.data.sources.source import open_source
 from tessera.evaluation.benchmark import BenchmarkQuestion
 from tessera.evaluation.tasks.load import open_task
 from tessera.hub.config import local_model, local_source, with_local_folders
-from tessera.hub.download import downloaded, fetch
+from tessera.hub.download import Wanted, downloaded, fetch
 from tessera.hub.files import data_files, model_files
 from tessera.lora.peft import base_of
 from tessera.tools.download import download
@@ -293,6 +293,14 @@ def test_off_line_a_copy_serves_and_its_absence_is_explained(
         fetch(model("org/other"), "model.path")
     assert "tessera download hf://org/other --to FOLDER" in str(raised.value.fix)
     assert "model.path=FOLDER" in str(raised.value.fix)
+    with raises("hub.not-reachable") as raised:  # files of a benchmark, which `tessera eval --data` reads
+        fetch(
+            parse_hub_id("hf://org/bench", "dataset", "--tasks"),
+            "--tasks",
+            wanted=Wanted(include=("data/test-*.parquet",)),
+        )
+    assert 'org/bench --data --include "data/test-*.parquet" --to FOLDER' in str(raised.value.fix)
+    assert str(raised.value.fix).endswith("add --data FOLDER")
     assert hub.requests == []
 
 

@@ -24,8 +24,9 @@ from tessera.evaluation.parity.results import lines, write_results
 from tessera.parallel.sequence_sharding import SequenceSharding
 from tessera.tools.parity.bisect import _first
 from tessera.tools.parity.lab import parity
-from tessera.tools.parity.runs import parse_steps
+from tessera.tools.parity.runs import parse_steps, record
 from tests.errors import raises
+from tests.toys.chat_set import chat_recipe, write_chat_set
 
 
 class Net(nn.Module):
@@ -437,6 +438,14 @@ def test_wrong_requests_are_refused(folder: Path, tmp_path: Path) -> None:
         parity("HEAD", "HEAD", over="commits", command="record '{out}")
     refused = CliRunner().invoke(app, ["compare", str(folder), "--over", "data"])
     assert getattr(refused.exception, "code", None) == "parity.one-side"
+
+
+def test_recording_a_recipe_writes_the_recording_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = chat_recipe(write_chat_set(tmp_path), tmp_path / "runs")
+    recipe["checkpoint"]["export"] = True
+    assert record(recipe, out=tmp_path / "recording", rounding=0).is_dir()
+    assert "read again and compared" not in "".join(capsys.readouterr())  # an exported folder
+    assert not (tmp_path / "runs").exists()
 
 
 def test_the_first_step_is_found_in_curves() -> None:

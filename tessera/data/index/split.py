@@ -105,7 +105,7 @@ class TruncateToLength:
 
         def measured(first: int, last: int) -> dict[str, int]:
             messages = sample.messages[first:last]
-            if first:  # the images of boxes are in earlier turns
+            if first:  # boxes may refer to images of turns that are cut off
                 messages = tuple(without_regions(message) for message in messages)
             return self.processor.measure(Sample(sample.id, messages), sizes[media[first] : media[last]])
 

@@ -23,7 +23,7 @@ from tessera.errors import TesseraError
 SCALES = {"real": 0, "norm1": 1, "norm1000": 1000}
 MOST = 1000  # regions of a record; more are the result of a broken export
 _LARGEST = 1e7  # a larger number is no coordinate
-_NEAR = 1.0  # so many pixels outside of the image are rounding of the annotation
+_NEAR = 1.0  # pixels that a box may reach out of its image, because annotations are rounded
 _BOX = "<bbox>"
 
 

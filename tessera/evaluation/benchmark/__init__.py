@@ -30,9 +30,8 @@ class BenchmarkQuestion:
 class Mark:
     """Hold what an answer was taken for, and its values by name.
 
-    Values are such that figures of a benchmark are functions of their means over questions. So the number of errors and
-    the number of words are two values, and a word error rate is the ratio of their means. A value that a mark does not
-    have counts as 0.
+    Figures of a benchmark are computed from the means of these values over all questions. A word error rate, for
+    example, is the mean number of errors divided by the mean number of words. Missing values count as 0.
     """
 
     extracted: str | None  # None: the answer contains nothing that can be scored

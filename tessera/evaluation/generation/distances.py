@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SUBSETS, SUBSET_SIZE = 100, 1000  # of the kernel distance, as published
+SUBSETS, SUBSET_SIZE = 100, 1000  # KID is the mean over random subsets, as published
 RESAMPLES = 2000  # of the bootstrap
 FEWEST_GROUPS = 20  # below this number, the coverage of a bootstrap interval is too low
 _NORMAL_95 = 1.959964  # quantile of the normal distribution for 95 %

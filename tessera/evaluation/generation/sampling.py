@@ -193,7 +193,7 @@ def _protocol(
 
 
 def _weight_files(model: Path, pipeline: Pipeline, shards: Sequence[Path]) -> list[Path]:
-    """Return the weights and configurations of a model, its VAE and text encoders, and its files by rank."""
+    """Return the files to hash: weights and JSON of the model, VAE and text encoders, and `shards`."""
     newest = newest_checkpoint(model) if origin_of(model) == "run" else None
     folders = [newest or model, pipeline.parts.folder]
     files = {file for path in folders for file in _files_of(path, (".safetensors", ".json"))}

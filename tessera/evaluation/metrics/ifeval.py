@@ -34,7 +34,7 @@ def _search(keyword: str, answer: str) -> list[str]:
 
 
 def _paragraphs(answer: str, fields: Mapping[str, Any]) -> bool:
-    """Return whether there are so many paragraphs between dividers. Only the first and the last may be empty."""
+    """Return whether `***` divides the answer into `num_paragraphs`. Only the first and the last may be empty."""
     pieces = [bool(piece.strip()) for piece in re.split(r"\s?\*\*\*\s?", answer)]
     return all(pieces[1:-1]) and sum(pieces) == int(fields["num_paragraphs"])
 

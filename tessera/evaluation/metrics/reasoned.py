@@ -32,9 +32,9 @@ def _comparable(text: str) -> list[str | float]:
 
 
 def conclusions(answer: str) -> list[str | float]:
-    """Return what an open answer concludes: the shortest text after a word of conclusion in each line, and its numbers.
+    """Return the final texts of an open answer, and the numbers in them.
 
-    An answer without such words counts as a whole.
+    Of each line, it is the shortest text after a phrase such as "so" or "the answer is"; without any, the whole answer.
     """
     answer = answer.strip().strip(".").lower()
     *others, last = answer.split("\n")

@@ -111,7 +111,7 @@ def last_number(text: str) -> float | None:
 
 
 def numeric(*, tolerance: float = 0.0, relative: float = 0.0) -> AnswerMetric:
-    """Score 1 for a number that differs by at most `tolerance`, or by the share `relative` of the expected number.
+    """Score 1 if the last number of the answer is within `tolerance`, or within `relative` x the expected number.
 
     The answer is a number, or a text whose last number counts.
     """

@@ -187,7 +187,7 @@ def merged(data: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 
 
 def _divided(name: str) -> tuple[str, list[str]]:
-    """Divide a name at its colons. Those in the path of a task file are part of the path."""
+    """Split `name:variant:variant`. Colons before `.yaml` belong to the path of a task file."""
     match = re.fullmatch(r"(.*?\.ya?ml)((?::[^:/]+)*)", name)
     path, rest = (match[1], match[2]) if match else (name.partition(":")[0], "".join(name.partition(":")[1:]))
     return path, [variant for variant in rest.split(":") if variant]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from tessera.core.sample import REGION, Part, Region
 from tessera.models.processing.chat import ChatSpan
 
-MOST = 1000  # at most so many regions are read from an answer
+MOST = 1000  # regions that are read from an answer, at most
 _NUMBER = r"\s{0,9}(-?\d{1,7}(?:\.\d{1,9})?)\s{0,9}"
 # Brackets of all families, because special tokens around them are left out of a decoded answer.
 _READ = re.compile(

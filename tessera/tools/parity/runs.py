@@ -27,7 +27,10 @@ from tessera.training.setup import build_meta_model
 
 _SHARED = "TESSERA_RECORD_FOLDER"
 _STEP = re.compile(r"step-(\d{8,12})")
-_QUIET: Mapping[str, Any] = {"checkpoint.at_end": False, "checkpoint.every": 0, "log.trackers": [], "log.every": 1}
+_QUIET: Mapping[str, Any] = {
+    **{"checkpoint.at_end": False, "checkpoint.every": 0, "checkpoint.export": False},
+    **{"log.trackers": [], "log.every": 1},
+}
 
 
 def parse_steps(text: str) -> tuple[int, int]:
