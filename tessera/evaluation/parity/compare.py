@@ -22,7 +22,7 @@ from tessera.evaluation.parity.judge import (
     eps_of,
     statistics,
 )
-from tessera.evaluation.parity.numbers import compare_numbers
+from tessera.evaluation.parity.numbers import compare_numbers, compare_settings
 from tessera.evaluation.parity.recording import RecordedBatch, Recording
 
 
@@ -50,7 +50,8 @@ def compare_recordings(a: Recording, b: Recording, pairs: Mapping[str, str] | No
         findings += _only_on_one_side(ours, theirs)
     findings += compare_numbers(a, b, judge.drift)
     findings.sort(key=lambda finding: finding.position)
-    return Comparison((a.label, b.label), findings, judge.skipped, _note(findings))
+    settings = list(compare_settings(a, b, names))
+    return Comparison((a.label, b.label), findings, judge.skipped, _note(findings), settings)
 
 
 class _Judge:
@@ -112,6 +113,7 @@ class _Judge:
         entry, other = first_side.entry, second_side.entry
         finding.dtypes, finding.shape = (entry.dtype, other.dtype), tuple(first_side.shape)
         finding.requires_grad = (entry.requires_grad, other.requires_grad)
+        finding.not_finite = min(first_side.not_finite, second_side.not_finite)
         if first_side.tensor is None or second_side.tensor is None:
             return self._by_statistics(finding, first_side, second_side)
         a, b = _same_stride(first_side, second_side)
