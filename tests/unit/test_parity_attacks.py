@@ -22,7 +22,10 @@ from torch import Tensor, nn
 from tessera.evaluation.parity.compare import compare_recordings
 from tessera.evaluation.parity.recorder import Budget, record_call
 from tessera.evaluation.parity.recording import (
+    Moment,
+    RankRecord,
     Recording,
+    TensorEntry,
     claimed,
     read_recording,
     unfinished,
@@ -114,6 +117,58 @@ def test_runs_and_recordings_hold_the_type_that_computed(tmp_path: Path) -> None
         train(recipe, callbacks=[RecordSteps(tmp_path / "recording", rounding=0)])
     assert read_recording(tmp_path / "recording").compute == "BF16"
     assert yaml.safe_load((tmp_path / "runs/chat/config.yaml").read_text())["precision"]["compute"] == "bfloat16"
+
+
+# ---------------------------------------------------------------------------------------------- later steps
+
+
+def add(record: RankRecord, step: int, moment: Moment, name: str, tensor: Tensor, moved: float = 0.0) -> None:
+    key = str(len(record.tensors))
+    entry = TensorEntry(step, moment, name, "F32", list(tensor.shape), float(len(record.entries)), key=key)
+    entry.moved_max, entry.moved_rms = moved, moved
+    record.entries.append(entry)
+    record.tensors[key] = tensor
+
+
+def test_an_update_remembers_gradients_of_earlier_steps() -> None:
+    """Momentum has the sign of a gradient that was rounding in the step before."""
+    gradient = torch.linspace(1.0, 2.0, 20)
+    sides = []
+    for sign, fault in ((1, 0.0), (-1, 0.0), (1, 1e-3)):
+        record, before = RankRecord(0), gradient.clone()
+        before[7] = sign * 1e-9
+        for step, current in ((1, before), (2, gradient)):
+            update = -0.01 * before.sign()
+            update[3] += fault if step == 2 else 0.0
+            add(record, step, "gradient", "layer.weight", current)
+            add(record, step, "update", "layer.weight", update)
+        sides.append(Recording("steps", [record]))
+    assert compare_recordings(sides[0], sides[1]).first is None
+    finding = compare_recordings(sides[0], sides[2]).first
+    assert finding is not None
+    assert (finding.step, finding.phase) == (2, "update")
+
+
+def test_the_output_of_a_module_may_differ_as_far_as_its_own_weights() -> None:
+    """Weights of one small module have moved apart by 400 roundings, those of a large one not at all."""
+    large, small, eps = torch.ones(1000, 10), torch.ones(10), torch.finfo(torch.float32).eps
+    sides = []
+    for apart, fault in ((0.0, 0.0), (400 * eps, 0.0), (0.0, 1e-4)):
+        record = RankRecord(0)
+        add(record, 1, "weight", "small.weight", small)
+        add(record, 2, "weight", "large.weight", large)
+        add(record, 2, "weight", "small.weight", small + apart)
+        add(record, 2, "output", "large", large + fault, moved=eps)
+        add(record, 2, "output", "small", small * (1 + apart), moved=eps)
+        sides.append(Recording("steps", [record]))
+    for side in sides:  # the update of the first step explains how far the weights are apart
+        weight = next(e for e in side.ranks[0].entries if (e.step, e.moment, e.name) == (2, "weight", "small.weight"))
+        assert weight.key is not None
+        add(side.ranks[0], 1, "update", "small.weight", side.ranks[0].tensors[weight.key] - small, moved=1.0)
+    assert compare_recordings(sides[0], sides[1]).first is None
+    finding = compare_recordings(sides[0], sides[2]).first
+    assert finding is not None
+    assert (finding.phase, finding.name) == ("output", "large")
 
 
 # ---------------------------------------------------------------------------------------------- files

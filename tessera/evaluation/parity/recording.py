@@ -210,24 +210,32 @@ def claimed(folder: Path) -> Iterator[None]:
     part = unfinished(folder)
     with _writing(folder):
         part.mkdir(parents=True, exist_ok=True)
-        handle = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            handle = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:  # another process has just published or removed it
+            raise _in_use(folder) from None
     try:
         if not _locked(handle, part):
-            raise TesseraError(
-                "another process records into this folder",
-                where=str(folder),
-                fix="name another folder, or wait for the end of that process",
-                code="parity.folder-in-use",
-            )
+            raise _in_use(folder)
         try:
             with _writing(folder):
                 for path in part.iterdir():
                     path.unlink()
             yield
         finally:
-            remove_folder(part)
+            if _is_at(part, handle):  # it is not after `publish`
+                remove_folder(part)
     finally:
         os.close(handle)
+
+
+def _in_use(folder: Path) -> TesseraError:
+    return TesseraError(
+        "another process records into this folder",
+        where=str(folder),
+        fix="name another folder, or wait for the end of that process",
+        code="parity.folder-in-use",
+    )
 
 
 def _locked(handle: int, folder: Path) -> bool:
@@ -237,7 +245,14 @@ def _locked(handle: int, folder: Path) -> bool:
         return False
     except OSError:  # the file system has no locks
         return True
-    return folder.is_dir() and os.path.samestat(os.stat(folder), os.fstat(handle))
+    return _is_at(folder, handle)
+
+
+def _is_at(folder: Path, handle: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(folder), os.fstat(handle))
+    except FileNotFoundError:
+        return False
 
 
 def write_recording(recording: Recording, folder: Path) -> Path:
