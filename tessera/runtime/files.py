@@ -331,8 +331,13 @@ def replace_file(path: Path, content: bytes) -> None:
     """Replace a file atomically: write a temporary file and rename it."""
     fresh = path.with_name(f"{path.name}.new")
     fresh.unlink(missing_ok=True)  # a link with this name would redirect the write
-    fresh.write_bytes(content)
-    os.replace(fresh, path)
+    try:
+        fresh.write_bytes(content)
+        os.replace(fresh, path)
+    except OSError:
+        with suppress(OSError):
+            fresh.unlink(missing_ok=True)
+        raise
 
 
 def _ends_torn(path: Path) -> bool:

@@ -22,7 +22,7 @@ from tessera.evaluation.parity.judge import (
     eps_of,
     statistics,
 )
-from tessera.evaluation.parity.numbers import compare_numbers
+from tessera.evaluation.parity.numbers import compare_numbers, compare_settings
 from tessera.evaluation.parity.recording import RecordedBatch, Recording
 
 
@@ -50,14 +50,15 @@ def compare_recordings(a: Recording, b: Recording, pairs: Mapping[str, str] | No
         findings += _only_on_one_side(ours, theirs)
     findings += compare_numbers(a, b, judge.drift)
     findings.sort(key=lambda finding: finding.position)
-    return Comparison((a.label, b.label), findings, judge.skipped, _note(findings))
+    settings = list(compare_settings(a, b, names))
+    return Comparison((a.label, b.label), findings, judge.skipped, _note(findings), settings)
 
 
 class _Judge:
     def __init__(self, a: Recording, b: Recording, ours: Groups, theirs: Groups) -> None:
         self._groups = ours, theirs
         self._first_step = min(step for step, *_ in ours)
-        self._drifts = {self._first_step: 1.0}
+        self._drifts: dict[tuple[int, str], float] = {}
         self._same_type = a.compute == b.compute
         entries = [e for side in (a, b) for record in side.ranks for e in record.entries if e.moment == "weight"]
         self._weights = {(entry.step, entry.name): max(abs(entry.max), abs(entry.min)) for entry in entries}
@@ -112,6 +113,7 @@ class _Judge:
         entry, other = first_side.entry, second_side.entry
         finding.dtypes, finding.shape = (entry.dtype, other.dtype), tuple(first_side.shape)
         finding.requires_grad = (entry.requires_grad, other.requires_grad)
+        finding.not_finite = min(first_side.not_finite, second_side.not_finite)
         if first_side.tensor is None or second_side.tensor is None:
             return self._by_statistics(finding, first_side, second_side)
         a, b = _same_stride(first_side, second_side)
@@ -158,15 +160,18 @@ class _Judge:
             ]
             measured = [value for value in values if value is not None]
             moved.append(max(measured) if measured else second_side.moved(which))
-        depth, drift = max(1.0, first_side.entry.order % 1e7), self.drift(first_side.entry.step)
+        depth, drift = max(1.0, first_side.entry.order % 1e7), self.drift(first_side.entry.step, first_side.entry.name)
         return Rounding(moved[0], moved[1], eps, depth, drift=drift)
 
     def _explained(self, finding: ParityFinding, a: Tensor, b: Tensor) -> Tensor | None:
         """Return by how much earlier differences, each within its limit, let the elements of this tensor differ."""
         if finding.phase == "update":
-            gradients = self._parameter(finding.step, "gradient", finding.name)
-            if gradients is not None and gradients[0].shape == a.shape:
-                return change_of_update(*gradients, max(float(a.abs().max()), float(b.abs().max())) if len(a) else 0.0)
+            # Optimizers remember the gradients of earlier steps.
+            steps = range(self._first_step, finding.step + 1)
+            gradients = filter(None, (self._parameter(step, "gradient", finding.name) for step in steps))
+            largest = max(float(a.abs().max()), float(b.abs().max())) if a.numel() else 0.0
+            changes = [change_of_update(*pair, largest) for pair in gradients if pair[0].shape == a.shape]
+            return torch.stack(changes).amax(0) if changes else None
         if finding.phase == "weight" and finding.step > self._first_step:
             before = [self._parameter(finding.step - 1, moment, finding.name) for moment in ("weight", "update")]
             sums = [(first.double() - second.double()).abs() for first, second in filter(None, before)]
@@ -184,15 +189,22 @@ class _Judge:
         a, b = _same_stride(first, second)
         return (a, b) if a.shape == b.shape else None
 
-    def drift(self, step: int) -> float:
-        """Return by how many roundings the weights of a later step are apart, after updates that agreed."""
-        if step not in self._drifts:
-            names = [key[2] for key in self._groups[0] if key[:2] == (step, "weight")]
+    def drift(self, step: int, module: str = "") -> float:
+        """Return by how many roundings weights of a later step are apart, after updates that agreed.
+
+        These are all weights, or those of a module if they are farther apart.
+        """
+        if step == self._first_step:
+            return 1.0
+        if (step, module) not in self._drifts:
+            weights = [key[2] for key in self._groups[0] if key[:2] == (step, "weight")]
+            names = [name for name in weights if not module or f"{name}.".startswith(f"{module}.")]
             pairs = list(filter(None, (self._parameter(step, "weight", name) for name in names)))
             apart = sum(float((a.double() - b.double()).square().sum()) for a, b in pairs)
             size = sum(float(a.double().square().sum()) for a, _ in pairs)
-            self._drifts[step] = max(1.0, math.sqrt(apart / size) / self._eps) if size and self._eps else 1.0
-        return self._drifts[step]
+            roundings = math.sqrt(apart / size) / self._eps if size and self._eps else 1.0
+            self._drifts[step, module] = max(roundings, self.drift(step) if module else 1.0)
+        return self._drifts[step, module]
 
     def _by_statistics(
         self, finding: ParityFinding, first_side: JoinedTensor, second_side: JoinedTensor

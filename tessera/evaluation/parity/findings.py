@@ -34,6 +34,7 @@ class ParityFinding:
     dtypes: tuple[str, str] = ("", "")
     shape: tuple[int, ...] = ()
     requires_grad: tuple[bool, bool] = (False, False)
+    not_finite: int = 0  # elements that are NaN or infinite on both sides, at least
 
     @property
     def differs(self) -> bool:
@@ -67,6 +68,7 @@ class Comparison:
     findings: list[ParityFinding]
     skipped: list[str]
     note: str = ""
+    settings: list[str] = field(default_factory=list)  # of modules, where the sides have other numbers
 
     @property
     def different(self) -> list[ParityFinding]:
@@ -75,3 +77,8 @@ class Comparison:
     @property
     def first(self) -> ParityFinding | None:
         return next(iter(self.different), None)
+
+    @property
+    def not_finite(self) -> list[ParityFinding]:
+        """Return the tensors and numbers that are NaN or infinite on both sides."""
+        return [finding for finding in self.findings if finding.not_finite]

@@ -79,6 +79,10 @@ class JoinedTensor:
     def norm(self) -> float:
         return math.sqrt(sum(shard.entry.norm**2 for shard in self.shards))
 
+    @property
+    def not_finite(self) -> int:
+        return sum(shard.entry.not_finite for shard in self.shards)
+
     def moved(self, which: str) -> float | None:
         """Return the effect of rounding on the joined tensor: `moved_max`, `moved_rms` or `moved_norm`."""
         values = [getattr(shard.entry, which) for shard in self.shards]

@@ -1,9 +1,9 @@
-"""Compare the numbers of each step: samples, counts, losses and learning rates."""
+"""Compare the numbers of each step (samples, counts, losses, learning rates), and those that are set in modules."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from tessera.evaluation.parity.findings import ParityFinding
 from tessera.evaluation.parity.judge import ROUNDINGS, eps_of
@@ -62,6 +62,7 @@ def _scalars(row: StepNumbers, other: StepNumbers, eps: float, drift: float) -> 
         limit = ROUNDINGS * drift * moved + 2 * eps * abs(value)
         finding = ParityFinding(row.step, "loss", name, 0.0 if name != "loss" else 1.0)
         finding.sides = ({"value": value}, {"value": other_value})
+        finding.not_finite = int(not math.isfinite(value) and not math.isfinite(other_value))
         if abs(value - other_value) > limit or math.isfinite(value) != math.isfinite(other_value):
             finding.reason = f"{value:.8g} and {other_value:.8g}; rounding explains {limit:.2g}"
         yield finding
@@ -81,3 +82,25 @@ def _rates(step: int, a: Recording, b: Recording) -> Iterator[ParityFinding]:
             yield ParityFinding(
                 step, "update", name, entry.order - 0.5, reason=f"learning rate {value:.6g} and {other_value:.6g}"
             )
+
+
+def compare_settings(a: Recording, b: Recording, pairs: Mapping[str, str]) -> Iterator[str]:
+    """Yield a line for each number of a module, such as `eps` of a norm, that the sides have set otherwise.
+
+    Layouts divide whole numbers, such as heads, so these are compared only between recordings of one layout.
+    """
+    ours, theirs = _settings(a), _settings(b)
+    same_layout = _layout(a) == _layout(b)
+    for name, settings in ours.items():
+        others = theirs.get(pairs.get(name, name), {})
+        for key, value in settings.items():
+            if key in others and value != others[key] and (same_layout or type(value) is not int):
+                yield f"{name}: {key} {value} and {others[key]}"
+
+
+def _settings(recording: Recording) -> dict[str, dict[str, bool | int | float]]:
+    return {name: settings for rank in reversed(recording.ranks) for name, settings in rank.settings.items()}
+
+
+def _layout(recording: Recording) -> list[dict[str, int]]:
+    return [{axis: size for axis, size in rank.sizes.items() if size > 1} for rank in recording.ranks]

@@ -100,10 +100,12 @@ class Recorder:
         if not moved.is_floating_point() or list(moved.shape) != entry.shape or not moved.numel():
             return
         wide = moved.float()
+        wide = torch.where(torch.isfinite(wide), wide, 0.0)
         entry.moved_norm = max(entry.moved_norm or 0.0, abs(float(wide.norm()) - entry.norm))
         if entry.key is None:
             return
         apart = _sampled(wide, entry).cpu().double() - self.record.tensors[entry.key].double()
+        apart = torch.where(apart.isfinite(), apart, 0.0)
         if apart.numel():
             entry.moved_max = max(entry.moved_max or 0.0, float(apart.abs().max()))
             entry.moved_rms = max(entry.moved_rms or 0.0, float(apart.square().mean().sqrt()))
@@ -170,6 +172,7 @@ def hooked(module: nn.Module, recorder: Recorder) -> Iterator[None]:
     handles = []
     for raw, part in module.named_modules():
         name = clean_name(f"{raw}.").rstrip(".")
+        recorder.record.settings.setdefault(name or THE_MODEL, {}).update(_settings(part))
         stage = _stage_of(raw)
         if f"{raw}.".startswith(compiled) or (not name and stage is not None):
             continue
@@ -181,6 +184,12 @@ def hooked(module: nn.Module, recorder: Recorder) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _settings(module: nn.Module) -> dict[str, bool | int | float]:
+    """Return the public attributes of a module that are numbers or booleans."""
+    public = ((name, value) for name, value in vars(module).items() if not name.startswith("_"))
+    return {name: value for name, value in public if isinstance(value, (bool, int, float)) and abs(value) < 2**63}
 
 
 def _stage_of(raw: str) -> int | None:

@@ -7,17 +7,20 @@ versions or trainers can be compared. A folder is written under another name and
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from pydantic import TypeAdapter, ValidationError
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from tessera.checkpoint.files import DTYPES, open_safetensors, remove_folder
@@ -101,6 +104,8 @@ class RankRecord:
     # Encoders whose input is split over ranks -> batch tensor with the order of its elements, position of this rank.
     encoders: dict[str, tuple[str, int]] = field(default_factory=dict)
     compute: str = "F32"
+    # Module -> its attributes that are plain numbers: eps, scales, dropout, whether it trains.
+    settings: dict[str, dict[str, bool | int | float]] = field(default_factory=dict)
     entries: list[TensorEntry] = field(default_factory=list)
     batches: list[RecordedBatch] = field(default_factory=list)
     steps: list[StepNumbers] = field(default_factory=list)
@@ -126,11 +131,27 @@ _RANK = TypeAdapter(RankRecord)
 
 def write_rank(record: RankRecord, folder: Path) -> None:
     """Write the two files of a rank. Another process may read them only after `publish`."""
-    folder.mkdir(parents=True, exist_ok=True)
     content = dataclasses.asdict(dataclasses.replace(record, tensors={}))
     del content["tensors"]
-    (folder / f"rank-{record.rank}.json").write_text(json.dumps(_finite(content)), encoding="utf-8")
-    save_file({key: tensor.contiguous() for key, tensor in record.tensors.items()}, _tensors_of(folder, record.rank))
+    tensors = {key: tensor.contiguous() for key, tensor in record.tensors.items()}
+    with _writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"rank-{record.rank}.json").write_text(json.dumps(_finite(content)), encoding="utf-8")
+        save_file(tensors, _tensors_of(folder, record.rank))
+
+
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise TesseraError(
+            f"the recording cannot be written: {reason}",
+            where=str(folder),
+            fix="free space on the disk, or name another folder with --out",
+            code="parity.recording-not-writable",
+        ) from None
 
 
 def _tensors_of(folder: Path, rank: int) -> Path:
@@ -173,26 +194,73 @@ def publish(folder: Path, label: str, ranks: int, made_by: Mapping[str, str], pa
         "pairs": dict(pairs),
     }
     part = unfinished(folder)
-    (part / INDEX).write_text(json.dumps(content, indent=1), encoding="utf-8")
+    with _writing(folder):
+        (part / INDEX).write_text(json.dumps(content, indent=1), encoding="utf-8")
+        check_target(folder)
+        os.rename(part, folder)
+
+
+@contextlib.contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Return a context in which no other process of this machine records into a folder.
+
+    What a killed process left is removed at the start, and what was not published at the end.
+    """
     check_target(folder)
-    os.rename(part, folder)
+    part = unfinished(folder)
+    with _writing(folder):
+        part.mkdir(parents=True, exist_ok=True)
+        try:
+            handle = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:  # another process has just published or removed it
+            raise _in_use(folder) from None
+    try:
+        if not _locked(handle, part):
+            raise _in_use(folder)
+        try:
+            with _writing(folder):
+                for path in part.iterdir():
+                    path.unlink()
+            yield
+        finally:
+            if _is_at(part, handle):  # it is not after `publish`
+                remove_folder(part)
+    finally:
+        os.close(handle)
 
 
-def discard(folder: Path) -> None:
-    """Remove the files of a recording that did not become complete."""
-    remove_folder(unfinished(folder))
+def _in_use(folder: Path) -> TesseraError:
+    return TesseraError(
+        "another process records into this folder",
+        where=str(folder),
+        fix="name another folder, or wait for the end of that process",
+        code="parity.folder-in-use",
+    )
+
+
+def _locked(handle: int, folder: Path) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # the file system has no locks
+        return True
+    return _is_at(folder, handle)
+
+
+def _is_at(folder: Path, handle: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(folder), os.fstat(handle))
+    except FileNotFoundError:
+        return False
 
 
 def write_recording(recording: Recording, folder: Path) -> Path:
     """Write a recording whose ranks are all in this process."""
-    check_target(folder)
-    discard(folder)
-    try:
+    with claimed(folder):
         for record in recording.ranks:
             write_rank(record, unfinished(folder))
         publish(folder, recording.label, len(recording.ranks), recording.made_by, recording.pairs)
-    finally:
-        discard(folder)
     return folder
 
 

@@ -36,8 +36,11 @@ def lines(comparison: Comparison) -> list[str]:
     out = [f"A: {a}", f"B: {b}", f"compared: {compared} tensors and numbers; {len(comparison.different)} differ"]
     if comparison.skipped:
         out.append(f"not comparable: {len(comparison.skipped)}, such as {comparison.skipped[0]}")
+    if comparison.not_finite:
+        example = comparison.not_finite[0]
+        out.append(f"NaN or infinite on both sides: {len(comparison.not_finite)}, the first: {example.line}")
     if first is None:
-        return [*out, "no difference beyond what rounding explains"]
+        return [*out, "no difference beyond what rounding explains", *_settings(comparison)]
     out.append(f"first difference: {first.line}")
     if comparison.note:
         out.append(f"  {comparison.note}")
@@ -47,7 +50,12 @@ def lines(comparison: Comparison) -> list[str]:
         finding = comparison.findings[number]
         mark = ">>" if number == at else " x" if finding.differs else "  "
         out.append(f" {mark} {_phase(finding):<16} {finding.name:<48} {_size(finding)}")
-    return out
+    return [*out, *_settings(comparison)]
+
+
+def _settings(comparison: Comparison) -> list[str]:
+    count = len(comparison.settings)
+    return [f"numbers of modules that differ: {count}", *comparison.settings[:AROUND]] if count else []
 
 
 def _phase(finding: ParityFinding) -> str:
@@ -63,8 +71,11 @@ def _size(finding: ParityFinding) -> str:
 
 def write_results(comparison: Comparison, folder: Path) -> list[Path]:
     """Write `parity.html`, `parity.json` and `parity.csv` into a folder."""
+    texts = {"html": _page(comparison), "json": json.dumps(as_json(comparison), indent=1), "csv": _table(comparison)}
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        for kind, text in texts.items():
+            replace_file(folder / f"parity.{kind}", text.encode())
     except OSError as error:
         raise TesseraError(
             f"the results cannot be written: {error.strerror}",
@@ -72,9 +83,6 @@ def write_results(comparison: Comparison, folder: Path) -> list[Path]:
             fix="name another folder with --out",
             code="parity.results-not-writable",
         ) from None
-    texts = {"html": _page(comparison), "json": json.dumps(as_json(comparison), indent=1), "csv": _table(comparison)}
-    for kind, text in texts.items():
-        replace_file(folder / f"parity.{kind}", text.encode())
     return [folder / f"parity.{kind}" for kind in texts]
 
 
@@ -89,6 +97,7 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
         "note": comparison.note,
         "findings": [_row(finding) for finding in comparison.findings],
         "skipped": comparison.skipped,
+        "settings": comparison.settings,
     }
 
 
@@ -102,6 +111,7 @@ def _row(finding: ParityFinding) -> dict[str, Any]:
         "rows": finding.rows,
         "differs": finding.differs,
         "reason": finding.reason,
+        "not_finite_on_both_sides": finding.not_finite,
         "samples": list(finding.samples),
         "a": finding.sides[0],
         "b": finding.sides[1],
@@ -163,6 +173,7 @@ def _page(comparison: Comparison) -> str:
                 ("compared", f"{len(findings):,}"),
                 ("different", f"{len(comparison.different):,}"),
                 ("not comparable", f"{len(comparison.skipped):,}"),
+                ("NaN or infinite on both sides", f"{len(comparison.not_finite):,}"),
             ]
         )
     )
@@ -178,6 +189,11 @@ def _page(comparison: Comparison) -> str:
     if comparison.skipped:
         rows = [[html.escape(text)] for text in comparison.skipped[:200]]
         body.append(html.section("Not comparable", html.table(["tensor and shapes"], rows, text=True)))
+    if comparison.settings:
+        rows = [[html.escape(text)] for text in comparison.settings[:200]]
+        body.append(
+            html.section("Numbers of modules that differ", html.table(["module, number, A and B"], rows, text=True))
+        )
     return html.page("Parity", body, ".chosen td{color:var(--bad)}")
 
 

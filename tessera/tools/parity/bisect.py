@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -173,7 +175,7 @@ def first_commit(good: str, bad: str, command: str, repository: str | Path = "."
             fix="name the good commit first, then a later one",
             code="parity.no-commit-range",
         )
-    with tempfile.TemporaryDirectory(prefix="tessera-bisect-") as temporary:
+    with _ended_by_exception(), tempfile.TemporaryDirectory(prefix="tessera-bisect-") as temporary:
         work = Path(temporary)
 
         def compared(number: int) -> Comparison:
@@ -219,11 +221,25 @@ def _record_commit(root: Path, commit: str, command: Sequence[str], work: Path, 
 
 @contextmanager
 def _worktree(root: Path, commit: str, tree: Path) -> Iterator[Path]:
-    _git(root, "worktree", "add", "--detach", "--force", str(tree), commit)
     try:
+        _git(root, "worktree", "add", "--detach", "--force", str(tree), commit)
         yield tree
     finally:
-        _git(root, "worktree", "remove", "--force", str(tree))
+        with suppress(TesseraError):  # twice forced: an interrupted `add` leaves it locked
+            _git(root, "worktree", "remove", "--force", "--force", str(tree))
+
+
+@contextmanager
+def _ended_by_exception() -> Iterator[None]:
+    """Raise SystemExit at SIGTERM inside of the block, so that worktrees and processes are removed."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _git(root: Path, *words: str) -> str:

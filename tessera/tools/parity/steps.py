@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from tessera.evaluation.parity.recording import (
     RankRecord,
     StepNumbers,
     check_target,
-    discard,
+    claimed,
     publish,
     unfinished,
     write_rank,
@@ -39,6 +40,7 @@ from tessera.runtime import rng
 from tessera.runtime.collective import Ranks
 from tessera.runtime.gradients import scale_gradients
 from tessera.runtime.modules import clean_name, local_shard
+from tessera.training.setup import build_meta_model, resolve_precision
 
 
 class RecordSteps(Callback):
@@ -62,11 +64,14 @@ class RecordSteps(Callback):
         self.folder, self.first, self.last = Path(folder), first, last
         self.plan, self.budget, self.rounding, self.ends, self.label = plan, budget or Budget(), rounding, ends, label
         self.recorder: Recorder | None = None
+        self._claim = ExitStack()  # of rank 0
         check_target(self.folder)
 
     def on_start(self, trainer: Any) -> None:
-        Ranks.current().on_rank0(lambda: discard(self.folder))
-        compute = torch.float32 if self.plan is None else self.plan.precision.compute
+        Ranks.current().on_rank0(lambda: self._claim.enter_context(claimed(self.folder)))
+        if self.plan is None and trainer.world.size > 1:
+            self.plan = build_meta_model(trainer.config, trainer.world.size).plan
+        compute: torch.dtype = getattr(torch, resolve_precision(trainer.config).compute)
         record = RankRecord(trainer.world.rank, compute=CODES[compute])
         if self.plan is not None:
             axes, sharding = self.plan.layout.axes, self.plan.layout.batch_sharding
@@ -96,13 +101,11 @@ class RecordSteps(Callback):
                 trainer.end_early("the recorded steps are done")
 
     def on_error(self, trainer: Any, error: BaseException) -> None:
-        if trainer.world.is_main:
-            discard(self.folder)
+        self._claim.close()
 
     def on_end(self, trainer: Any) -> None:
         """Remove an incomplete recording: the run has ended before its last recorded step."""
-        if trainer.world.is_main:
-            discard(self.folder)
+        self._claim.close()
 
     def _finish(self, trainer: Any) -> None:
         record, part = self.recorder.record, unfinished(self.folder)  # type: ignore[union-attr]
@@ -110,6 +113,7 @@ class RecordSteps(Callback):
         made_by = {"device": trainer.world.device.type, "run": trainer.config.name}
         count = trainer.world.size
         Ranks.current().on_rank0(lambda: publish(self.folder, self.label or trainer.config.name, count, made_by, {}))
+        self._claim.close()
 
 
 class _RecordedTask(Task):
