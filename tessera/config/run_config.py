@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from tessera.config.data import DataSection, RecordFormat, SourceSection
+from tessera.config.evaluation import EvaluationSection
 from tessera.config.extensions import extension
 from tessera.config.model import MAX_ADAPTER_ALPHA, MAX_ADAPTER_RANK, AdapterForm, LoraSection, LoraTarget, ModelSection
 from tessera.config.output import CheckpointSection, GuardSection, LogSection, ProfileSection, TrackerSection
@@ -53,6 +54,7 @@ class RunConfig(Section):
     parallel: ParallelSection = ParallelSection()
     precision: PrecisionSection = PrecisionSection()
     train: TrainSection
+    evaluation: EvaluationSection = EvaluationSection()
     optim: OptimSection = OptimSection()
     checkpoint: CheckpointSection = CheckpointSection()
     guard: GuardSection = GuardSection()

@@ -23,12 +23,11 @@ from tessera.evaluation.answers import AT_ONCE, read_answers
 from tessera.evaluation.benchmark import Benchmark
 from tessera.evaluation.held_out import HeldOutBenchmark, check_metric
 from tessera.evaluation.metrics.registry import is_code
-from tessera.evaluation.page import REPORT, write_evaluation_page
+from tessera.evaluation.page import REPORT, report_results
 from tessera.evaluation.protocol import identity_of, model_name, weight_fingerprint
 from tessera.evaluation.run import evaluate_with
 from tessera.evaluation.scores import TaskResult, row_score
 from tessera.evaluation.tasks.load import open_task, published_task, read_task
-from tessera.evaluation.thumbnails import write_thumbnails
 from tessera.hub.config import local_model, local_source
 from tessera.inference.answer_images import with_copies
 from tessera.inference.load import describe, load
@@ -131,7 +130,7 @@ def evaluate(
             world=world,
         )
         if world.is_main:
-            _write_report(target, benchmarks, results)
+            report_results(target, benchmarks, results)
         if world.is_main and isinstance(benchmarks[0], HeldOutBenchmark) and data is None:
             _into_run_report(folder, benchmarks[0], results[0], description.processor)
     return Evaluation(results, target)
@@ -186,16 +185,6 @@ def _held_out(
         check_trusted(base or Path(), {metric or "": "--metric"}, trust)
     name = HELD_OUT if data is None else Path(data).stem
     return HeldOutBenchmark(name, sources, processor.processor, chosen, folder=base)
-
-
-def _write_report(target: Path, benchmarks: Sequence[Benchmark], results: Sequence[TaskResult]) -> None:
-    """Write the page of an evaluation. A failure does not discard the results."""
-    try:
-        for benchmark, result in zip(benchmarks, results, strict=True):
-            write_thumbnails(target, benchmark, read_answers(result.answers), benchmark.metric)
-        write_evaluation_page(target)
-    except (OSError, TesseraError) as error:
-        log.warning("%s was not written: %s", target / REPORT, first_line(error))
 
 
 def _into_run_report(folder: Path, benchmark: HeldOutBenchmark, result: TaskResult, processor: LoadedProcessor) -> None:

@@ -9,6 +9,7 @@ quantiles, widened for few questions.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ LEVEL = 0.95
 _SEED = 20_260_101
 _NORMAL = NormalDist()
 _CHUNK = 1 << 22  # numbers drawn at once
+_MOST_KEPT = 1000  # units up to which the weights of resamples are kept: 16 MB
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,10 @@ def paired_test(
 def mcnemar(better: int, worse: int) -> float:
     """Return the exact two-sided p-value of McNemar's test for the numbers of questions that changed."""
     total = better + worse
-    tail = sum(math.comb(total, count) for count in range(min(better, worse) + 1))
+    term = tail = 1  # binomial coefficients, exactly
+    for count in range(min(better, worse)):
+        term = term * (total - count) // (count + 1)
+        tail += term
     return min(1.0, 2 * tail / (1 << total))
 
 
@@ -184,14 +189,28 @@ def _resampled_figures(names: Sequence[str], values: np.ndarray, summary: Summar
 
 def _resampled(values: np.ndarray) -> np.ndarray:
     """Return the means of values over questions that are drawn with replacement, `RESAMPLES` times."""
-    generator, units = np.random.default_rng(_SEED), len(values)
-    at_once = max(1, _CHUNK // max(1, units))
+    units = len(values)
+    if units <= _MOST_KEPT:
+        drawn: np.ndarray = _all_weights(units) @ values
+        return drawn
+    generator, at_once = np.random.default_rng(_SEED), max(1, _CHUNK // units)
     means = np.empty((RESAMPLES, values.shape[1]))
     for first in range(0, RESAMPLES, at_once):
         count = min(at_once, RESAMPLES - first)
-        weights = generator.multinomial(units, np.full(units, 1 / units), size=count)
-        means[first : first + count] = weights @ values / units
+        means[first : first + count] = _weights(generator, units, count) @ values
     return means
+
+
+@functools.lru_cache(maxsize=4)
+def _all_weights(units: int) -> np.ndarray:
+    """Return the weights of all resamples. Tables by category and tests need those of one number many times."""
+    return _weights(np.random.default_rng(_SEED), units, RESAMPLES)
+
+
+def _weights(generator: np.random.Generator, units: int, count: int) -> np.ndarray:
+    """Return [count, units]: the share of each unit in a resample."""
+    shares: np.ndarray = generator.multinomial(units, np.full(units, 1 / units), size=count) / units
+    return shares
 
 
 def _z() -> float:

@@ -6,20 +6,25 @@ images in its folder are embedded.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tessera.errors import TesseraError, first_line
 from tessera.evaluation.answers import Row, read_answers
+from tessera.evaluation.benchmark import Benchmark
 from tessera.evaluation.comparison import Result, TaskComparison, answers_of, metric_of_result, pairs_of
 from tessera.evaluation.protocol import flat
 from tessera.evaluation.run import read_results
-from tessera.evaluation.scores import row_score
-from tessera.evaluation.thumbnails import MOST_CARDS, MOST_IMAGES, chosen_rows, read_thumbnails
+from tessera.evaluation.scores import TaskResult, row_score
+from tessera.evaluation.thumbnails import MOST_CARDS, MOST_IMAGES, chosen_rows, read_thumbnails, write_thumbnails
 from tessera.observe.report.answers import STYLE, embedded_image, folded, regions_overlay, text_block
 from tessera.observe.report.page import write_page
 from tessera.runtime import html
+
+log = logging.getLogger("tessera")
 
 REPORT = "report.html"
 _MOST_CATEGORIES = 60  # rows of a table
@@ -51,6 +56,16 @@ def write_evaluation_page(out: Path) -> Path:
     path = out / REPORT
     write_page(path, html.page(f"Evaluation · {', '.join(names)} · Tessera", parts, _STYLE))
     return path
+
+
+def report_results(out: Path, benchmarks: Sequence[Benchmark], results: Sequence[TaskResult]) -> None:
+    """Write the page of an evaluation. A failure does not discard the results."""
+    try:
+        for benchmark, result in zip(benchmarks, results, strict=True):
+            write_thumbnails(out, benchmark, read_answers(result.answers), benchmark.metric)
+        write_evaluation_page(out)
+    except (OSError, TesseraError) as error:
+        log.warning("%s was not written: %s", out / REPORT, first_line(error))
 
 
 def write_comparison_page(path: Path, comparisons: Sequence[TaskComparison]) -> Path:

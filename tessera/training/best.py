@@ -45,6 +45,8 @@ def check_measured(config: RunConfig) -> None:
     keep, stop = config.checkpoint.best, config.train.early_stop
     if (keep is None and stop is None) or config.train.eval_interval or config.train.generate_every:
         return
+    if config.evaluation.tasks and config.evaluation.every:
+        return
     raise TesseraError(
         "the run evaluates only once, at its end: there are no checkpoints to compare",
         where="checkpoint.keep_best" if keep is not None else "train.early_stop",
@@ -78,7 +80,9 @@ class Best:
         return True
 
     def _warn(self, trainer: TrainerHandle, metrics: dict[str, float]) -> None:
-        measured_apart = self.metric == "exact_match" and trainer.config.train.generate_every
+        config = trainer.config
+        measured_apart = bool(self.metric == "exact_match" and config.train.generate_every)
+        measured_apart |= bool(config.evaluation.tasks)  # reported without the held-out loss
         if self._warned or self.value is not None or measured_apart or "loss" not in metrics:
             return
         self._warned = True

@@ -26,6 +26,7 @@ from tessera.observe.watchdog.watchdog import Watchdog
 from tessera.parallel.mesh import Mesh
 from tessera.runtime.distributed import World
 from tessera.runtime.gradients import LossScale
+from tessera.training.benchmark_eval import BenchmarkEval
 from tessera.training.best import best_callbacks
 from tessera.training.checks import Coverage, KeepLossScale
 from tessera.training.ema import Ema
@@ -77,10 +78,11 @@ def run_callbacks(parts: CallbackParts, extra: Sequence[Callback]) -> list[Callb
         Report(history),  # writes `report.html` at the end
         _coverage(parts),  # checks that every trained tensor receives a gradient
         _generation(parts) if config.train.generate_every else None,  # generates answers or previews during training
+        _benchmarks(parts) if config.evaluation.tasks else None,  # scores the model on benchmarks during training
         KeepLossScale(parts.loss_scale) if parts.loss_scale is not None else None,  # saves the loss scale of float16
         parts.held_out,  # reads held-out data; ends its worker processes with the run
         # `checkpoint.keep_best`, `train.early_stop`
-        *best_callbacks(config, parts.held_out is not None, parts.checkpoints),
+        *best_callbacks(config, parts.held_out is not None or bool(config.evaluation.tasks), parts.checkpoints),
         *named_callbacks(config.train),  # `train.callbacks`
         *extra,  # callbacks of the caller of `tessera.train`
         StepProfiler(config.profile, blocks) if config.profile.steps is not None else None,
@@ -121,6 +123,12 @@ def _generation(parts: CallbackParts) -> Callback:
         return Previews(config, parts_folder(config), over_ranks)
     model = generating_model(spec, parts.module, plan, parts.mesh, device)
     return GenerationEval(config, parts.processor, model)
+
+
+def _benchmarks(parts: CallbackParts) -> BenchmarkEval:
+    setup = parts.setup
+    model = generating_model(setup.spec, parts.module, setup.plan, parts.mesh, parts.world.device)
+    return BenchmarkEval(parts.config, setup, parts.processor, model)
 
 
 def named_callbacks(section: TrainSection) -> list[Callback]:

@@ -46,7 +46,7 @@ _TRASH = ".trash-"
 _OF_A_RUN = frozenset(
     {RUN_FILE, CONFIG, "run-id", "checkpoints", "ledger", "logs", "index", "processor", "data", "hf", "hf-ema"}
     | {f"{name}.jsonl" for name in ("metrics", "history", "quarantine", "guard", "answers", "previews")}
-    | {"adapter", "adapter-ema", "best.json", "report.html", "profile", "previews", "answer_images"}
+    | {"adapter", "adapter-ema", "best.json", "report.html", "profile", "previews", "answer_images", "eval"}
     | {"tensorboard", "wandb", "swanlab", "trackers.json"}
 )
 _INPUTS = ("data", "processor")  # folders of a run that its own recipe may read

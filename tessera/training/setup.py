@@ -173,7 +173,8 @@ def _check_keys(config: RunConfig, spec: ModelSpec, module: nn.Module, plan: Pla
     if config.parallel.offload and objects.optimizer is None:
         check_offload(config.optim)
     check_measured(config)
-    if config.train.generate_every and plan.layout.axes.size(CONTEXT) > 1 and not isinstance(spec, GenerationSpec):
+    answers = config.train.generate_every or config.evaluation.tasks
+    if answers and plan.layout.axes.size(CONTEXT) > 1 and not isinstance(spec, GenerationSpec):
         raise TesseraError(
             "answers cannot be generated with parallel.cp above 1: growing prompts are not split over ranks",
             where="train.generate_every",

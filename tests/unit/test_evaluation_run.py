@@ -24,7 +24,7 @@ from tessera.evaluation.run import read_results
 from tessera.runtime.files import read_jsonl
 from tests.errors import raises
 from tests.toys.chat_service import write_model
-from tests.toys.chat_set import write_chat_set
+from tests.toys.chat_set import chat_recipe, write_chat_set
 from tests.unit.test_evaluation import write_table
 
 WAIT_S = 600  # never reached
@@ -242,3 +242,42 @@ def test_ranks_answer_each_question_once(model: Path, tmp_path: Path) -> None:
     name = "answers-chartqa-vlmevalkit.jsonl"
     assert (ranks / name).read_bytes() == (single / name).read_bytes()
     assert [row["index"] for row in rows_of(ranks)] == [*range(17)]
+
+
+def write_colours(folder: Path) -> Path:
+    """Write a task file with three questions of text."""
+    rows = [{"question": f"Say {word}.", "answer": word} for word in ("red", "blue", "tall")]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = folder / "colours.yaml"
+    task.write_text("name: colours\ndata: {path: rows.jsonl}\nprompt: '{question}'\nmetric: f1\nmax_new_tokens: 4\n")
+    return task
+
+
+def test_benchmarks_are_scored_during_training_and_choose_the_best_checkpoint(tmp_path: Path) -> None:
+    data = write_chat_set(tmp_path / "chat", samples=8)
+    task = write_colours(tmp_path)
+    recipe = chat_recipe(data, tmp_path / "runs", steps=4)
+    recipe["evaluation"] = {"tasks": [str(task)], "every": 2}
+    recipe["checkpoint"]["keep_best"] = "colours"
+    run = tessera.train(recipe)
+    scores = [row["eval_colours"] for row in run.metrics if "eval_colours" in row]
+    assert len(scores) == 2
+    assert json.loads((run.folder / "best.json").read_text())["metric"] == "colours"
+    out = run.folder / "eval" / "step-00000004"
+    assert read_results(out)["colours"]["score"] == scores[-1]
+    assert "Say blue." in (out / "report.html").read_text()
+    again = evaluate(run.folder, tasks=str(task), device="cpu", out=tmp_path / "again")
+    assert [row["answer"] for row in rows_of(tmp_path / "again")] == [row["answer"] for row in rows_of(out)]
+    assert again.score == scores[-1]
+
+
+def test_a_run_that_replaces_another_is_evaluated_anew(tmp_path: Path) -> None:
+    data = write_chat_set(tmp_path / "chat", samples=4)
+    recipe = chat_recipe(data, tmp_path / "runs", steps=1)
+    task = write_colours(tmp_path)
+    for _ in range(2):
+        run = tessera.train(recipe, overwrite=True)
+        assert not (run.folder / "eval").exists()
+        evaluation = tessera.evaluate(run.folder, tasks=str(task), device="cpu")
+        assert evaluation.folder == run.folder / "eval" / "step-00000001"
+        recipe["train"]["seed"] = 7

@@ -58,7 +58,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "training": {
         *BASE,
         *("hub", "workers", "nn", "lora", "data", "models", "diffusion", "parallel", "checkpoint", "optim"),
-        *("tasks", "engine", "inference", "observe"),
+        *("tasks", "engine", "inference", "observe", "evaluation"),
     },
     "evaluation": {
         *BASE,

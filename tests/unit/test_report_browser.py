@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 
 import tessera
+from tessera.evaluation.evaluate import evaluate
+from tessera.evaluation.page import write_evaluation_page
+from tessera.runtime.files import read_jsonl
 from tests.toys.browser import browser, find_browser
+from tests.toys.chat_service import write_model
 from tests.toys.recorded_run import write_recorded_run
+from tests.unit.test_evaluation import write_table
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_browser() is None, reason="there is no Chromium here")]
 LOOK = os.environ.get("TESSERA_SCREENSHOTS")  # a folder to keep screenshots in, for eyes
@@ -40,6 +46,27 @@ def test_the_report_works_in_a_browser(tmp_path: Path) -> None:
         page.open(address, width=400, height=2000)
         page.screenshot(pictures / "narrow.png")
         assert page.value("document.documentElement.scrollWidth <= window.innerWidth")
+
+
+def test_the_buttons_of_an_evaluation_select_answers(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", layers=4.0)
+    out = tmp_path / "out"
+    (result,) = evaluate(model, data=write_table(tmp_path, 12), max_new_tokens=2, device="cpu", out=out).results
+    rows = list(read_jsonl(result.answers))
+    for row in rows[:5]:
+        row["values"] = {"relaxed_accuracy": 1.0}
+    result.answers.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    visible = "[...document.querySelectorAll('.answer')].filter(each => each.offsetParent).length"
+    with browser(tmp_path / "profile") as page:
+        page.open(write_evaluation_page(out).as_uri(), height=1600)
+        page.screenshot(Path(LOOK or tmp_path) / "evaluation.png")
+        assert page.value("document.scripts.length") == 0
+        assert page.value("[...document.images].every(image => image.naturalWidth > 10)")
+        assert page.value("document.documentElement.scrollWidth <= window.innerWidth")
+        assert page.value(visible) == 12
+        for name, count in (("wrong", 7), ("right", 5), ("all", 12)):
+            page.value(f"document.querySelector('label[for=pick-0-{name}]').click()")
+            assert page.value(visible) == count
 
 
 def test_a_notebook_cell_works_in_a_browser(tmp_path: Path) -> None:
