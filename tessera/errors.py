@@ -95,6 +95,11 @@ def few_names(names: Sequence[str], most: int = 8) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
+def printable(text: str) -> str:
+    """Return text without escape codes of terminals and marks that reverse its direction: data may contain both."""
+    return "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
 @contextmanager
 def reported() -> Iterator[None]:
     """Print a `TesseraError` of the block without its traceback, and exit with its code."""
@@ -105,7 +110,7 @@ def reported() -> Iterator[None]:
             raise
         rank = os.environ.get("RANK")
         prefix = f"rank {rank}: " if rank not in (None, "0") else ""
-        print(f"{prefix}error: {error}", file=sys.stderr)
+        print(f"{prefix}error: {printable(str(error))}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
 
 

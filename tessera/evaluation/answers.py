@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,10 +15,12 @@ from tessera.batch.answer import count_missing
 from tessera.batch.output import PartFile
 from tessera.batch.rows import error_row
 from tessera.core.sample import Sample
+from tessera.data.media.files import ArchiveMember, opened, size_of
 from tessera.data.sources.container import RecordError
 from tessera.engine.request import Answer, Sampling
 from tessera.errors import TesseraError
-from tessera.evaluation.benchmark import Benchmark, BenchmarkQuestion
+from tessera.evaluation.benchmark import LARGEST, Benchmark, BenchmarkQuestion
+from tessera.evaluation.protocol import hash_blocks
 from tessera.inference.answering import numbered_answers
 from tessera.inference.loaded import LoadedModel, LoadedProcessor
 from tessera.models.vision.processor import VisionProcessor
@@ -103,6 +106,7 @@ class BenchmarkAnswers:
             "finish": "error" if answer is None else answer.finish.reason,
             "prompt_tokens": 0 if answer is None else answer.finish.prompt_tokens,
             "new_tokens": 0 if answer is None else answer.finish.new_tokens,
+            **media_row(question.sample, question.root or self.benchmark.root),
             **self._regions(question, text),
         }
 
@@ -130,6 +134,20 @@ def unusable_row(number: int, error: BaseException, id: str = "") -> Row:
     """Return the row of a question that cannot be asked. It has no mark and does not count in scores."""
     where = str(error.where or "") if isinstance(error, TesseraError) else ""
     return {"index": number, "id": id or where, "unusable": error_row(error)}
+
+
+def media_row(sample: Sample, root: Path) -> Row:
+    """Return a hash of the files of media of a question. The hash of its table does not contain them."""
+    content, count = hashlib.sha256(), 0
+    for part in sample.media():
+        if isinstance(part.value, (str, ArchiveMember)):
+            count += 1
+            try:
+                with opened(part.value, root, part.kind) as media:
+                    hash_blocks(content, media.file, size_of(media.file))
+            except TesseraError as error:  # a folder of frames, or a URL
+                content.update(str(error.code).encode())
+    return {"media": content.hexdigest()[:16]} if count else {}
 
 
 def prompt_text(sample: Sample) -> str:
@@ -164,5 +182,5 @@ def units_of(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 def _are_numbers(values: object) -> bool:
     return isinstance(values, Mapping) and all(
-        isinstance(value, (int, float)) and abs(value) < 1e300 for value in values.values()
+        isinstance(value, (int, float)) and abs(value) < LARGEST for value in values.values()
     )

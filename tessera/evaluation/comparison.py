@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tessera.errors import TesseraError
+from tessera.errors import TesseraError, printable
 from tessera.evaluation.answers import Row, read_answers
 from tessera.evaluation.benchmark import AnswerMetric, Mark
 from tessera.evaluation.intervals import PairedTest, paired_test
@@ -32,17 +32,24 @@ class TaskComparison:
     def lines(self) -> list[str]:
         """Return the comparison as text for a terminal."""
         if self.test is None:
-            return [f"{self.title}: these two numbers cannot be compared", *(f"  {line}" for line in self.differences)]
+            out = [f"{self.title}: these two numbers cannot be compared", *(f"  {line}" for line in self.differences)]
+            return _for_terminal(out)
         name, scores = self.results[0]["metric"], [result["score"] for result in self.results]
         test = self.test
         low_high = f"95 % interval {test.low:+.4f} to {test.high:+.4f}"
         verdict = "different" if test.p < 0.05 else "no difference shown"
-        return [
-            f"{self.title}: {name} {scores[0]:.4f} -> {scores[1]:.4f}, difference {test.value:+.4f}, {low_high}",
-            f"  {verdict}: p = {test.p:.3g} ({test.test}, {test.units} questions: {test.better} higher, "
-            f"{test.worse} lower)",
-            *(f"  differs: {line}" for line in self.differences),
-        ]
+        return _for_terminal(
+            [
+                f"{self.title}: {name} {scores[0]:.4f} -> {scores[1]:.4f}, difference {test.value:+.4f}, {low_high}",
+                f"  {verdict}: p = {test.p:.3g} ({test.test}, {test.units} questions: {test.better} higher, "
+                f"{test.worse} lower)",
+                *(f"  differs: {line}" for line in self.differences),
+            ]
+        )
+
+
+def _for_terminal(lines: Sequence[str]) -> list[str]:
+    return [printable(line.replace("\n", " ")) for line in lines]
 
 
 def compare_results(first: Path, second: Path, *, anyway: bool = False) -> list[TaskComparison]:

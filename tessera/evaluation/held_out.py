@@ -86,7 +86,7 @@ class HeldOutBenchmark:
             "task": self.name,
             "variant": self.variant,
             "data": {"source": few_names([source.path.name for source in self._sources]), "sha256": self._content},
-            "metric": self._chosen,
+            "metric": self._chosen | ({"code": self.metric.code} if self.metric.code else {}),
             "max_new_tokens": self.max_new_tokens,
         }
 

@@ -15,7 +15,7 @@ import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Protocol
 
 from tessera.checkpoint.files import MANIFEST
 from tessera.data.media.read import MediaProcessor
@@ -26,8 +26,14 @@ from tessera.models.processing.conversation import ConversationProcessor
 from tessera.runtime.files import open_regular, read_bytes
 from tessera.version import __version__, package_versions
 
-_PARTS, _PART_BYTES = 16, 1 << 16  # 16 blocks of 64 KiB, evenly spaced, are hashed of each weight file
+_PARTS, _PART_BYTES = 16, 1 << 16  # 16 blocks of 64 KiB, evenly spaced, are hashed of each large file
 _NOT_SETTINGS = ("encoder", "train_on", "last_only", "template", "config")  # or hashed beside
+
+
+class Digest(Protocol):
+    """Declare what a hash of `hashlib` has."""
+
+    def update(self, data: bytes, /) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -95,11 +101,21 @@ def weight_fingerprint(path: Path) -> str:
     for file in files:
         with open_regular(file) as opened:
             size = os.fstat(opened.fileno()).st_size
-            content.update(f"{file.name} {size}\n".encode("utf-8", "surrogateescape"))
-            for part in range(_PARTS):
-                opened.seek(max(0, size - _PART_BYTES) * part // (_PARTS - 1))
-                content.update(opened.read(_PART_BYTES))
+            content.update(f"{file.name} ".encode("utf-8", "surrogateescape"))
+            hash_blocks(content, opened, size)
     return content.hexdigest()[:12]
+
+
+def hash_blocks(content: Digest, file: BinaryIO, size: int) -> None:
+    """Add a file to a hash: its size, and all of a small file or sixteen blocks of a large one."""
+    content.update(f"{size}\n".encode())
+    if size <= _PARTS * _PART_BYTES:
+        file.seek(0)
+        content.update(file.read(size))
+        return
+    for part in range(_PARTS):
+        file.seek((size - _PART_BYTES) * part // (_PARTS - 1))
+        content.update(file.read(_PART_BYTES))
 
 
 def model_name(path: Path) -> str:

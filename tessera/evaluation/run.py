@@ -22,11 +22,11 @@ import torch
 from tessera.batch.answer import BatchResult, answer_file
 from tessera.data.sources.container import RecordError
 from tessera.engine.request import Sampling
-from tessera.errors import TesseraError, few_names
+from tessera.errors import TesseraError, few_names, with_fix
 from tessera.evaluation.answers import AT_ONCE, BenchmarkAnswers, Row, read_answers
 from tessera.evaluation.benchmark import Benchmark
 from tessera.evaluation.intervals import estimates
-from tessera.evaluation.protocol import ModelIdentity, environment, flat, identity_of
+from tessera.evaluation.protocol import ModelIdentity, environment, flat, identity_of, short_hash
 from tessera.evaluation.scores import Cost, TaskResult, category_tables, unit_values
 from tessera.inference.load import ModelDescription
 from tessera.inference.loaded import LoadedModel, LoadedProcessor
@@ -105,6 +105,7 @@ def evaluate_with(
         )
     for benchmark in benchmarks:
         check_media(benchmark, processor, identity.name)
+    read_results(out)  # a damaged file is reported before questions are answered
     out.mkdir(parents=True, exist_ok=True)
     results = []
     for benchmark in benchmarks:
@@ -171,6 +172,8 @@ def result_of(
         if world.is_main:  # a second start asks again
             path.unlink(missing_ok=True)
             shutil.rmtree(f"{path}.parts", ignore_errors=True)
+            with contextlib.suppress(OSError):  # the folder has other results
+                path.parent.rmdir()
         raise TesseraError(
             f"no question of {benchmark.title} could be asked: {few_names(list(dict.fromkeys(problems)), 3)}",
             where=str(benchmark.root),
@@ -181,7 +184,7 @@ def result_of(
     values = unit_values(rows)
     return TaskResult(
         benchmark.title,
-        protocol,
+        _with_media(protocol, marked),
         estimates(list(values.values()), summary),
         category_tables(rows, summary),
         len(values),
@@ -194,6 +197,15 @@ def result_of(
         environment(),
         _cost(marked, answered, seconds),
     )
+
+
+def _with_media(protocol: dict[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
+    """Return a protocol with a hash of the files of media, which are read when their questions are answered."""
+    media = [[row["index"], row["media"]] for row in sorted(rows, key=lambda row: int(row["index"])) if "media" in row]
+    if not media:
+        return protocol
+    data = {**protocol["task"].get("data", {}), "media": short_hash(media)}
+    return {**protocol, "task": {**protocol["task"], "data": data}}
 
 
 def _cost(rows: Sequence[Row], answered: BatchResult, seconds: float) -> Cost | None:
@@ -218,7 +230,8 @@ def read_results(out: Path) -> dict[str, dict[str, Any]]:
     path = out / RESULTS
     if not path.exists():
         return {}
-    data = read_json_mapping(path)
+    with with_fix(str(path), "delete this file and repeat the command: the answers are in other files"):
+        data = read_json_mapping(path)
     return {str(title): result for title, result in data.items() if isinstance(result, dict)}
 
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tessera.errors import printable
 from tessera.evaluation.answers import Row, units_of
 from tessera.evaluation.benchmark import AnswerMetric, Mark, together
 from tessera.evaluation.intervals import Estimate, Summary, estimates
@@ -90,7 +91,7 @@ class TaskResult:
             out.append(f"  {self.unanswered} questions could not be answered and count as empty answers")
         if self.cost is not None:
             out.append(f"  {self.cost.line()}")
-        return [*out, f"  protocol {self.fingerprint}"]
+        return [printable(line.replace("\n", " ")) for line in (*out, f"  protocol {self.fingerprint}")]
 
     def facts(self) -> dict[str, Any]:
         """Return the result as JSON."""

@@ -253,6 +253,7 @@ def test_a_judge_that_answers_nonsense_or_never_is_counted(endpoint: list[Any]) 
         (["I believe that this is a hard question"], {"accuracy": 0, "judge failed": 0, "judge nonsense": 1}),
         ([500, "14"], {"accuracy": 1, "judge failed": 0, "judge nonsense": 0}),
         ([b"<html>", 302], {"accuracy": 0, "judge failed": 1, "judge nonsense": 0}),
+        ([b"[" * 100_000, 500], {"accuracy": 0, "judge failed": 1, "judge nonsense": 0}),
         ([b'{"choices": []}', ""], {"accuracy": 0, "judge failed": 1, "judge nonsense": 0}),
     ):
         endpoint[:] = replies

@@ -11,6 +11,8 @@ from tessera.core.sample import Sample
 from tessera.data.sources.container import RecordError
 from tessera.engine.request import Sampling
 
+LARGEST = 1e300  # value of a mark: sums of larger ones overflow
+
 
 @dataclass(frozen=True)
 class BenchmarkQuestion:
@@ -55,6 +57,7 @@ class AnswerMetric:
     mark: Callable[[str, BenchmarkQuestion], Mark]
     summary: Callable[[Mapping[str, float]], Mapping[str, float]] = dict
     higher_is_better: bool = True
+    code: str = ""  # hash of the file of a user's function: other code is another protocol
 
 
 class Benchmark(Protocol):

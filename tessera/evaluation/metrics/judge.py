@@ -44,7 +44,15 @@ class Judge:
                 time.sleep(self.wait_s * 2 ** (attempt - 1))
             try:
                 return self._reply(prompt)
-            except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, http.client.HTTPException):
+            except (
+                OSError,
+                ValueError,
+                LookupError,
+                TypeError,
+                AttributeError,
+                RecursionError,
+                http.client.HTTPException,
+            ):
                 continue
         return None
 

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import inspect
-import math
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_type_hints
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from tessera.config.registry import IMPORT_PATH, check_callable, import_object
 from tessera.errors import TesseraError, first_line, nearest
-from tessera.evaluation.benchmark import AnswerMetric, BenchmarkQuestion, Mark
+from tessera.evaluation.benchmark import LARGEST, AnswerMetric, BenchmarkQuestion, Mark
 from tessera.evaluation.metrics import boxes, choice, ifeval, overlap, reasoned, texts, vqa
-from tessera.runtime.files import check_regular, leads_out
+from tessera.runtime.files import check_regular, leads_out, read_bytes
 
+_FINITE = ConfigDict(allow_inf_nan=False)
 METRICS: Mapping[str, Callable[..., AnswerMetric]] = {
     "exact": texts.exact,
     "contains": texts.contains,
@@ -86,7 +87,9 @@ def _checked(make: Callable[..., AnswerMetric], options: Mapping[str, Any], wher
             near = nearest(name, types) if unknown else None
             raise TesseraError(what, where=where, allowed=types, nearest=near, code="evaluation.metric-option")
     try:
-        return {name: TypeAdapter(types[name]).validate_python(value) for name, value in options.items()}
+        return {
+            name: TypeAdapter(types[name], config=_FINITE).validate_python(value) for name, value in options.items()
+        }
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         raise TesseraError(
@@ -112,12 +115,12 @@ def _of_user(name: str, options: Mapping[str, Any], where: str, folder: Path | N
             result = function(answer, question, **options)
             values = result if isinstance(result, Mapping) else {"score": result}
             numbers = {str(key): float(value) for key, value in values.items()}
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # sys.exit(0) would end without results, and look like success
             problem = f"{type(error).__name__}: {first_line(error)}"
             raise TesseraError(
                 f"{name} failed: {problem}", where=f"question {question.id}", code="evaluation.bad-metric-function"
             ) from error
-        if not numbers or not all(map(math.isfinite, numbers.values())):
+        if not numbers or not all(abs(number) < LARGEST for number in numbers.values()):  # also false for NaN
             raise TesseraError(
                 f"{name} returned {result!r:.200}, not a finite number or a mapping of such",
                 where=f"question {question.id}",
@@ -125,7 +128,16 @@ def _of_user(name: str, options: Mapping[str, Any], where: str, folder: Path | N
             )
         return Mark(answer.strip() or None, numbers)
 
-    return AnswerMetric(name, mark)
+    return AnswerMetric(name, mark, code=_code_hash(function))
+
+
+def _code_hash(function: Callable[..., Any]) -> str:
+    """Return a hash of the file that a function is written in; empty for a function without one."""
+    try:
+        file = inspect.getsourcefile(inspect.unwrap(function))
+    except TypeError:
+        return ""
+    return hashlib.sha256(read_bytes(Path(file))).hexdigest()[:16] if file and Path(file).is_file() else ""
 
 
 def _from_file(path: str, attribute: str, where: str, folder: Path | None) -> Callable[..., Any]:
@@ -146,7 +158,7 @@ def _from_file(path: str, attribute: str, where: str, folder: Path | None) -> Ca
     sys.modules[name] = module  # classes of the file look their module up
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         sys.modules.pop(name, None)
         raise TesseraError(
             f"{path} cannot be imported: {type(error).__name__}: {first_line(error)}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -68,6 +69,7 @@ class TaskBenchmark:
         data = {"source": self.table.source, "md5": self.table.sums, "published": self.published}
         task["data"] = data | {key: value for key, value in task["data"].items() if key in ("where", "explode")}
         task |= {"max_new_tokens": self.max_new_tokens, "scored_by": self.metric.name}
+        task |= {"metric_code": self.metric.code} if self.metric.code else {}
         return {"task": self.name, "variant": self.variant, "questions": len(self), **task}
 
 
@@ -222,7 +224,7 @@ def _after_extraction(metric: AnswerMetric, extraction: ExtractionSection) -> An
     def mark(answer: str, question: BenchmarkQuestion) -> Mark:
         return metric.mark(extracted(answer, extraction), question)
 
-    return AnswerMetric(metric.name, mark, metric.summary, metric.higher_is_better)
+    return dataclasses.replace(metric, mark=mark)
 
 
 def extracted(answer: str, extraction: ExtractionSection) -> str:

@@ -33,6 +33,13 @@ class Rows:
         self.task = task
         self.table = table
         self._pairs = self._select()
+        if self._pairs is not None and not len(self._pairs):
+            chosen = dict(task.data.where) | ({"explode": task.data.explode} if task.data.explode is not None else {})
+            raise TesseraError(
+                f"no row of the table fits data.where and data.explode: {chosen!r:.200}",
+                where=f"task {task.name}: data",
+                code="evaluation.empty-table",
+            )
 
     def _select(self) -> np.ndarray | None:
         """Return [questions, 2]: row, and item of the exploded column; None if each row is one question."""

@@ -71,7 +71,7 @@ class SamplingSection(Section):
 class TaskSection(Section):
     """A benchmark."""
 
-    name: str
+    name: str = Field(min_length=1, max_length=200)
     about: str = ""
     data: BenchmarkData = BenchmarkData()
     columns: ColumnsSection = ColumnsSection()
