@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         record,
         report,
         resume,
+        score,
         train,
     )
 
@@ -62,6 +63,7 @@ __all__ = [
     "record",
     "report",
     "resume",
+    "score",
     "train",
 ]
 

@@ -11,6 +11,9 @@ from tessera.batch.run import generate_answers
 from tessera.config.run_config import ParallelSection, RunConfig
 from tessera.errors import TesseraError
 from tessera.evaluation.evaluate import evaluate
+from tessera.evaluation.generation.page import write_scores
+from tessera.evaluation.generation.scores import ScoreOptions, Scores
+from tessera.evaluation.generation.scores import score as score_samples
 from tessera.hub.config import load_local_config
 from tessera.inference.chat import Chat
 from tessera.inference.load import AdapterPaths, generate, load
@@ -52,6 +55,7 @@ __all__ = [
     "record",
     "report",
     "resume",
+    "score",
     "train",
 ]
 
@@ -102,6 +106,31 @@ def plan(
     except TesseraError as error:  # a user may plan a layout before choosing the batch size
         notes.append(f"a run refuses this: {error.what}; possible: {', '.join(error.allowed or [])}")
     return replace(result, notes=tuple(note for note in notes if note))
+
+
+def score(
+    samples: str | Path,
+    *,
+    prompts: str | Path | None = None,
+    clip: str | Path | None = None,
+    features: str | Path | None = None,
+    reference: str | Path | None = None,
+    consistency: str | Path | None = None,
+    save_features: str | Path | None = None,
+    out: str | Path | None = None,
+    device: str = "auto",
+) -> Scores:
+    """Score generated images or videos: CLIP score, FID and KID, consistency of frames.
+
+    `out`: folder for `scores.json` and `scores.html`.
+    """
+    files = [None if file is None else Path(file) for file in (prompts, reference, save_features)]
+    result = score_samples(
+        Path(samples), ScoreOptions(files[0], clip, features, files[1], consistency, files[2]), device
+    )
+    if out is not None:
+        write_scores(Path(out), result)
+    return result
 
 
 def _without_patterns(config: RunConfig) -> RunConfig:
