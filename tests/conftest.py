@@ -8,7 +8,6 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,6 @@ FOLDERS = ("dist", "contract", "compat", "unit")
 SLOWEST = 8
 SHARED_RANKS = ("dist", "contract")  # other folders train with programs of other systems, which have global state
 NOBODY = "http://127.0.0.1:9"  # a port that refuses at once
-# Tests of MindSpore run where it is installed: `make test-mindspore`.
-collect_ignore = [] if any(metadata.distributions(name="mindspore")) else ["mindspore"]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -118,9 +118,9 @@ def analyse_code(
 
     The code is parsed and never run. Exit code 1 if places have to be changed by hand or files cannot be analysed.
     """
-    from tessera_compat.migrate.analyse import analyse
-    from tessera_compat.migrate.patched_copy import write_copy
-    from tessera_compat.migrate.reports import check_new, terminal_lines, to_json, write_reports
+    from tessera_compat.migration.analyse import analyse
+    from tessera_compat.migration.patched_copy import write_copy
+    from tessera_compat.migration.reports import check_new, terminal_lines, to_json, write_reports
 
     for target, option in ((output, "--output"), (fix, "--fix")):
         if target is not None:

@@ -24,7 +24,7 @@ from tessera.errors import TesseraError
 from tessera_compat.affinity import Topology, format_cores
 from tessera_compat.cpu_affinity import cores_of_rank, parse_affinity
 from tessera_compat.environment import check_environment
-from tessera_compat.migrate.analyse import analyse
+from tessera_compat.migration.analyse import analyse
 from tessera_compat.mindspeed_mm.migrate import lay_out
 from tests.errors import raises
 from tests.toys.chat_set import chat_recipe, write_chat_set

@@ -14,9 +14,9 @@ import yaml
 from typer.testing import CliRunner
 
 from tessera.cli.main import app
-from tessera_compat.migrate.analyse import Analysis, MigrationFinding, analyse
-from tessera_compat.migrate.reports import COLUMNS, csv_text, text_lines, to_html
-from tessera_compat.migrate.rules import RuleTable, rule_table
+from tessera_compat.migration.analyse import Analysis, MigrationFinding, analyse
+from tessera_compat.migration.reports import COLUMNS, csv_text, text_lines, to_html
+from tessera_compat.migration.rules import RuleTable, rule_table
 from tests.errors import raises
 
 CORPUS = Path(__file__).parents[1] / "toys" / "cuda_scripts.txt"

@@ -19,13 +19,13 @@ import transformers
 from typer.testing import CliRunner
 
 from tessera.cli.main import app
-from tessera_compat.migrate.analyse import analyse
-from tessera_compat.migrate.fix import FixedFile, fix
-from tessera_compat.migrate.names import Resolver, parse
-from tessera_compat.migrate.patched_copy import COLUMNS
-from tessera_compat.migrate.rules import rule_table
-from tessera_compat.migrate.scan import Scanner
-from tessera_compat.migrate.sources import SourceFile
+from tessera_compat.migration.analyse import analyse
+from tessera_compat.migration.fix import FixedFile, fix
+from tessera_compat.migration.names import Resolver, parse
+from tessera_compat.migration.patched_copy import COLUMNS
+from tessera_compat.migration.rules import rule_table
+from tessera_compat.migration.scan import Scanner
+from tessera_compat.migration.sources import SourceFile
 from tests.compat.test_migrate_analyse import SCRIPTS
 from tests.errors import raises
 

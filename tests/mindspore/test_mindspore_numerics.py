@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import needed  # noqa: F401
 import pytest
 import torch
 from models_of_both import NAMES, batch_of, mindspore_of, model_of, torch_results

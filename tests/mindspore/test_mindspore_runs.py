@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import needed  # noqa: F401
 import pytest
 import torch
 from recipes_of_both import recipe

@@ -188,7 +188,8 @@ def test_what_is_slow_to_import_is_imported_where_it_is_used() -> None:
 
 def test_device_words_live_in_two_files() -> None:
     # The copied API itself says cuda; these files translate its words to the device of this machine.
-    copied_api = {COMPAT / name for name in ("script_device.py", "device_transfer.py", "transfer.py", "migrate/fix.py")}
+    of_cuda = ("script_device.py", "device_transfer.py", "transfer.py", "migration/fix.py")
+    copied_api = {COMPAT / name for name in of_cuda}
     named_here = {PACKAGE / "runtime" / "device.py", PACKAGE / "runtime" / "npu.py"}
     others = [path for path in both_packages() if path not in {*named_here, *copied_api}]
     assert {str(path): words for path in others if (words := device_words(path.read_text(encoding="utf-8")))} == {}

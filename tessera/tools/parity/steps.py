@@ -177,6 +177,9 @@ class _RecordingEngine:
     def settle(self, optimizer: torch.optim.Optimizer) -> None:
         self._engine.settle(optimizer)
 
+    def collect(self, optimizer: torch.optim.Optimizer) -> None:
+        self._engine.collect(optimizer)
+
     @property
     def recording(self) -> Recorder | None:
         """Return the recorder if this step is recorded."""

@@ -6,8 +6,8 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tessera_compat.migrate.names import Program, Resolver, Scope
-from tessera_compat.migrate.rules import MigrationRule, RuleTable
+from tessera_compat.migration.names import Program, Resolver, Scope
+from tessera_compat.migration.rules import MigrationRule, RuleTable
 
 _REPORTED_IMPORTS = ("library", "source")  # of other rules only the uses are reported
 _IMPORTERS = ("importlib.import_module", "__import__")

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from tessera.errors import TesseraError, first_line
 from tessera.runtime.html import escape, facts, page, section, table
-from tessera_compat.migrate.analyse import Analysis, MigrationFinding, by_file
-from tessera_compat.migrate.rules import Kind
+from tessera_compat.migration.analyse import Analysis, MigrationFinding, by_file
+from tessera_compat.migration.rules import Kind
 
 COLUMNS = ("File", "Start Line", "End Line", "OP", "Tips")
 TITLES: Mapping[Kind, str] = {

@@ -12,8 +12,8 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from tessera_compat.migrate.names import Resolver, Scope
-from tessera_compat.migrate.scan import Match, Scanned
+from tessera_compat.migration.names import Resolver, Scope
+from tessera_compat.migration.scan import Match, Scanned
 
 DEVICE = 'torch.accelerator.current_accelerator() or torch.device("cpu")'
 _NAMES = ("ACCELERATOR", "TORCH_ACCELERATOR", "ACCELERATOR_OF_TORCH")

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tessera_compat.migrate.fix import FixedFile, fix
-from tessera_compat.migrate.names import Program, Resolver, parse
-from tessera_compat.migrate.rules import Kind, RuleTable, Work, rule_table
-from tessera_compat.migrate.scan import Match, Scanned, Scanner
-from tessera_compat.migrate.sources import SourceFile, Unread, read_sources
+from tessera_compat.migration.fix import FixedFile, fix
+from tessera_compat.migration.names import Program, Resolver, parse
+from tessera_compat.migration.rules import Kind, RuleTable, Work, rule_table
+from tessera_compat.migration.scan import Match, Scanned, Scanner
+from tessera_compat.migration.sources import SourceFile, Unread, read_sources
 
 _OF_A_CLASS = (".__init__", ".forward")  # what runs when a class or a module is called
 _CUDA_FILE = "a CUDA source: write the operation in torch, or as an operator in Ascend C"

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from tessera.errors import TesseraError
 from tessera.runtime.files import leads_out
-from tessera_compat.migrate.analyse import Analysis
-from tessera_compat.migrate.fix import Change, FixedFile
-from tessera_compat.migrate.reports import csv_text, new_folder
+from tessera_compat.migration.analyse import Analysis
+from tessera_compat.migration.fix import Change, FixedFile
+from tessera_compat.migration.reports import csv_text, new_folder
 
 COLUMNS = ("File", "Start Line", "End Line", "Operation Type", "Message")
 MAX_COPIED = 64 << 20  # larger files, such as weights, are not copied
