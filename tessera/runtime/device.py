@@ -169,7 +169,8 @@ def binds_cores_itself() -> bool:
 
 # Accelerator -> capabilities that dry runs on a CPU assume: they determine which tensors a step keeps.
 _COUNTED_ABILITIES = {
-    "cuda": ("flash_attention", "tensor_cores", "wide_sums", "fused_optimizer", "grouped_mm", "triton")
+    "cuda": ("flash_attention", "tensor_cores", "wide_sums", "fused_optimizer", "grouped_mm", "triton", "compiler"),
+    "npu": ("compiler",),  # a matter of what is installed there
 }
 _COUNTED: ContextVar[str | None] = ContextVar("counted", default=None)
 

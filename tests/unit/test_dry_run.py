@@ -133,6 +133,12 @@ def test_a_plan_tells_stages_waiting_and_bytes() -> None:
     assert "send" in text
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda", "npu"])
+def test_compiled_blocks_are_run_dry_for_any_device(device: str) -> None:
+    wanted = {**recipe(compile=LAYERS), "train": {"steps": 1, "device": device}}
+    assert run_role(load_config(wanted), 1, 0).total > 0
+
+
 def test_what_cannot_be_run_dry_says_so() -> None:
     toy = {"model": {"family": "tests.toys.denoiser"}, "data": {"kind": "tests.toys.denoiser"}, "train": {"steps": 1}}
     with pytest.raises(TesseraError) as caught:
