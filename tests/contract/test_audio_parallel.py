@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 from audio_cases import HEARING, sound
+from family_layouts import train_like_one_process
 
-from tests.dist.layouts import Case, good, measure
+from tests.dist.layouts import Case
 
 _SHARED = {"encoders": {"audio": {"cp": 2}}}
 TENSOR = Case("tp 2", 2, {"tp": 2})
@@ -62,17 +63,18 @@ def of_family(name: str, cases: list[Case], folder: Path) -> list[Case]:
     return [replace(case, name=f"{name}, {case.name}", model=changes) for case in cases]
 
 
-def check(cases: list[Case], folder: Path) -> None:
-    measured = measure(cases, folder)
-    assert [name for name, row in measured.items() if not good(row)] == [], measured
-
-
 def test_layouts_train_like_one_process(tmp_path: Path) -> None:
     pooled = of_family("qwen2_audio", [TENSOR, PIPELINE, ULYSSES], tmp_path)
-    check([*pooled, *of_family("qwen3_asr", [FSDP], tmp_path)], tmp_path)
+    train_like_one_process([*pooled, *of_family("qwen3_asr", [FSDP], tmp_path)], tmp_path)
 
 
 @pytest.mark.slow
 def test_more_layouts_train_like_one_process(tmp_path: Path) -> None:
-    pooled = of_family("qwen2_audio", [FSDP, *MORE], tmp_path)
-    check([*pooled, *of_family("qwen3_asr", [TENSOR, PIPELINE, ULYSSES, *MORE], tmp_path)], tmp_path)
+    train_like_one_process(of_family("qwen2_audio", [FSDP, *MORE], tmp_path), tmp_path)
+
+
+@pytest.mark.slow
+def test_more_layouts_of_qwen3_asr_train_like_one_process(tmp_path: Path) -> None:
+    """Keys have a bias whose gradient cancels, see `queries_for_keys`: its rounding moves the weights further apart."""
+    cases = of_family("qwen3_asr", [TENSOR, PIPELINE, ULYSSES, *MORE], tmp_path)
+    train_like_one_process(cases, tmp_path, weights_apart=10)
