@@ -1,6 +1,6 @@
 """Writes the quick start's data: spoken digits in many voices as chat samples with WAV files, and a tokenizer.
 
-The speakers of the held-out set are heard nowhere else. Answers have the form of Qwen3-ASR: `language English<asr_text>`
+The speakers of the held-out set are heard nowhere else. Answers have the form of Qwen3-ASR's: a language, `<asr_text>`,
 and what was said.
 """
 
@@ -18,6 +18,7 @@ from speech import HELD_OUT, RATE, SPEAKERS, WORDS, Synthesizer, Voice, noisy
 from tessera.models.processing.tokenizer import train_tokenizer
 
 ANSWER = "language English<asr_text>"
+AUDIO = ("audio_start", "audio_end", "audio_pad")
 # In the order of the preset's token ids, at the end of its vocabulary.
 SPECIAL = (
     "<asr_text>",
