@@ -56,9 +56,8 @@ def main() -> None:
     print(f"   answers:  {score.report}")
     print(f"Hugging Face folder: {run.folder / 'hf'}")
     right = score.results[0].figures["accuracy"].value
-    print(
-        f"held-out speakers: {right:.1%} right, in {time.perf_counter() - began:.0f} s ({cpu_seconds():.0f} CPU seconds)"
-    )
+    seconds = time.perf_counter() - began
+    print(f"held-out speakers: {right:.1%} right, in {seconds:.0f} s ({cpu_seconds():.0f} CPU seconds)")
     if right < RIGHT or not agreement.complete:
         raise SystemExit(f"the result falls short of what this quick start promises: {RIGHT:.0%}, full agreement")
 
