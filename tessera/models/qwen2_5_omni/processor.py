@@ -73,7 +73,7 @@ class Qwen25OmniProcessor(Qwen25VLProcessor):
         data = read_extractor(Path(folder))
         stored = "feature_extractor_type" in data
         mel = LogMel.read(data, str(folder)) if stored else replace(MEL, bins=config.audio.num_mel_bins)
-        check_bins(mel, config.audio, Path(folder))
+        check_bins(mel, config.audio.num_mel_bins, Path(folder))
         # Convolutions and attention see one window of the sound at a time; two elements become one token.
         clips = ClipCutter(mel, stride=2, reach=2, pool=2, chunk=2 * config.audio.n_window, fills=False)
         audio = AudioSampling(mel.rate, clips.max_seconds)
