@@ -25,7 +25,7 @@ _AUDIO: dict[str, Any] = {
     "d_model": 96,
     "n_window": 50,
 }
-# Token 501 is end-of-text and padding. 502 begins and 503 ends a message. The order is that of the template's words.
+# Token 502 is end-of-text and padding. 503 begins and 504 ends a message. The order is that of the template's words.
 _WORDS = (
     "vision_start_token_id",
     "vision_end_token_id",
@@ -42,12 +42,12 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
             max_position_embeddings=4096,
             mrope_section=(4, 6, 6),
             bos_token_id=None,
-            eos_token_id=503,
-            pad_token_id=501,
+            eos_token_id=504,
+            pad_token_id=502,
         ),
         "vision": _VISION,
         "audio": _AUDIO,
-        **{name: 504 + number for number, name in enumerate(_WORDS)},
+        **{name: 505 + number for number, name in enumerate(_WORDS)},
     },
     "3b": preset(151936, 2048, 11008, 36, (16, 2)),
     "7b": preset(152064, 3584, 18944, 28, (28, 4)),
