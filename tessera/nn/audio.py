@@ -96,14 +96,18 @@ def stored_sinusoids(table: Tensor) -> Tensor:
     return sinusoids(torch.arange(table.shape[0], device=table.device), table.shape[1])
 
 
+class ConvLinear(nn.Linear):
+    """A convolution as a linear layer on windows of its input. Folders store a convolution, so it takes no adapter."""
+
+
 class MelConv1d(nn.Module):
     """Two convolutions over time, of kernel size 3 and strides 1 and 2, as linear layers on windows of 5 frames."""
 
     def __init__(self, shape: AudioShape) -> None:
         super().__init__()
         self.bins = shape.bins
-        self.first = nn.Linear(3 * shape.bins, shape.hidden)  # columns: mel bin, then time
-        self.second = nn.Linear(3 * shape.hidden, shape.hidden)
+        self.first = ConvLinear(3 * shape.bins, shape.hidden)  # columns: mel bin, then time
+        self.second = ConvLinear(3 * shape.hidden, shape.hidden)
 
     def forward(self, mel: Tensor, index: Tensor, frames: Tensor) -> Tensor:
         x = mel.to(self.first.weight.dtype).view(-1, self.bins, 5).unfold(2, 3, 1)  # [P, bins, 3 outputs, 3 inputs]

@@ -105,7 +105,12 @@ class Qwen25Omni(qwen2_5_vl_cases.Qwen25VL):
             "sound": [("audio", window)],
             "sounds": [("audio", 3), ("audio", 2 * window + 5), ("image", (1, m, 2 * m)), ("audio", window - 1)],
             "film": [film(0, (3, 2 * m, 3 * m))],
-            "mixed": [film(0, (2, m, 2 * m)), ("image", (1, 2 * m, 3 * m)), ("audio", window + 1), film(1, (4, 3 * m, m))],
+            "mixed": [
+                film(0, (2, m, 2 * m)),
+                ("image", (1, 2 * m, 3 * m)),
+                ("audio", window + 1),
+                film(1, (4, 3 * m, m)),
+            ],
         }
 
     def case(self, pair: Pair, media: list[Any], seed: int) -> Case:
@@ -146,23 +151,23 @@ class Qwen25Omni(qwen2_5_vl_cases.Qwen25VL):
         tokens += words(4, 9)
         ids = torch.tensor(tokens)
         seen = Seen(items, sounds, any(kind == "film" for kind, _ in media))
-        shown = self.shown_to(items)
+        inputs = self.shown_to(items)
         positions, _ = pair.reference.model.get_rope_index(
             ids[None],
-            shown.get("image_grid_thw"),
-            shown.get("video_grid_thw"),
+            inputs.get("image_grid_thw"),
+            inputs.get("video_grid_thw"),
             torch.ones_like(ids[None]),
             seen.with_sound,
             torch.tensor([len(sound) for sound in sounds], dtype=torch.int64),
-            shown.get("video_second_per_grid"),
+            inputs.get("video_second_per_grid"),
         )
         return Case(ids, labels_of(ids, WORDS), positions[:, 0], seen)
 
     def shown_to(self, items: Sequence[Item]) -> dict[str, Tensor]:
         """Pixels, grids and seconds, as transformers' models take them."""
-        shown = super().shown_to(items)
-        seconds = shown.pop("second_per_grid_ts", None)
-        return shown if seconds is None else {**shown, "video_second_per_grid": seconds}
+        inputs = super().shown_to(items)
+        seconds = inputs.pop("second_per_grid_ts", None)
+        return inputs if seconds is None else {**inputs, "video_second_per_grid": seconds}
 
     def inputs(self, pair: Pair, case: Case) -> dict[str, Any]:
         inputs = {
@@ -202,4 +207,3 @@ class Qwen25Omni(qwen2_5_vl_cases.Qwen25VL):
         """Without the embeddings of the ends of sound, which nothing reads."""
         gradients = super().gradients(pair)
         return {name: grad for name, grad in gradients.items() if not name.endswith("audio_bos_eos_token.weight")}
-

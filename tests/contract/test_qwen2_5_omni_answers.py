@@ -75,7 +75,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export(SPEC, config, SPEC.processor(config, root, **BOUNDS), root / "hf")
 
 
-def asked(*parts: dict[str, Any]) -> list[dict[str, Any]]:
+def question_about(*parts: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [*parts, QUESTION]}]
 
 
@@ -93,18 +93,18 @@ SHOWN: dict[str, list[Any]] = {
 @pytest.mark.parametrize("name", SHOWN)
 def test_greedy_answers_are_those_of_transformers(name: str, exported: Path) -> None:
     """Its own processor, without its part for clips, makes the prompt from the files of the export."""
-    shown = SHOWN[name]
-    kinds = ["image" if isinstance(one, Image.Image) else "audio" for one in shown]
-    question = asked(*({"type": kind, kind: one} for kind, one in zip(kinds, shown, strict=True)))
+    media = SHOWN[name]
+    kinds = ["image" if isinstance(one, Image.Image) else "audio" for one in media]
+    question = question_about(*({"type": kind, kind: one} for kind, one in zip(kinds, media, strict=True)))
     processor = load_processor(exported)
 
     def inputs(reference: Any, batch: Batch) -> dict[str, Any]:
         text = processor.apply_chat_template(question, add_generation_prompt=True)
-        media = {
-            word: [one for one, kind in zip(shown, kinds, strict=True) if kind == of] or None
+        by_kind = {
+            word: [one for one, kind in zip(media, kinds, strict=True) if kind == of] or None
             for word, of in (("images", "image"), ("audio", "audio"))
         }
-        seen = dict(processor(text=text, return_tensors="pt", **media))
+        seen = dict(processor(text=text, return_tensors="pt", **by_kind))
         assert seen["input_ids"][0].tolist() == batch["tokens"].tolist()
         return seen
 
@@ -139,7 +139,7 @@ def test_greedy_answers_about_a_clip_with_its_sound_are_those_of_transformers(
             "use_audio_in_video": True,
         }
 
-    question = asked(
+    question = question_about(
         {"type": "video", "video": str(tmp_path / "film.mp4")}, {"type": "audio", "audio": tone(0.7, RATE)}
     )
     same_answer(exported, question, inputs, use_audio_in_video=True)

@@ -155,7 +155,11 @@ def test_the_hub_layout_is_the_preset() -> None:
 
 def test_what_a_folder_leaves_out_is_what_transformers_takes_for_granted(tmp_path: Path) -> None:
     bare = {"model_type": "qwen2_5_omni_thinker", "vision_config": {}, "audio_config": {}, "text_config": {}}
-    for fields in (bare, changed(THINKER, "vision_config", {"hidden_size": 1280}), changed(THINKER, "audio_config", {})):
+    for fields in (
+        bare,
+        changed(THINKER, "vision_config", {"hidden_size": 1280}),
+        changed(THINKER, "audio_config", {}),
+    ):
         (tmp_path / "config.json").write_text(json.dumps(fields))
         theirs = AutoConfig.from_pretrained(tmp_path)
         assert Qwen25OmniConfig.from_hf(fields) == Qwen25OmniConfig.from_hf(theirs.to_dict())

@@ -48,18 +48,21 @@ MODEL: dict[str, Any] = {
 }
 BOTH = {"vision": {"cp": 2}, "audio": {"cp": 2}}
 CASES = [TENSOR]
+WHOLE = {"vision": {"tp": 1}, "audio": {"tp": 1}}
+IN_VISION = {"vision": [1, 1], "audio": [0, 2], "text": [0, 2]}
+IN_AUDIO = {"vision": [2, 0], "audio": [1, 1], "text": [0, 2]}
+SEQUENCE = {"tp": 2, "sequence_parallel": True, "encoders": {"audio": {"tp": 1}}}
 MORE = [
     FSDP,
-    Case("tp 2, whole encoders, media distributed", 2, {"tp": 2, "encoders": {"vision": {"tp": 1}, "audio": {"tp": 1}}}),
-    Case("tp 2, sequence parallel, whole audio encoder", 2,
-         {"tp": 2, "sequence_parallel": True, "encoders": {"audio": {"tp": 1}}}),
+    Case("tp 2, whole encoders, media distributed", 2, {"tp": 2, "encoders": WHOLE}),
+    Case("tp 2, sequence parallel, whole audio encoder", 2, SEQUENCE),
     Case("pp 2", 2, {"pp": 2}),
-    Case("pp 2, split in the vision encoder", 2, {"pp": 2, "layers": {"vision": [1, 1], "audio": [0, 2], "text": [0, 2]}}),
-    Case("pp 2, split in the audio encoder", 2, {"pp": 2, "layers": {"vision": [2, 0], "audio": [1, 1], "text": [0, 2]}}),
+    Case("pp 2, split in the vision encoder", 2, {"pp": 2, "layers": IN_VISION}),
+    Case("pp 2, split in the audio encoder", 2, {"pp": 2, "layers": IN_AUDIO}),
     Case("ulysses 2", 2, {"cp": 2}),
     Case("ulysses 2, patches and sound shared", 2, {"cp": 2, "encoders": BOTH}),
     Case("ring 2, patches and sound shared", 2, {"cp": 2, "ulysses": 1, "encoders": BOTH}),
-]  # fmt: skip
+]
 
 
 def with_model(cases: list[Case], folder: Path) -> list[Case]:

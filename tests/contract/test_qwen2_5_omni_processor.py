@@ -130,7 +130,7 @@ def test_a_track_of_a_few_samples_is_silence() -> None:
 
 
 def test_a_folder_with_all_settings_in_one_file(tmp_path: Path) -> None:
-    """As published: settings of images and of features in preprocessor_config.json, or each in processor_config.json."""
+    """As published: settings of images and of features in one preprocessor_config.json."""
     CASE.write_tokenizer(tmp_path)
     stored = json.loads((CASE.exported / "preprocessor_config.json").read_text())
     assert (stored["feature_extractor_type"], stored["image_processor_type"]) == (

@@ -12,5 +12,6 @@ from qwen3_vl_cases import Qwen3VL
 from vision_language import VisionLanguageFamily
 
 VISION_LANGUAGE: dict[str, VisionLanguageFamily] = {
-    family.spec.name: family for family in (Glm4v(), InternVL(), Llava(), Qwen2VL(), Qwen25Omni(), Qwen25VL(), Qwen3VL())
+    family.spec.name: family
+    for family in (Glm4v(), InternVL(), Llava(), Qwen2VL(), Qwen25Omni(), Qwen25VL(), Qwen3VL())
 }

@@ -146,7 +146,9 @@ def clip(
         stream.width, stream.height = width, height
         stream.pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"
         stream.codec_context.thread_count = 1
-        track: Any = container.add_stream(TRACKS.get(form, "aac"), rate=48_000, layout="stereo") if sound_seconds else None
+        track: Any = (
+            container.add_stream(TRACKS.get(form, "aac"), rate=48_000, layout="stereo") if sound_seconds else None
+        )
         for number in range(frames):
             picture = av.VideoFrame.from_ndarray(scene(width, height, number), format="rgb24")
             container.mux(stream.encode(picture))

@@ -20,7 +20,7 @@ from tessera.core.spec import LanguageProcessor, Processor
 from tessera.data.media import audio, video
 from tessera.data.media.animation import is_animation
 from tessera.data.media.audio import AudioSampling
-from tessera.data.media.files import Limits, Target, folder_of, opened, refusing
+from tessera.data.media.files import Limits, Opened, Target, folder_of, opened, refusing
 from tessera.data.media.images import check_pixels, decode_image, probe_image, smaller, to_rgb
 from tessera.data.media.video_frames import VideoSampling
 from tessera.errors import TesseraError

@@ -44,7 +44,9 @@ class MediaLayout:
     def runs(self) -> list[tuple[PartKind | None, int]]:
         """Return the length of each run of placeholder tokens in order. Runs of a sound track are marked "audio"."""
         frames: list[tuple[PartKind | None, int]] = [(None, count) for count in self.tokens]
-        sound: list[tuple[PartKind | None, int]] = [("audio", count) for count in self.sound.tokens] if self.sound else []
+        sound: list[tuple[PartKind | None, int]] = (
+            [("audio", count) for count in self.sound.tokens] if self.sound else []
+        )
         return [run for pair in zip_longest(frames, sound) for run in pair if run is not None]
 
 

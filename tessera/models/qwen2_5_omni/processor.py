@@ -23,6 +23,7 @@ from tessera.models.audio.processor import AUDIO_STREAMS, ClipCutter, check_bins
 from tessera.models.processing.chat import ChatSpan, ChatTemplate, MediaWords
 from tessera.models.processing.streams import MediaLayout, MediaStreams
 from tessera.models.qwen2_5_omni.config import Qwen25OmniConfig
+from tessera.models.qwen2_5_omni.model import POOL
 from tessera.models.qwen2_5_vl.processor import Qwen25VLProcessor
 from tessera.models.vision.grid_processor import GridOptions, token_grid
 from tessera.models.vision.preprocessor_files import GridFiles
@@ -39,6 +40,8 @@ OMNI = ChatTemplate(
 
 
 MEL = LogMel(bins=128, seconds=300)
+# Convolutions and attention see one window of the sound at a time. Two elements become one token.
+CLIPS = ClipCutter(MEL, stride=2, reach=2, pool=POOL, chunk=200, fills=False)
 
 
 class OmniOptions(GridOptions):
@@ -56,7 +59,7 @@ class Qwen25OmniProcessor(Qwen25VLProcessor):
     streams: ClassVar[MediaStreams] = {**VISION_STREAMS, **AUDIO_STREAMS}
 
     seconds_per_chunk: int = 2  # seconds of a video that its sound follows, before the next frames
-    clips: ClipCutter = ClipCutter(MEL, stride=2, reach=2)
+    clips: ClipCutter = CLIPS
 
     @classmethod
     def of_model(cls, config: Qwen25OmniConfig) -> dict[str, Any]:
@@ -74,8 +77,7 @@ class Qwen25OmniProcessor(Qwen25VLProcessor):
         stored = "feature_extractor_type" in data
         mel = LogMel.read(data, str(folder)) if stored else replace(MEL, bins=config.audio.num_mel_bins)
         check_bins(mel, config.audio.num_mel_bins, Path(folder))
-        # Convolutions and attention see one window of the sound at a time; two elements become one token.
-        clips = ClipCutter(mel, stride=2, reach=2, pool=2, chunk=2 * config.audio.n_window, fills=False)
+        clips = replace(CLIPS, mel=mel, chunk=2 * config.audio.n_window)
         audio = AudioSampling(mel.rate, clips.max_seconds)
         sampling = MediaSampling(**asdict(loaded.sampling), audio=audio, video_sound=chosen.use_audio_in_video)
         return replace(loaded, sampling=sampling, clips=clips)
@@ -109,9 +111,7 @@ class Qwen25OmniProcessor(Qwen25VLProcessor):
 
     def named_tokens(self) -> dict[str, str]:
         words = {kind: words.word for kind, words in self.template.media.items()}
-        ends = {
-            f"{name}_{end}": f"<|{name}_{end}|>" for name in ("vision", "audio") for end in ("bos", "eos")
-        }
+        ends = {f"{name}_{end}": f"<|{name}_{end}|>" for name in ("vision", "audio") for end in ("bos", "eos")}
         return {f"{name}_token": word for name, word in {**words, **ends}.items()}
 
     def show(self, part: Part, role: str, layout: MediaLayout) -> list[ChatSpan]:

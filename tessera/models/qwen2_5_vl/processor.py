@@ -50,7 +50,7 @@ class Qwen25VLProcessor(GridProcessor):
         )
 
     def times(self, count: int, size: MediaSize) -> np.ndarray:
-        """Return the time positions of `count` temporal patches of a video, rounded down from fp32 as in transformers."""
+        """Return the time positions of the `count` temporal patches of a video, rounded down from fp32."""
         interval = self.seconds(size) * np.float32(self.tokens_per_second)
         return (np.arange(count, dtype=np.float32) * interval).astype(np.int64)
 

@@ -68,10 +68,11 @@ def load_image_processor(folder: Path, backend: ImageBackend = "pil") -> Any:
 def _without_video(folder: Path, image_backend: ImageBackend) -> Any:
     """Return the folder's processor without its video part; None if the processor has no video part."""
     import transformers
+    from transformers import AutoConfig, AutoFeatureExtractor, AutoTokenizer
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
-    local: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
-    kind: Any = PROCESSOR_MAPPING.get(type(transformers.AutoConfig.from_pretrained(folder, **local)), None)
+    settings = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    kind: Any = PROCESSOR_MAPPING.get(type(settings), None)
     if kind is None:  # the model is a part of another one, such as a thinker, and the files name its processor
         named = read_json_mapping(folder / IMAGE_FILE) if (folder / IMAGE_FILE).is_file() else {}
         kind = getattr(transformers, str(named.get("processor_class")), None)
@@ -88,8 +89,10 @@ def _without_video(folder: Path, image_backend: ImageBackend) -> Any:
 
     parts = {
         "image_processor": lambda: images,
-        "feature_extractor": lambda: transformers.AutoFeatureExtractor.from_pretrained(folder, **local),
-        "tokenizer": lambda: transformers.AutoTokenizer.from_pretrained(folder, **local),
+        "feature_extractor": lambda: AutoFeatureExtractor.from_pretrained(
+            folder, trust_remote_code=False, local_files_only=True
+        ),
+        "tokenizer": lambda: AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True),
         # That of Qwen2.5-Omni reads the merge size of its video part for images, too.
         "video_processor": lambda: images if "feature_extractor" in kind.get_attributes() else None,
     }

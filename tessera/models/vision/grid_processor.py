@@ -157,7 +157,7 @@ def grid_positions(
 
 
 def token_grid(size: Sequence[int], merge: int, times: Sequence[int] = ()) -> np.ndarray:
-    """Return time, height and width [3, tokens] of the tokens of a grid of patches. `times`: of its temporal patches."""
+    """Return time, height and width of the tokens of a grid, [3, tokens]. `times`: of its temporal patches."""
     t, h, w = size
     grid = np.indices((t, h // merge, w // merge), dtype=np.int64).reshape(3, -1)
     if times:
