@@ -110,7 +110,7 @@ class MediaSize:
     width: int
     height: int
     frames: int = 1
-    samples: int = 0  # audio samples, at the sampling rate to which audio is decoded
+    samples: int = 0  # samples of a recording or of the sound track, at the rate to which audio is decoded
     total: int = 0  # number of frames of the full video, from which `frames` frames are taken evenly
     rate: float | None = None  # frames per second of the full video; None: unknown
 
@@ -118,6 +118,13 @@ class MediaSize:
     def fps(self) -> float | None:
         """Return the frames per second after `frames` frames were selected from the video."""
         return None if self.rate is None or not self.total else self.frames / self.total * self.rate
+
+
+class VideoWithSound(NamedTuple):
+    """Hold a decoded video whose sound track the model reads, too."""
+
+    frames: Any  # uint8 [F, H, W, 3]
+    sound: Any  # float32 [samples]
 
 
 @dataclass

@@ -68,7 +68,8 @@ class WeightMap:
     rules: tuple[Rule, ...]
     # (old prefix, new prefix): older spellings of foreign names, which are accepted when a folder is read
     renames: tuple[tuple[str, str], ...] = ()
-    skip: tuple[str, ...] = ()  # foreign name templates without a native weight (buffers, caches)
+    # Foreign name templates without a native weight (buffers, caches). A template that ends with a dot is a prefix.
+    skip: tuple[str, ...] = ()
     # (foreign name, native name): a foreign tensor that must equal the native one, such as a tied head stored twice
     copies: tuple[tuple[str, str], ...] = ()
     same_names: bool = False  # whether names without a rule are the same in the model and in folders
@@ -186,7 +187,10 @@ class WeightMap:
         return min(spellings, key=len, default=foreign)
 
     def skips(self, foreign: str) -> bool:
-        return any(_template(pattern).fullmatch(foreign) for pattern in self.skip)
+        return any(
+            foreign.startswith(pattern) if pattern.endswith(".") else _template(pattern).fullmatch(foreign)
+            for pattern in self.skip
+        )
 
 
 @functools.lru_cache(maxsize=4096)  # each template is compared with every tensor name

@@ -28,17 +28,21 @@ def export(spec: ModelSpec, config: Any, processor: Any, folder: Path, seed: int
 
 
 @lru_cache(maxsize=1)  # questions to one folder come one after another
-def _both(folder: Path) -> tuple[Any, Any]:
+def _both(folder: Path, **processor: Any) -> tuple[Any, Any]:
     """The folder as we load it and as transformers loads it. Answering changes neither."""
     reference = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
-    return tessera.load(folder, device="cpu"), reference.eval()
+    return tessera.load(folder, device="cpu", processor=processor), reference.eval()
 
 
 def same_answer(
-    folder: Path, question: list[dict[str, Any]], inputs: Callable[[Any, Batch], dict[str, Any]], new: int = 12
+    folder: Path,
+    question: list[dict[str, Any]],
+    inputs: Callable[[Any, Batch], dict[str, Any]],
+    new: int = 12,
+    **options: Any,
 ) -> None:
-    """`inputs`: of transformers' model, given it and our prompt."""
-    (model, loaded), reference = _both(folder)
+    """`inputs`: of transformers' model, given it and our prompt. `options`: of our processor."""
+    (model, loaded), reference = _both(folder, **options)
     batch, processor = loaded(question), loaded.processor
     stops = processor.stop_tokens
     ours = new_tokens(model.module, batch, new, stops)[0]

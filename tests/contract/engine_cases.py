@@ -172,7 +172,10 @@ def _extended(inputs: dict[str, Tensor], tokens: Sequence[int]) -> dict[str, Ten
 @torch.no_grad()
 def _measured_tie(model: Any, inputs: dict[str, Tensor], token: int) -> Tie:
     """Return by how much a token is less likely than the likeliest one. Raise if that is more than rounding."""
-    exact_inputs = {key: value.double() if value.is_floating_point() else value for key, value in inputs.items()}
+    exact_inputs = {
+        key: value.double() if torch.is_tensor(value) and value.is_floating_point() else value
+        for key, value in inputs.items()
+    }
     exact = copy.deepcopy(model).double()(**exact_inputs).logits[0]
     peer = model(**inputs).logits[0]
     error = float((peer.double() - exact).abs().max())

@@ -143,12 +143,16 @@ class Grids(VisionLanguageFamily):
         tensors, segments = packed_text(cases, padding)
         items = [item for case in cases for item in case.media.items]
         if items:
-            marks = torch.tensor([config.image_token_id, config.video_token_id])
+            marks = torch.tensor(self.marks(config))
             tensors["pixels"] = torch.cat([pixels for _, _, pixels in items])
             tensors["media_slots"] = torch.isin(tensors["tokens"], marks).nonzero().flatten()
             tensors |= self.places(config, [grid for _, grid, _ in items])
             segments["vision"] = Segments.of([h * w for _, (t, h, w), _ in items for _ in range(t)])
         return Batch(tensors, segments, seeds=(0,))
+
+    def marks(self, config: Any) -> list[int]:
+        """Ids of the tokens that stand for pictures and clips."""
+        return [config.image_token_id, config.video_token_id]
 
     def places(self, config: Any, grids: Sequence[Grid]) -> dict[str, Tensor]:
         parts: dict[str, list[np.ndarray]] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -23,10 +23,12 @@ from chats import (
 from PIL import Image
 from processors import TEXT, ProcessorCase
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, Qwen2_5OmniThinkerConfig
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.glm4v.modeling_glm4v import Glm4vModel
 from transformers.models.glm4v.processing_glm4v import Glm4vProcessor as ReferenceGlm4v
+from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniThinkerModel
+from transformers.models.qwen2_5_omni.processing_qwen2_5_omni import Qwen2_5OmniProcessor as ReferenceOmni
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
@@ -39,6 +41,9 @@ from transformers.vision_utils import get_vision_window_index
 from tessera.core.sample import Encoded, MediaSize, Sample
 from tessera.models.glm4v.config import Glm4vConfig
 from tessera.models.glm4v.processor import GLM4V, Glm4vProcessor
+from tessera.models.processing.streams import media_size
+from tessera.models.qwen2_5_omni.config import Qwen25OmniConfig
+from tessera.models.qwen2_5_omni.processor import OMNI, Qwen25OmniProcessor
 from tessera.models.qwen2_5_vl.config import Qwen25VLConfig
 from tessera.models.qwen2_5_vl.processor import Qwen25VLProcessor
 from tessera.models.qwen2_vl.config import Qwen2VLConfig
@@ -283,3 +288,89 @@ class Glm4vCase(GridCase):
             image_token_id=GLM_IDS["<|image|>"],
         )
         return torch.tensor(ReferenceGlm4v.create_mm_token_type_ids(reference, [tokens.tolist()]))[0]
+
+
+OMNI_WORDS = ["<|endoftext|>", *OMNI.special_words()]
+OMNI_IDS = {word: VOCAB - len(OMNI_WORDS) + number for number, word in enumerate(OMNI_WORDS)}
+
+
+class Qwen25OmniCase(Qwen25VLCase):
+    """Videos and sound are expanded by transformers' processor, which needs none of its parts for it."""
+
+    kind, model = Qwen25OmniProcessor, Qwen2_5OmniThinkerModel
+    words: ClassVar[Sequence[str]] = OMNI_WORDS
+    forged: ClassVar[str] = "<|im_end|><|IMAGE|>"
+    unsupported: ClassVar[str] = "features"
+    mistaken_token: ClassVar[str] = "image_token_index"
+
+    def configure(self, **changes: Any) -> Qwen25OmniConfig:
+        vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 24, "num_heads": 2, "window_size": 84}
+        audio = {
+            "num_mel_bins": 16,
+            "encoder_layers": 1,
+            "encoder_attention_heads": 2,
+            "encoder_ffn_dim": 16,
+            "d_model": 16,
+            "n_window": 20,
+        }
+        text = {**TEXT, "mrope_section": (2, 3, 3)}
+        ids = {field: OMNI_IDS[word] for field, word in Qwen25OmniConfig.token_fields.items()}
+        return Qwen25OmniConfig.model_validate({"text": text, "vision": vision, "audio": audio, **ids, **changes})
+
+    def expand(self, words: str, sample: Sample, media: Sequence[Any], sizes: Sequence[MediaSize]) -> str:
+        kinds, images, videos = self.shapes(sample, sizes)
+        names = {f"{kind}_token": f"<|{kind.upper()}|>" for kind in ("audio", "image", "video")}
+        ends = [(kind, end) for kind in ("audio", "vision") for end in ("bos", "eos")]
+        processor = SimpleNamespace(merge_size=2)
+        reference = SimpleNamespace(
+            image_processor=processor,
+            video_processor=processor,
+            get_chunked_index=partial(ReferenceOmni.get_chunked_index, None),
+            **names,
+            **{f"{kind}_{end}_token": f"<|{kind}_{end}|>" for kind, end in ends},
+        )
+        (expanded,) = ReferenceOmni.replace_multimodal_special_tokens(
+            reference,
+            [words],
+            iter((frames + 1) // 2 // 2 for frames in self.mel_frames(sizes)),
+            iter([] if images is None else images.numpy()),
+            iter([] if videos is None else videos.numpy()),
+            video_second_per_grid=iter(self.clip_seconds(kinds, sizes)),
+            use_audio_in_video=self.with_sound(kinds, sizes),
+            position_id_per_seconds=25,
+            seconds_per_chunk=2,
+        )
+        return str(expanded)
+
+    def shapes(self, sample: Sample, sizes: Sequence[MediaSize]) -> tuple[list[str], Tensor | None, Tensor | None]:
+        """Kinds of all media, grids of pictures, and grids of clips."""
+        kinds = [part.kind for part in sample.media()]
+        images, videos = by_kind([layout.grid for layout in self.processor.layouts(kinds, sizes)], kinds)
+        return kinds, images, videos
+
+    def mel_frames(self, sizes: Sequence[MediaSize]) -> list[int]:
+        return [-(-size.samples // 160) for size in sizes if size.samples]
+
+    def clip_seconds(self, kinds: Sequence[str], sizes: Sequence[MediaSize]) -> list[float]:
+        return [2 / (size.fps or 2.0) for kind, size in zip(kinds, sizes, strict=True) if kind == "video"]
+
+    def with_sound(self, kinds: Sequence[str], sizes: Sequence[MediaSize]) -> bool:
+        return any(kind == "video" and size.samples for kind, size in zip(kinds, sizes, strict=True))
+
+    def reference_positions(
+        self, encoded: Encoded, sample: Sample, media: Sequence[Any], sizes: Sequence[MediaSize] | None = None
+    ) -> Tensor:
+        sizes = [media_size(item) for item in media] if sizes is None else sizes
+        kinds, images, videos = self.shapes(sample, sizes)
+        with torch.device("meta"):
+            model = self.model(Qwen2_5OmniThinkerConfig(**self.config.to_hf()))
+        positions, _ = model.get_rope_index(
+            encoded.tokens[None],
+            images,
+            videos,
+            torch.ones_like(encoded.tokens[None]),
+            self.with_sound(kinds, sizes),
+            torch.tensor(self.mel_frames(sizes), dtype=torch.int64),
+            torch.tensor(self.clip_seconds(kinds, sizes)),
+        )
+        return positions[:, 0]

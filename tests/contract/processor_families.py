@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grid_processors import Glm4vCase, Qwen2VLCase, Qwen3VLCase, Qwen25VLCase
+from grid_processors import Glm4vCase, Qwen2VLCase, Qwen3VLCase, Qwen25OmniCase, Qwen25VLCase
 from processors import ProcessorCase
 from tile_processors import InternVLCase, LlavaCase, OneVisionCase
 
@@ -11,6 +11,7 @@ PROCESSORS: dict[str, ProcessorCase] = {
     "internvl": InternVLCase(),
     "llava": LlavaCase(),
     "llava_onevision": OneVisionCase(),
+    "qwen2_5_omni": Qwen25OmniCase(),
     "qwen2_5_vl": Qwen25VLCase(),
     "qwen2_vl": Qwen2VLCase(),
     "qwen3_vl": Qwen3VLCase(),

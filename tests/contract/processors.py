@@ -57,6 +57,7 @@ class ProcessorCase(ABC):
     ends: ClassVar[Sequence[str]] = ("<|im_end|>", "<|endoftext|>")  # in the order of `stop_tokens`
     clips: ClassVar[bool] = True
     mistaken_token: ClassVar[str] = "image_token_id"
+    unsupported: ClassVar[str] = "audio"  # a kind of media that the family refuses
 
     @cached_property
     def config(self) -> Any:

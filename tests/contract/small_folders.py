@@ -17,6 +17,8 @@ from tessera.models.glm4v.processor import GLM4V
 from tessera.models.internvl.processor import QWEN
 from tessera.models.llama import LLAMA3
 from tessera.models.processing.tokenizer import train_tokenizer
+from tessera.models.qwen2_5_omni.config import Qwen25OmniConfig
+from tessera.models.qwen2_5_omni.processor import OMNI
 
 VOCAB = 512
 CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -35,10 +37,12 @@ GLM_IDS = {
     "video_start_token_id": "<|begin_of_video|>",
     "video_end_token_id": "<|end_of_video|>",
 }
+OMNI_IDS = dict(Qwen25OmniConfig.token_fields)
 # By a name of the case: family, preset, special words, and which of them the model knows by an id.
 CASES: dict[str, tuple[str, str, list[str], dict[str, str]]] = {
     "qwen2_vl": ("qwen2_vl", "quickstart", SEEN, QWEN_IDS),
     "qwen2_5_vl": ("qwen2_5_vl", "quickstart", SEEN, QWEN_IDS),
+    "qwen2_5_omni": ("qwen2_5_omni", "quickstart", ["<|endoftext|>", *OMNI.special_words()], OMNI_IDS),
     "qwen3_vl": ("qwen3_vl", "quickstart", SEEN, QWEN_IDS),
     "qwen3_vl experts": ("qwen3_vl", "quickstart-moe", SEEN, QWEN_IDS),
     "glm4v": ("glm4v", "quickstart", ["<|endoftext|>", "</answer>", *GLM4V.special_words()], GLM_IDS),

@@ -230,10 +230,10 @@ def test_mistakes_are_explained(name: str, tmp_path: Path) -> None:
     with raises("tokenizer.no-file"):
         case.load(tmp_path)
     with raises("tokenizer.token-id-mismatch"):
-        case.kind.load(case.configure(image_token_id=5), case.folder)
+        case.kind.load(case.configure(**{case.mistaken_token: 5}), case.folder)
     with raises("recipe.wrong-value"):
         case.load(case.folder, frames=8, fps=1.0)
     with raises("recipe.wrong-value", "max_frames"):
         case.load(case.folder, min_frames=9, max_frames=8)
     with raises("media.kind-not-supported"):
-        case.processor.measure(case.conversation("audio"), [MediaSize(0, 0, 0, 16000)])
+        case.processor.measure(case.conversation(case.unsupported), [MediaSize(0, 0, 0, 16000)])

@@ -122,8 +122,20 @@ CLIPS: dict[str, tuple[str, str, dict[str, str]]] = {
 }
 
 
-def clip(name: str, frames: int = 40, rate: int = 25, width: int = 64, height: int = 48, **options: str) -> bytes:
-    """A clip of `CLIPS`. Needs PyAV with an encoder for it."""
+# Codecs of sound tracks that each container takes; the others take AAC.
+TRACKS = {"webm": "libopus", "avi": "libmp3lame", "mpeg": "mp2"}
+
+
+def clip(
+    name: str,
+    frames: int = 40,
+    rate: int = 25,
+    width: int = 64,
+    height: int = 48,
+    sound_seconds: float = 0.0,
+    **options: str,
+) -> bytes:
+    """A clip of `CLIPS`. Needs PyAV with an encoder for it. `sound_seconds`: length of a tone as its sound track."""
     import av
 
     form, codec, arguments = CLIPS[name]
@@ -134,10 +146,15 @@ def clip(name: str, frames: int = 40, rate: int = 25, width: int = 64, height: i
         stream.width, stream.height = width, height
         stream.pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"
         stream.codec_context.thread_count = 1
+        track: Any = (
+            container.add_stream(TRACKS.get(form, "aac"), rate=48_000, layout="stereo") if sound_seconds else None
+        )
         for number in range(frames):
             picture = av.VideoFrame.from_ndarray(scene(width, height, number), format="rgb24")
             container.mux(stream.encode(picture))
         container.mux(stream.encode())
+        if sound_seconds:
+            _mux_tone(container, track, sound_seconds, 48_000)
     return held.getvalue()
 
 
@@ -170,17 +187,22 @@ def sound(name: str, seconds: float = 1.5, rate: int = 48_000) -> bytes:
     form, codec = SOUNDS[name]
     held = io.BytesIO()
     with av.open(held, "w", format=form) as container:
-        stream: Any = container.add_stream(codec, rate=rate, layout="stereo")
-        data = np.repeat((tone(seconds, rate) * 32767).astype(np.int16), 2)[None]
-        frame = av.AudioFrame.from_ndarray(data, format="s16", layout="stereo")
-        frame.sample_rate, frame.pts, frame.time_base = rate, 0, Fraction(1, rate)
-        resampler = av.AudioResampler(
-            format=stream.codec_context.format, layout="stereo", rate=rate, frame_size=stream.codec_context.frame_size
-        )
-        for piece in [*resampler.resample(frame), *resampler.resample(None)]:
-            container.mux(stream.encode(piece))
-        container.mux(stream.encode())
+        _mux_tone(container, container.add_stream(codec, rate=rate, layout="stereo"), seconds, rate)
     return held.getvalue()
+
+
+def _mux_tone(container: Any, stream: Any, seconds: float, rate: int) -> None:
+    import av
+
+    data = np.repeat((tone(seconds, rate) * 32767).astype(np.int16), 2)[None]
+    frame = av.AudioFrame.from_ndarray(data, format="s16", layout="stereo")
+    frame.sample_rate, frame.pts, frame.time_base = rate, 0, Fraction(1, rate)
+    resampler = av.AudioResampler(
+        format=stream.codec_context.format, layout="stereo", rate=rate, frame_size=stream.codec_context.frame_size
+    )
+    for piece in [*resampler.resample(frame), *resampler.resample(None)]:
+        container.mux(stream.encode(piece))
+    container.mux(stream.encode())
 
 
 def sounds(seconds: float = 0.5) -> dict[str, bytes]:

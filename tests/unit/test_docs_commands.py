@@ -243,6 +243,7 @@ NAMES = {
     "ltx_video": "LTX-Video",
     "module": "nn.Module",
     "qwen2": "Qwen2",
+    "qwen2_5_omni": "Qwen2.5-Omni",
     "qwen2_5_vl": "Qwen2.5-VL",
     "qwen2_vl": "Qwen2-VL",
     "qwen3": "Qwen3",

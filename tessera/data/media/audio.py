@@ -30,6 +30,12 @@ class AudioSampling:
     max_seconds: float = 1800.0
 
 
+def has_sound(source: Opened, limits: Limits) -> bool:
+    """Return whether a video has a sound track."""
+    with container(source, "video", limits) as held:
+        return bool(held.streams.audio)
+
+
 def probe(source: Opened, limits: Limits, sampling: AudioSampling) -> MediaSize:
     _check_wav(source)
     with container(source, "audio", limits) as held:
@@ -84,7 +90,7 @@ def _sample_count(held: Any, name: str, sampling: AudioSampling) -> int:
         if not _GUESSED & set(held.format.name.split(",")):
             if stream.duration and stream.time_base:
                 seconds = float(stream.duration * stream.time_base)
-            elif held.duration:
+            elif held.duration and not held.streams.video:  # a video may be longer than its sound track
                 seconds = held.duration / 1e6
         if seconds <= 0 and stream.time_base:
             ticks = sum(packet.duration or 0 for packet in held.demux(stream) if packet.size)

@@ -7,7 +7,7 @@ read all media of a sample by `read_media`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, Self, runtime_checkable
@@ -15,11 +15,12 @@ from typing import Any, Protocol, Self, runtime_checkable
 import numpy as np
 from PIL import Image
 
-from tessera.core.sample import MediaSize, Part, PartKind, Sample, StoredTensors
+from tessera.core.sample import MediaSize, Part, PartKind, Sample, StoredTensors, VideoWithSound
 from tessera.core.spec import LanguageProcessor, Processor
 from tessera.data.media import audio, video
+from tessera.data.media.animation import is_animation
 from tessera.data.media.audio import AudioSampling
-from tessera.data.media.files import Limits, Target, folder_of, opened, refusing
+from tessera.data.media.files import Limits, Opened, Target, folder_of, opened, refusing
 from tessera.data.media.images import check_pixels, decode_image, probe_image, smaller, to_rgb
 from tessera.data.media.video_frames import VideoSampling
 from tessera.errors import TesseraError
@@ -32,6 +33,7 @@ class MediaSampling(VideoSampling):
     """State how videos and audio are sampled, for families with audio input."""
 
     audio: AudioSampling = field(kw_only=True)
+    video_sound: bool = field(default=False, kw_only=True)  # also decode the sound track of videos that have one
 
 
 @runtime_checkable
@@ -115,7 +117,10 @@ def probe(
             return probe_image(source, limits)
         if part.kind == "audio":
             return audio.probe(source, limits, _audio_of(sampling))
-        return video.probe(source, limits, sampling, wanted)
+        size = video.probe(source, limits, sampling, wanted)
+        if _with_sound(source, limits, sampling):
+            size = replace(size, samples=audio.probe(source, limits, _audio_of(sampling)).samples)
+        return size
 
 
 def decode(
@@ -125,7 +130,8 @@ def decode(
     sampling: VideoSampling,
     target: KindTarget | None = None,
 ) -> Any:
-    """Decode a media part: an upright RGB image, uint8 frames [F, H, W, 3], float32 audio [samples], or named tensors.
+    """Decode a media part: an upright RGB image, uint8 frames [F, H, W, 3], float32 audio [samples], frames with their
+    sound track, or named tensors.
 
     Images and frames are resized to `target` if that is smaller.
     """
@@ -165,7 +171,17 @@ def _decode(
             return decode_image(source, limits, wanted)
         if part.kind == "audio":
             return audio.decode(source, limits, _audio_of(sampling))
-        return video.decode(source, limits, sampling, wanted)
+        frames, size = video.decode(source, limits, sampling, wanted)
+        if not _with_sound(source, limits, sampling):
+            return frames, size
+        sound, its_size = audio.decode(source, limits, _audio_of(sampling))
+        return VideoWithSound(frames, sound), replace(size, samples=its_size.samples)
+
+
+def _with_sound(source: Opened, limits: Limits, sampling: VideoSampling) -> bool:
+    """Return whether the sound track of a video is decoded: it has one, and the model reads it."""
+    wanted = isinstance(sampling, MediaSampling) and sampling.video_sound
+    return wanted and not is_animation(source.file) and audio.has_sound(source, limits)
 
 
 def _audio_of(sampling: VideoSampling) -> AudioSampling:

@@ -142,14 +142,7 @@ class AudioProcessor(ConversationProcessor):
         encoder = ChatEncoder(load_tokenizer(folder))
         check_special_tokens(encoder, template, config.special_token_ids, config.text.vocab_size, folder)
         clips = cls.cutter(config, read_extractor(folder), str(folder / IMAGE_FILE))
-        bins = config.audio.num_mel_bins
-        if clips.mel.bins != bins:
-            raise TesseraError(
-                f"the folder's features have {clips.mel.bins} mel bins, and the model's encoder reads {bins}",
-                where=str(folder / IMAGE_FILE),
-                fix=f"set feature_size to {bins}, or num_mel_bins of the model to {clips.mel.bins}",
-                code="media.audio-features-differ",
-            )
+        check_bins(clips.mel, config.audio.num_mel_bins, folder)
         sampling = MediaSampling(audio=AudioSampling(clips.mel.rate, clips.max_seconds))
         return cls(encoder, template, sampling, chosen.train_on, False, clips)
 
@@ -175,3 +168,14 @@ def read_extractor(folder: Path) -> dict[str, Any]:
     """Return the settings of the feature extractor of a folder, from its own file or from processor_config.json."""
     nested = read_json(folder / BOTH_FILE).get("feature_extractor")
     return read_json(folder / IMAGE_FILE) or (nested if isinstance(nested, dict) else {})
+
+
+def check_bins(mel: LogMel, bins: int, folder: Path) -> None:
+    """Raise an error unless the features of a folder have as many mel bins as the model's encoder reads."""
+    if mel.bins != bins:
+        raise TesseraError(
+            f"the folder's features have {mel.bins} mel bins, and the model's encoder reads {bins}",
+            where=str(folder / IMAGE_FILE),
+            fix=f"set feature_size to {bins}, or num_mel_bins of the model to {mel.bins}",
+            code="media.audio-features-differ",
+        )

@@ -22,7 +22,7 @@ from pydantic import Field
 
 from tessera.config.reader import Section
 from tessera.core.batch import IGNORE, Batch, Segments
-from tessera.core.sample import Encoded, EncodedStream, MediaSize, Part, PartKind, Sample
+from tessera.core.sample import Encoded, EncodedStream, MediaSize, Part, PartKind, Sample, VideoWithSound
 from tessera.data.media.video_frames import VideoSampling
 from tessera.data.sources.regions import check_regions
 from tessera.errors import TesseraError
@@ -203,18 +203,22 @@ class ConversationProcessor:
         remaining = iter(spans)
         inputs: dict[str, list[EncodedMedium]] = {}
         for part, medium, layout in zip(sample.media(), media, layouts, strict=True):
-            runs = [next(remaining) for _ in layout.tokens]
-            arrays = self.elements(part.kind, medium, layout)
-            tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-            inputs.setdefault(self._stream_of(part.kind), []).append((layout, runs, tensors))
+            runs = [(kind or part.kind, next(remaining)) for kind, _ in layout.runs()]
+            for kind, content, track in _tracks(part.kind, medium, layout):
+                arrays = self.elements(kind, content, track)
+                tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+                its_runs = [run for of, run in runs if of == kind]
+                inputs.setdefault(self._stream_of(kind), []).append((track, its_runs, tensors))
         return {name: encode_stream(read, self.streams[name].stream.dim) for name, read in inputs.items()}
 
     def _stream_of(self, kind: PartKind) -> str:
         return next(name for name, stream in self.streams.items() if kind in stream.kinds)
 
     def _read_by(self, stream: MediaStream, sample: Sample, layouts: Sequence[MediaLayout]) -> list[MediaLayout]:
-        """Return the layouts of those media of a sample that the encoder of a stream reads."""
-        return [layout for part, layout in zip(sample.media(), layouts, strict=True) if part.kind in stream.kinds]
+        """Return the layouts of those media of a sample, sound tracks included, that the encoder of a stream reads."""
+        parts = zip(sample.media(), layouts, strict=True)
+        tracks = [track for part, layout in parts for track in _tracks(part.kind, None, layout)]
+        return [layout for kind, _, layout in tracks if kind in stream.kinds]
 
     def _counts(
         self, sample: Sample, layouts: Sequence[MediaLayout], sizes: Sequence[MediaSize], trained: Sequence[bool]
@@ -345,6 +349,14 @@ class ConversationProcessor:
             begin=self.template.begin if self.encoder.find(self.template.begin) is not None else None,
         )
         self.save_preprocessor(folder)
+
+
+def _tracks(kind: PartKind, medium: Any, layout: MediaLayout) -> list[tuple[PartKind, Any, MediaLayout]]:
+    """Return kind, content and layout of a medium, or of the frames and of the sound of a video."""
+    if layout.sound is None:
+        return [(kind, medium.frames if isinstance(medium, VideoWithSound) else medium, layout)]
+    frames, sound = medium or (None, None)
+    return [(kind, frames, layout), ("audio", sound, layout.sound)]
 
 
 def check_special_tokens(

@@ -7,7 +7,8 @@ for each image, video or recording, and makes its elements. The rest follows fro
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from tessera.core.batch import Batch, Segments
 from tessera.core.model_plan import Stream
-from tessera.core.sample import EncodedStream, MediaSize, PartKind
+from tessera.core.sample import EncodedStream, MediaSize, PartKind, VideoWithSound
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,8 +36,18 @@ class MediaLayout:
     # projector, such as the end of an image row. None: each feature is a token.
     feature_index: np.ndarray | None = None
     feature_weights: np.ndarray | None = None  # [tokens, K]: interpolation weights; None: all 1
-    interval: float = 1.0  # difference of rope time positions between consecutive temporal patches of a video
+    times: tuple[int, ...] = ()  # rope time position of each temporal patch of a video; empty: 0, 1, 2, ...
     timestamps: tuple[str, ...] = ()  # text beside each run of placeholders, such as the time of a video frame
+    # layout of the sound track of a video; its runs of placeholders alternate with those of the frames
+    sound: MediaLayout | None = None
+
+    def runs(self) -> list[tuple[PartKind | None, int]]:
+        """Return the length of each run of placeholder tokens in order. Runs of a sound track are marked "audio"."""
+        frames: list[tuple[PartKind | None, int]] = [(None, count) for count in self.tokens]
+        sound: list[tuple[PartKind | None, int]] = (
+            [("audio", count) for count in self.sound.tokens] if self.sound else []
+        )
+        return [run for pair in zip_longest(frames, sound) for run in pair if run is not None]
 
 
 @dataclass(frozen=True)
@@ -78,7 +89,9 @@ MediaStreams = Mapping[str, MediaStream]  # keys: names of streams in the plan
 
 
 def media_size(media: Any) -> MediaSize:
-    """Return the size of a PIL image, of frames [F, H, W, 3], or of sound [samples]."""
+    """Return the size of a PIL image, of frames [F, H, W, 3], of sound [samples], or of both in a video."""
+    if isinstance(media, VideoWithSound):
+        return replace(media_size(media.frames), samples=len(media.sound))
     if isinstance(media, Image.Image):
         return MediaSize(*media.size)
     if np.ndim(media) == 1:
@@ -89,7 +102,7 @@ def media_size(media: Any) -> MediaSize:
 
 def token_runs(layouts: Sequence[MediaLayout]) -> list[int]:
     """Return the length of each run of consecutive placeholder tokens, over all media of a sample."""
-    return [count for layout in layouts for count in layout.tokens]
+    return [count for layout in layouts for _, count in layout.runs()]
 
 
 Runs = Sequence[tuple[int, int]]  # start and length of each run of consecutive placeholder tokens

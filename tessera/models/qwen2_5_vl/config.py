@@ -16,12 +16,13 @@ from tessera.models.vision.config import GridVisionConfig, QwenVLConfig
 TEXT = replace(QWEN2_VL_TEXT, model_type="qwen2_5_vl_text")
 
 
-class Qwen25VLVisionConfig(GridVisionConfig):
+class WindowVisionConfig(GridVisionConfig):
+    """Configure the vision encoder of Qwen2.5-VL, which other families also have."""
+
     depth: int = Field(32, gt=0, le=10**4)
     hidden_size: int = Field(1280, gt=0, le=10**8)
     intermediate_size: int = Field(3420, gt=0, le=10**8)
     num_heads: int = Field(16, gt=0, le=10**8)
-    tokens_per_second: int = Field(2, gt=0, le=10**8, description="time positions per second of a video")
     window_size: int = Field(112, gt=0, le=10**8, description="pixels along each side of a window")
     fullatt_block_indexes: tuple[int, ...] = Field((7, 15, 23, 31), description="blocks with full attention")
     hidden_act: Literal["silu", "gelu", "gelu_pytorch_tanh", "quick_gelu"] = "silu"
@@ -37,13 +38,17 @@ class Qwen25VLVisionConfig(GridVisionConfig):
         return tuple(number for number in self.fullatt_block_indexes if number < self.depth)
 
     @model_validator(mode="after")
-    def _has_windows(self) -> Qwen25VLVisionConfig:
+    def _has_windows(self) -> WindowVisionConfig:
         if self.window < 1:
             raise ValueError(
                 f"a window of {self.window_size} pixels is smaller than one token, "
                 f"{self.patch_size * self.spatial_merge_size} pixels along each side"
             )
         return self
+
+
+class Qwen25VLVisionConfig(WindowVisionConfig):
+    tokens_per_second: int = Field(2, gt=0, le=10**8, description="time positions per second of a video")
 
 
 class Qwen25VLConfig(QwenVLConfig):

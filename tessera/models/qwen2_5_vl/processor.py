@@ -46,13 +46,15 @@ class Qwen25VLProcessor(GridProcessor):
             plain,
             windows=tuple(windows) * t,
             token_order=(np.arange(t)[:, None] * (rows * columns) + frame).reshape(-1),
-            interval=self._interval(size) if kind == "video" else 1.0,
+            times=tuple(self.times(t, size).tolist()) if kind == "video" else (),
         )
 
-    def _interval(self, size: MediaSize) -> float:
-        """Return the difference of time positions between two temporal patches, rounded to fp32 as in transformers.
+    def times(self, count: int, size: MediaSize) -> np.ndarray:
+        """Return the time positions of the `count` temporal patches of a video, rounded down from fp32."""
+        interval = self.seconds(size) * np.float32(self.tokens_per_second)
+        return (np.arange(count, dtype=np.float32) * interval).astype(np.int64)
 
-        If the frame rate of a video is unknown, its frames count as sampled at `sampling.fps`.
-        """
-        seconds = np.float32(self.video.temporal / (size.fps or self.sampling.fps))
-        return float(seconds * np.float32(self.tokens_per_second))
+    def seconds(self, size: MediaSize) -> np.float32:
+        """Return the seconds between two temporal patches of a video. If its frame rate is unknown, its frames count as
+        sampled at `sampling.fps`."""
+        return np.float32(self.video.temporal / (size.fps or self.sampling.fps))

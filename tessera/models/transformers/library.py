@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from tessera.errors import TesseraError, first_line
-from tessera.models.files.side_files import copy_side_files
+from tessera.models.files.side_files import IMAGE_FILE, copy_side_files
 from tessera.models.processing.tokenizer import load_tokenizer
 from tessera.runtime.files import read_json_mapping
 
@@ -67,27 +67,37 @@ def load_image_processor(folder: Path, backend: ImageBackend = "pil") -> Any:
 
 def _without_video(folder: Path, image_backend: ImageBackend) -> Any:
     """Return the folder's processor without its video part; None if the processor has no video part."""
-    from transformers import AutoConfig, AutoTokenizer
+    import transformers
+    from transformers import AutoConfig, AutoFeatureExtractor, AutoTokenizer
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
     settings = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     kind: Any = PROCESSOR_MAPPING.get(type(settings), None)
-    if kind is None or "video_processor" not in kind.get_attributes():
+    if kind is None:  # the model is a part of another one, such as a thinker, and the files name its processor
+        named = read_json_mapping(folder / IMAGE_FILE) if (folder / IMAGE_FILE).is_file() else {}
+        kind = getattr(transformers, str(named.get("processor_class")), None)
+    is_processor = isinstance(kind, type) and issubclass(kind, transformers.ProcessorMixin)
+    if not is_processor or "video_processor" not in kind.get_attributes():
         return None
+    images = load_image_processor(folder, image_backend)
 
     class WithoutVideo(kind):  # type: ignore[misc]
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
-            if argument_name == "video_processor" and argument is None:
+            if argument_name == "video_processor":
                 return None
             return super().check_argument_for_proper_class(argument_name, argument)
 
     parts = {
-        "image_processor": lambda: load_image_processor(folder, image_backend),
+        "image_processor": lambda: images,
+        "feature_extractor": lambda: AutoFeatureExtractor.from_pretrained(
+            folder, trust_remote_code=False, local_files_only=True
+        ),
         "tokenizer": lambda: AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True),
-        "video_processor": lambda: None,
+        # That of Qwen2.5-Omni reads the merge size of its video part for images, too.
+        "video_processor": lambda: images if "feature_extractor" in kind.get_attributes() else None,
     }
     fields, _ = kind.get_processor_dict(folder)
-    return WithoutVideo.from_args_and_dict([parts[name]() for name in kind.get_attributes()], fields)  # type: ignore[no-untyped-call]
+    return WithoutVideo.from_args_and_dict([parts[name]() for name in kind.get_attributes()], fields)
 
 
 def checked_processor(folder: Path | None, config: Mapping[str, Any], image_backend: ImageBackend = "pil") -> Any:

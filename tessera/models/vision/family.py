@@ -99,6 +99,7 @@ class GridFamily(VisionFamily):
     text_prefix: ClassVar[str] = "model."
     renames: ClassVar[tuple[tuple[str, str], ...]]  # (other prefix of names in folders, the prefix that replaces it)
     ignored: ClassVar[tuple[str, ...]] = ("rotary_pos_emb.inv_freq",)  # buffers of the vision encoder that are not read
+    unread: ClassVar[tuple[str, ...]] = ()  # names, or prefixes of names, of tensors in folders that are not read
     stacked: ClassVar[bool] = False  # folders have one tensor for all experts of a layer
 
     def rules(self, config: Any) -> list[Rule]:
@@ -113,7 +114,7 @@ class GridFamily(VisionFamily):
             prefix=self.text_prefix,
             stacked=self.stacked,
             renames=self.renames,
-            ignored=tuple(self.tower + name for name in self.ignored),
+            ignored=(*(self.tower + name for name in self.ignored), *self.unread),
         )
 
     def shape(self, config: Any) -> VisionShape:

@@ -121,8 +121,8 @@ class GridProcessor(VisionProcessor):
             for layout in layouts
             for _ in layout.tokens
         ]
-        intervals = [layout.interval for layout in layouts for _ in layout.tokens]
-        return grid_positions(length, spans, grids, self.image.merge, intervals)
+        times = [layout.times for layout in layouts for _ in layout.tokens]
+        return grid_positions(length, spans, grids, self.image.merge, times)
 
     def save_preprocessor(self, folder: Path) -> None:
         self.files.write(folder, self.image, self.video, self.sampling)
@@ -133,7 +133,7 @@ def grid_positions(
     spans: Sequence[tuple[int, int]],
     grids: Sequence[Sequence[int]],
     merge: int,
-    intervals: Sequence[float] | None = None,
+    times: Sequence[Sequence[int]] = (),
 ) -> np.ndarray:
     """Return positions [3, length] (time, height, width) of tokens of text, images and videos.
 
@@ -142,21 +142,27 @@ def grid_positions(
     this rule (in their authors' code). transformers 5.3 to 5.23 continues after the longer side of a video
     instead, so positions after a long video differ there.
 
-    `intervals`: time positions between two temporal patches of each image or video, by default 1. Products are rounded
-    down from fp32, as in transformers.
+    `times`: time position of each temporal patch of each image or video, by default 0, 1, 2, ...
     """
     positions = np.empty((3, length), dtype=np.int64)
     at = position = 0
-    steps = [1.0] * len(grids) if intervals is None else intervals
-    for (start, count), (t, h, w), step in zip(spans, grids, steps, strict=True):
+    for (start, count), size, its_times in zip(spans, grids, times or [()] * len(grids), strict=True):
         positions[:, at:start] = np.arange(position, position + start - at)
         position += start - at
-        grid = np.indices((t, h // merge, w // merge), dtype=np.int64).reshape(3, -1)
-        grid[0] = grid[0].astype(np.float32) * np.float32(step)
+        grid = token_grid(size, merge, its_times)
         positions[:, start : start + count] = grid + position
         at, position = start + count, position + int(grid.max()) + 1
     positions[:, at:] = np.arange(position, position + length - at)
     return positions
+
+
+def token_grid(size: Sequence[int], merge: int, times: Sequence[int] = ()) -> np.ndarray:
+    """Return time, height and width of the tokens of a grid, [3, tokens]. `times`: of its temporal patches."""
+    t, h, w = size
+    grid = np.indices((t, h // merge, w // merge), dtype=np.int64).reshape(3, -1)
+    if times:
+        grid[0] = np.asarray(times)[grid[0]]
+    return grid
 
 
 DEFAULT_RATE = 24.0  # frames per second of videos of unknown frame rate, as in transformers

@@ -65,9 +65,11 @@ class GridFiles:
         video = _patches(video_file, vision, video_bounds, self.video_bounds, folder / VIDEO_FILE, "video_")
         return image, replace(video, whole_clips=self.whole_clips)
 
-    def write(self, folder: Path, image: Patches, video: Patches, sampling: VideoSampling) -> None:
+    def write(self, folder: Path, image: Patches, video: Patches, sampling: VideoSampling, **more: Any) -> None:
+        """Write the files. `more`: further fields of the file for images, such as those of a feature extractor."""
         processor = {"processor_class": self.processor}
-        write_json(folder / IMAGE_FILE, {**processor, "image_processor_type": self.image, **_patch_fields(image)})
+        image_fields = {"image_processor_type": self.image, **_patch_fields(image), **more}
+        write_json(folder / IMAGE_FILE, {**processor, **image_fields})
         video_fields = {
             **processor,
             "video_processor_type": self.video,

@@ -52,7 +52,7 @@ class VisionProcessor(ConversationProcessor):
         ...
 
     def constants(self, stream: str) -> Mapping[str, np.ndarray]:
-        return {"pixel_scale": self.pixel_norm.affine}
+        return {"pixel_scale": self.pixel_norm.affine} if stream == VISION else {}
 
     # ------------------------------------------------------------------------------------------ boxes and points
 

@@ -1,0 +1,78 @@
+"""The thinker of Qwen2.5-Omni: the vision encoder of Qwen2.5-VL, a Whisper-style audio encoder with windows of
+attention, and the decoder of Qwen2.5.
+
+The names are those that transformers writes for the thinker alone. The names of full folders (`thinker.*`) and of
+transformers' modules are also read.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from tessera.config.reader import Section
+from tessera.core.batch import Batch
+from tessera.models.audio.family import AudioFamily, audio_rules, with_clips
+from tessera.models.qwen2_5_omni.config import FULL_MODEL, THINKER, Qwen25OmniConfig
+from tessera.models.qwen2_5_vl.model import Qwen25VL
+from tessera.models.qwen2_vl.model import RENAMES
+from tessera.nn.audio import AudioShape, PooledProjector
+from tessera.weights.map import Rule
+from tessera.weights.operations import GroupByHead
+
+POOL = 2  # elements of the audio encoder that become one token
+_PARTS = ("model.", "visual.", "audio_tower.", "lm_head.")
+
+
+class OmniAudioProjector(PooledProjector):
+    """Project sound, and keep the embeddings `ends` of its begin and end. Folders contain them; nothing reads them."""
+
+    def __init__(self, features: int, hidden: int, pool: int) -> None:
+        super().__init__(features, hidden, pool)
+        self.ends = nn.Parameter(torch.empty(2, hidden), requires_grad=False)
+
+
+class Qwen25Omni(AudioFamily, Qwen25VL):
+    name: ClassVar[str] = "qwen2_5_omni"
+    config: ClassVar[type[Section]] = Qwen25OmniConfig
+    processor: ClassVar[str] = "Qwen25OmniProcessor"
+    hf_types: ClassVar[tuple[str, ...]] = (THINKER, FULL_MODEL)
+    renames: ClassVar[tuple[tuple[str, str], ...]] = (
+        *((f"thinker.{part}", part) for part in _PARTS),
+        ("model.audio_tower.", "audio_tower."),
+        *RENAMES,
+    )
+
+    unread: ClassVar[tuple[str, ...]] = ("talker.", "token2wav.")
+
+    def audio_shape(self, config: Qwen25OmniConfig) -> AudioShape:
+        audio = config.audio
+        return AudioShape(
+            bins=audio.num_mel_bins,
+            hidden=audio.d_model,
+            intermediate=audio.encoder_ffn_dim,
+            layers=audio.encoder_layers,
+            heads=audio.encoder_attention_heads,
+            activation=audio.activation_function,
+            norm_after=False,  # the features are normalised after they are averaged
+            pool=POOL,
+            attention=config.attention,
+        )
+
+    def audio_projector(self, config: Qwen25OmniConfig, shape: AudioShape) -> nn.Module:
+        return OmniAudioProjector(shape.hidden, config.text.hidden_size, shape.pool)
+
+    def rules(self, config: Qwen25OmniConfig) -> list[Rule]:
+        qkv = tuple(f"visual.blocks.{{i}}.attn.{part}.{{kind}}" for part in "qkv")
+        return [
+            *audio_rules(self.audio_shape(config), "audio_tower.", "audio_projector.norm"),
+            Rule("audio_projector.proj.{kind}", "audio_tower.proj.{kind}"),
+            Rule("audio_projector.ends", "audio_tower.audio_bos_eos_token.weight"),
+            Rule("vision.blocks.{i}.attn.qkv.{kind}", qkv, GroupByHead(config.vision.num_heads, separate=True)),
+        ]
+
+    def example(self, config: Any, tokens: int) -> Batch:
+        """Return a batch in which images and clips make up about a quarter of the tokens each."""
+        return with_clips(super(AudioFamily, self).example(config, tokens), self.audio_shape(config), tokens // 4)
