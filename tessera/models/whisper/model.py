@@ -1,0 +1,225 @@
+"""Whisper: its encoder and decoder from the blocks in `nn`, its plan, costs and names in folders."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tessera.core.batch import Batch, Segments
+from tessera.core.model_plan import ModelPlan, PipelineUnit, StageActivation, Stream, TensorStyle
+from tessera.core.spec import FULL, Training
+from tessera.models.text.costs import Measures, example_batch
+from tessera.models.text.decoder import TEXT_STREAM
+from tessera.models.whisper.config import LEAST_TOKENS, WhisperConfig
+from tessera.nn.audio import AudioEncoder, blank_clip, sinusoids
+from tessera.nn.cross_decoder import CrossDecoder
+from tessera.nn.encoder_decoder import MEMORY, EncoderDecoder
+from tessera.nn.layers import TiedHead
+from tessera.weights.map import Rule, WeightMap
+from tessera.weights.operations import Reshape
+
+AUDIO = "audio"
+# Tensors of the recordings in a batch. No token stands for them: the decoder attends to the outputs of the encoder.
+RECORDINGS = Stream(tensors=("mel", "mel_positions"), segments=AUDIO, module=AUDIO)
+_WEIGHT_AND_BIAS = "{weight,bias}"
+EXAMPLE_RECORDINGS = 16  # most recordings in an example batch
+
+
+class Whisper(EncoderDecoder):
+    def __init__(self, config: WhisperConfig) -> None:
+        text = CrossDecoder(config.decoder)
+        assert text.embed is not None
+        head = (
+            TiedHead(text.embed)
+            if config.tie_word_embeddings
+            else torch.nn.Linear(config.text.hidden_size, config.text.vocab_size, bias=False)
+        )
+        super().__init__(AudioEncoder(config.encoder), stream(config), text, head, config.text.initializer_range)
+
+    @torch.no_grad()
+    def initialize(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
+        if name == f"{AUDIO}.table.weight":
+            tensor.copy_(sinusoids(torch.arange(tensor.shape[0], device=tensor.device), tensor.shape[1]))
+        else:
+            super().initialize(name, tensor, generator)
+
+
+def stream(config: WhisperConfig) -> Stream:
+    return replace(
+        RECORDINGS, width=config.text.hidden_size, blank=functools.partial(blank_clip, config.encoder)
+    )
+
+
+def plan(config: WhisperConfig) -> ModelPlan:
+    shape, text, tied = config.encoder, config.decoder, config.tie_word_embeddings
+    positions = config.audio.max_source_positions
+    # A stage of the decoder also passes on the outputs of the encoder, of as many recordings as a row can have.
+    encoded = -(-positions // LEAST_TOKENS)
+    inside, carry = StageActivation(encoded, shape.hidden), StageActivation(encoded + 1, shape.hidden)
+    # A transcript has about as many tokens as the least number, so a token comes with so many positions of the encoder.
+    layer = text.layer_weights + encoded * text.memory_weights
+    styles: dict[str, TensorStyle] = {
+        f"audio.convs.{{first,second}}.{_WEIGHT_AND_BIAS}": "replicate",
+        "audio.table.weight": "replicate",
+        f"{{audio.blocks,text.layers}}.{{*}}.{{attn_norm,mlp_norm}}.{_WEIGHT_AND_BIAS}": "replicate",
+        f"{{audio.blocks,text.layers}}.{{*}}.attn.{{q,v}}.{_WEIGHT_AND_BIAS}": "column",
+        "{audio.blocks,text.layers}.{*}.attn.k.weight": "column",
+        "audio.blocks.{*}.attn.proj.weight": "row",
+        "audio.blocks.{*}.attn.proj.bias": "replicate",
+        f"{{audio.blocks,text.layers}}.{{*}}.mlp.up.{_WEIGHT_AND_BIAS}": "column",
+        "{audio.blocks,text.layers}.{*}.mlp.down.weight": "row",
+        "{audio.blocks,text.layers}.{*}.mlp.down.bias": "replicate",
+        f"audio.norm_after.{_WEIGHT_AND_BIAS}": "replicate",
+        "text.embed.weight": "vocab",
+        "text.positions.weight": "replicate",
+        f"text.layers.{{*}}.cross_norm.{_WEIGHT_AND_BIAS}": "replicate",
+        f"text.layers.{{*}}.cross.{{q,kv.v}}.{_WEIGHT_AND_BIAS}": "column",
+        "text.layers.{*}.cross.kv.k.weight": "column",
+        "text.layers.{*}.{attn,cross}.o.weight": "row",
+        "text.layers.{*}.{attn,cross}.o.bias": "replicate",
+        f"text.norm.{_WEIGHT_AND_BIAS}": "replicate",
+        **({} if tied else {"head.weight": "vocab"}),
+    }
+    return ModelPlan(
+        blocks=("audio.blocks.{*}", "text.layers.{*}"),
+        tensor=styles,
+        units=(
+            PipelineUnit("audio.convs", encoded * shape.conv_weights / layer),
+            PipelineUnit("audio.table", 0.0),
+            PipelineUnit("audio.blocks.{*}", encoded * shape.block_weights / layer, AUDIO, inside),
+            PipelineUnit("audio.norm_after", 0.0),
+            PipelineUnit("text.embed", 0.0),
+            PipelineUnit("text.positions", 0.0, output=carry),
+            PipelineUnit("text.layers.{*}", 1.0, "text", carry),
+            PipelineUnit("text.norm", 0.0),
+            PipelineUnit("head", text.hidden * text.vocab / layer),
+        ),
+        streams={AUDIO: stream(config), "text": TEXT_STREAM},
+        heads={
+            "audio.blocks.{*}.attn.{q,k,v}": shape.heads,
+            "text.layers.{*}.attn.{q,k,v}": text.heads,
+            "text.layers.{*}.cross.{q,kv.k,kv.v}": text.heads,
+        },
+        fsdp_root=("text.embed", "head"),
+        tied={"head": "text.embed"} if tied else {},
+    )
+
+
+# ---------------------------------------------------------------------------------------------- names in folders
+
+_PAIRS = (
+    ("audio.convs.first.bias", "encoder.conv1.bias"),
+    ("audio.convs.second.bias", "encoder.conv2.bias"),
+    ("audio.table.weight", "encoder.embed_positions.weight"),
+    ("audio.blocks.{i}.attn_norm.{kind}", "encoder.layers.{i}.self_attn_layer_norm.{kind}"),
+    ("audio.blocks.{i}.attn.q.{kind}", "encoder.layers.{i}.self_attn.q_proj.{kind}"),
+    ("audio.blocks.{i}.attn.k.{kind}", "encoder.layers.{i}.self_attn.k_proj.{kind}"),
+    ("audio.blocks.{i}.attn.v.{kind}", "encoder.layers.{i}.self_attn.v_proj.{kind}"),
+    ("audio.blocks.{i}.attn.proj.{kind}", "encoder.layers.{i}.self_attn.out_proj.{kind}"),
+    ("audio.blocks.{i}.mlp_norm.{kind}", "encoder.layers.{i}.final_layer_norm.{kind}"),
+    ("audio.blocks.{i}.mlp.up.{kind}", "encoder.layers.{i}.fc1.{kind}"),
+    ("audio.blocks.{i}.mlp.down.{kind}", "encoder.layers.{i}.fc2.{kind}"),
+    ("audio.norm_after.{kind}", "encoder.layer_norm.{kind}"),
+    ("text.embed.weight", "decoder.embed_tokens.weight"),
+    ("text.positions.weight", "decoder.embed_positions.weight"),
+    ("text.layers.{i}.attn_norm.{kind}", "decoder.layers.{i}.self_attn_layer_norm.{kind}"),
+    ("text.layers.{i}.attn.q.{kind}", "decoder.layers.{i}.self_attn.q_proj.{kind}"),
+    ("text.layers.{i}.attn.k.{kind}", "decoder.layers.{i}.self_attn.k_proj.{kind}"),
+    ("text.layers.{i}.attn.v.{kind}", "decoder.layers.{i}.self_attn.v_proj.{kind}"),
+    ("text.layers.{i}.attn.o.{kind}", "decoder.layers.{i}.self_attn.out_proj.{kind}"),
+    ("text.layers.{i}.cross_norm.{kind}", "decoder.layers.{i}.encoder_attn_layer_norm.{kind}"),
+    ("text.layers.{i}.cross.q.{kind}", "decoder.layers.{i}.encoder_attn.q_proj.{kind}"),
+    ("text.layers.{i}.cross.kv.k.{kind}", "decoder.layers.{i}.encoder_attn.k_proj.{kind}"),
+    ("text.layers.{i}.cross.kv.v.{kind}", "decoder.layers.{i}.encoder_attn.v_proj.{kind}"),
+    ("text.layers.{i}.cross.o.{kind}", "decoder.layers.{i}.encoder_attn.out_proj.{kind}"),
+    ("text.layers.{i}.mlp_norm.{kind}", "decoder.layers.{i}.final_layer_norm.{kind}"),
+    ("text.layers.{i}.mlp.up.{kind}", "decoder.layers.{i}.fc1.{kind}"),
+    ("text.layers.{i}.mlp.down.{kind}", "decoder.layers.{i}.fc2.{kind}"),
+    ("text.norm.{kind}", "decoder.layer_norm.{kind}"),
+)
+_HEAD = "proj_out.weight"
+
+
+def weights(config: WhisperConfig) -> WeightMap:
+    """Return the weight map. Folders store the convolutions as [outputs, inputs, 3]."""
+    hidden, bins, tied = config.text.hidden_size, config.audio.num_mel_bins, config.tie_word_embeddings
+    convolutions = [
+        Rule(f"audio.convs.{ours}.weight", f"model.encoder.{theirs}.weight", Reshape((hidden, 3 * n), (hidden, n, 3)))
+        for ours, theirs, n in (("first", "conv1", bins), ("second", "conv2", hidden))
+    ]
+    heads = () if tied else (Rule("head.weight", _HEAD),)
+    return WeightMap(
+        (*convolutions, *(Rule(ours, f"model.{theirs}") for ours, theirs in _PAIRS), *heads),
+        renames=(("encoder.", "model.encoder."), ("decoder.", "model.decoder.")),  # a base model saved without head
+        skip=(_HEAD,) if tied else (),
+        copies=((_HEAD, "text.embed.weight"),) if tied else (),
+    )
+
+
+# ---------------------------------------------------------------------------------------------- costs
+
+
+def work(
+    config: WhisperConfig, measures: Measures, training: Training = MappingProxyType({})
+) -> dict[str, np.ndarray]:
+    """Return the FLOPs of each sample by stream. Keys and values of the encoder's outputs count as text."""
+    shape, text = config.encoder, config.decoder
+    tokens, elements = (measures[name].astype(np.float64) for name in ("tokens", "audio_frames"))
+    layers, head, encoder = (training.get(part, FULL) for part in ("text", "head", AUDIO))
+    # Every token attends to the recording of its own sample, and all recordings have the same length.
+    crossed = (tokens if "crossed" not in measures else measures["crossed"]) * config.audio.max_source_positions
+    pairs = measures.get("token_pairs", tokens**2)
+    return {
+        "text": (
+            layers.weights * 2 * text.layers * (tokens * text.layer_weights + elements * text.memory_weights)
+            + layers.attention * 4 * text.layers * text.hidden * (pairs / 2 + crossed)
+            + head.weights * 2 * measures.get("trained", tokens) * text.hidden * text.vocab
+        ),
+        AUDIO: (
+            encoder.weights * 2 * elements * shape.layers * shape.block_weights
+            + encoder.attention * 4 * shape.layers * shape.hidden * measures["audio_pairs"].astype(np.float64)
+            + encoder.first * 2 * elements * 9 * shape.bins * shape.hidden
+            + encoder.weights * 2 * elements * 3 * shape.hidden**2
+        ),
+    }
+
+
+def flops(config: WhisperConfig, batch: Batch, training: Training = MappingProxyType({})) -> float:
+    """Return the FLOPs of a batch in host memory. Padding attends to no recording."""
+    text, memory = batch.segments["text"].lengths, batch.segments[MEMORY].lengths
+    recordings = batch.segments.get(AUDIO)
+    measures: Mapping[str, float] = {
+        "tokens": sum(text),
+        "trained": len(batch["trained" if "trained" in batch else "tokens"]),
+        "token_pairs": sum(length**2 for length in text),
+        "crossed": sum(a * b for a, b in zip(text, memory, strict=True)) / config.audio.max_source_positions,
+        "audio_frames": sum(memory),
+        "audio_pairs": 0 if recordings is None else sum(length**2 for length in recordings.lengths),
+    }
+    arrays = {name: np.array(float(value)) for name, value in measures.items()}
+    return float(sum(part.sum() for part in work(config, arrays, training).values()))
+
+
+def example(config: WhisperConfig, tokens: int) -> Batch:
+    """Return a batch of transcripts with a recording of silence each."""
+    shape, text = config.encoder, config.text
+    most = min(EXAMPLE_RECORDINGS, max(1, tokens // LEAST_TOKENS))
+    count = max(most, -(-tokens // text.max_target_positions))
+    lengths = [tokens // count + (number < tokens % count) for number in range(count)]
+    batch = example_batch(tokens)
+    index = torch.arange(shape.positions)
+    mel_positions = torch.stack([index, torch.full_like(index, shape.positions * shape.stride)], dim=1)
+    media = {
+        "positions": torch.cat([torch.arange(length) for length in lengths]),
+        "mel": torch.zeros(count * shape.positions, shape.bins * shape.window),
+        "mel_positions": mel_positions.repeat(count, 1),
+    }
+    recordings = Segments.of([shape.positions] * count)
+    segments = {"text": Segments.of(lengths), AUDIO: recordings, MEMORY: recordings}
+    return replace(batch, tensors={**batch.tensors, **media}, segments=segments)
