@@ -11,7 +11,7 @@ from tessera.core.batch import Segments
 from tessera.core.cache import CacheStep
 from tessera.nn.cache import KVCache, LayerCache
 from tessera.nn.layers import LayerNorm, PackedAttention, TokenEmbedding
-from tessera.nn.vit import ACTIVATIONS
+from tessera.nn.vit import EncoderMLP
 from tessera.ops.cached_attention import cached_attention
 from tessera.ops.cross_attention import packed_cross_attention
 from tessera.ops.registry import AUTO
@@ -123,18 +123,6 @@ class CrossAttention(nn.Module):
         return projected
 
 
-class PlainMLP(nn.Module):
-    def __init__(self, shape: CrossDecoderShape) -> None:
-        super().__init__()
-        self.up = nn.Linear(shape.hidden, shape.intermediate)
-        self.down = nn.Linear(shape.intermediate, shape.hidden)
-        self.activation = ACTIVATIONS[shape.activation]
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(self.activation(self.up(x)))
-        return out
-
-
 class CrossDecoderLayer(nn.Module):
     def __init__(self, shape: CrossDecoderShape) -> None:
         super().__init__()
@@ -143,7 +131,7 @@ class CrossDecoderLayer(nn.Module):
         self.cross_norm = LayerNorm(shape.hidden, shape.norm_eps)
         self.cross = CrossAttention(shape)
         self.mlp_norm = LayerNorm(shape.hidden, shape.norm_eps)
-        self.mlp = PlainMLP(shape)
+        self.mlp = EncoderMLP(shape.hidden, shape.intermediate, shape.activation)
 
     def forward(
         self,
