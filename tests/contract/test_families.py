@@ -104,6 +104,7 @@ BATCHES: dict[str, Callable[[Any], Batch]] = {
     "qwen2_vl": language_batch,
     "qwen3": text_batch,
     "qwen3_vl": table_batch,
+    "whisper": lambda config: FAMILIES.get("whisper").example(config, 96),  # type: ignore[misc]
 }
 
 

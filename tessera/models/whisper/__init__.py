@@ -10,7 +10,7 @@ from tessera.core.spec import Component, ModelSpec
 from tessera.models.family import load_processor
 from tessera.models.whisper.config import MODEL_TYPE, WhisperConfig
 from tessera.models.whisper.generation import generate
-from tessera.models.whisper.model import Whisper, example, flops, plan, weights, work
+from tessera.models.whisper.model import Whisper, example, flops, plan, stock_inputs, weights, work
 
 
 def _preset(hidden: int, layers: tuple[int, int], heads: int, vocab: int = 51865, bins: int = 80) -> dict[str, Any]:
@@ -64,6 +64,7 @@ SPEC = ModelSpec(
     presets=PRESETS,
     processor=functools.partial(load_processor, "whisper", "WhisperProcessor"),
     generate=generate,
+    stock_inputs=stock_inputs,
     task="language",
     outputs=(LOGITS, HIDDEN),
     hf_types=(MODEL_TYPE,),

@@ -14,7 +14,8 @@ from tessera.nn.cross_decoder import CrossDecoderShape
 from tessera.ops.attention import AttentionBackend
 
 MODEL_TYPE = "whisper"
-STRIDE = 2  # mel frames of one position of the encoder
+STRIDE = 2  # mel frames from one position of the encoder to the next
+REACH = 2  # mel frames before and after its middle frame that a position reads
 # A recording takes at least this many tokens of a row, padding included. So `data.length` limits how many recordings a
 # row has, and pipeline stages know how many positions of the encoder a row can have.
 LEAST_TOKENS = 32

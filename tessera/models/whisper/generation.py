@@ -11,20 +11,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tessera.core.batch import Batch, Segments
 from tessera.core.cache import CacheRow, CacheStep
 from tessera.core.outputs import LOGITS
 from tessera.models.whisper.config import STRIDE
+from tessera.models.whisper.model import frames_of, windows_of
 from tessera.nn.encoder_decoder import MEMORY
 
 # Batch tensors of a prompt, with token ids.
 SUPPRESSED = "suppressed"  # never generated
 SUPPRESSED_FIRST = "suppressed_first"  # not generated as the first token
 STAMPS = "stamps"  # [3]: the first time stamp, the end of a transcript, the latest time stamp that may be the first one
-_REACH = 2  # mel frames before and after its middle frame that an element of the encoder reads
 
 Choose = Callable[[Tensor], Tensor]  # logits [rows, vocabulary] -> tokens [rows]
 
@@ -49,7 +48,7 @@ def generate(
     lengths = batch.segments[MEMORY].lengths
     # The second column of `mel_positions` is the number of frames of a recording.
     counts = [int(part[0, 1]) for part in torch.split(batch["mel_positions"], lengths)]
-    recordings = [_frames(part)[:n] for part, n in zip(torch.split(batch["mel"], lengths), counts, strict=True)]
+    recordings = [frames_of(part)[:n] for part, n in zip(torch.split(batch["mel"], lengths), counts, strict=True)]
     window = module.get_submodule(module.stream.module).shape.positions
     room = module.text.shape.positions - max(map(len, prompts))
     answers: list[list[int]] = [[] for _ in prompts]
@@ -65,7 +64,7 @@ def generate(
             if answers[row]:
                 answers[row].append(next(iter(stop_tokens)))
                 report(row, answers[row][-1])
-        mel = torch.cat([_windows(recordings[row][seek[row] :], window) for row in active])
+        mel = torch.cat([windows_of(recordings[row][seek[row] :], window) for row in active])
         texts = _transcribe(
             module,
             mel,
@@ -212,16 +211,3 @@ def _transcribe(
 def _until(tokens: Sequence[int], stops: frozenset[int]) -> list[int]:
     at = next((number for number, token in enumerate(tokens) if token in stops), len(tokens))
     return list(tokens[:at])
-
-
-def _frames(mel: Tensor) -> Tensor:
-    """Return the mel frames [frames, bins] of a recording from the windows of its elements."""
-    middle = mel.unflatten(1, (-1, 2 * _REACH + 1))[:, :, _REACH : _REACH + STRIDE]
-    return middle.transpose(1, 2).flatten(0, 1)
-
-
-def _windows(frames: Tensor, positions: int) -> Tensor:
-    """Return the elements of a window that begins with these frames; zeros follow the end of the recording."""
-    frames = frames[: positions * STRIDE]
-    padded = F.pad(frames, (0, 0, _REACH, _REACH + positions * STRIDE - len(frames)))
-    return padded.unfold(0, 2 * _REACH + 1, STRIDE)[:positions].flatten(1)

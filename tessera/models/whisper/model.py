@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tessera.core.batch import Batch, Segments
@@ -16,7 +17,7 @@ from tessera.core.model_plan import ModelPlan, PipelineUnit, StageActivation, St
 from tessera.core.spec import FULL, Training
 from tessera.models.text.costs import Measures, example_batch
 from tessera.models.text.decoder import TEXT_STREAM
-from tessera.models.whisper.config import LEAST_TOKENS, WhisperConfig
+from tessera.models.whisper.config import LEAST_TOKENS, REACH, STRIDE, WhisperConfig
 from tessera.nn.audio import AudioEncoder, blank_clip, sinusoids
 from tessera.nn.cross_decoder import CrossDecoder
 from tessera.nn.encoder_decoder import MEMORY, EncoderDecoder
@@ -64,26 +65,26 @@ def plan(config: WhisperConfig) -> ModelPlan:
     inside, carry = StageActivation(encoded, shape.hidden), StageActivation(encoded + 1, shape.hidden)
     # A transcript has about as many tokens as the least number, so a token comes with so many positions of the encoder.
     layer = text.layer_weights + encoded * text.memory_weights
+    both = "{audio,text}.{blocks,layers}.{*}"
+    cross = "text.layers.{*}.cross"
     styles: dict[str, TensorStyle] = {
         f"audio.convs.{{first,second}}.{_WEIGHT_AND_BIAS}": "replicate",
-        "audio.table.weight": "replicate",
-        f"{{audio.blocks,text.layers}}.{{*}}.{{attn_norm,mlp_norm}}.{_WEIGHT_AND_BIAS}": "replicate",
-        f"{{audio.blocks,text.layers}}.{{*}}.attn.{{q,v}}.{_WEIGHT_AND_BIAS}": "column",
-        "{audio.blocks,text.layers}.{*}.attn.k.weight": "column",
-        "audio.blocks.{*}.attn.proj.weight": "row",
-        "audio.blocks.{*}.attn.proj.bias": "replicate",
-        f"{{audio.blocks,text.layers}}.{{*}}.mlp.up.{_WEIGHT_AND_BIAS}": "column",
-        "{audio.blocks,text.layers}.{*}.mlp.down.weight": "row",
-        "{audio.blocks,text.layers}.{*}.mlp.down.bias": "replicate",
-        f"audio.norm_after.{_WEIGHT_AND_BIAS}": "replicate",
+        "{audio,text}.{table,positions}.weight": "replicate",
+        f"{both}.{{attn_norm,cross_norm,mlp_norm}}.{_WEIGHT_AND_BIAS}": "replicate",
+        f"{both}.attn.{{q,v}}.{_WEIGHT_AND_BIAS}": "column",
+        f"{both}.attn.k.weight": "column",
+        f"{both}.attn.{{proj,o}}.weight": "row",
+        f"{both}.attn.{{proj,o}}.bias": "replicate",
+        f"{cross}.q.{_WEIGHT_AND_BIAS}": "column",
+        f"{cross}.kv.v.{_WEIGHT_AND_BIAS}": "column",
+        f"{cross}.kv.k.weight": "column",
+        f"{cross}.o.weight": "row",
+        f"{cross}.o.bias": "replicate",
+        f"{both}.mlp.up.{_WEIGHT_AND_BIAS}": "column",
+        f"{both}.mlp.down.weight": "row",
+        f"{both}.mlp.down.bias": "replicate",
+        f"{{audio,text}}.{{norm_after,norm}}.{_WEIGHT_AND_BIAS}": "replicate",
         "text.embed.weight": "vocab",
-        "text.positions.weight": "replicate",
-        f"text.layers.{{*}}.cross_norm.{_WEIGHT_AND_BIAS}": "replicate",
-        f"text.layers.{{*}}.cross.{{q,kv.v}}.{_WEIGHT_AND_BIAS}": "column",
-        "text.layers.{*}.cross.kv.k.weight": "column",
-        "text.layers.{*}.{attn,cross}.o.weight": "row",
-        "text.layers.{*}.{attn,cross}.o.bias": "replicate",
-        f"text.norm.{_WEIGHT_AND_BIAS}": "replicate",
         **({} if tied else {"head.weight": "vocab"}),
     }
     return ModelPlan(
@@ -104,7 +105,8 @@ def plan(config: WhisperConfig) -> ModelPlan:
         heads={
             "audio.blocks.{*}.attn.{q,k,v}": shape.heads,
             "text.layers.{*}.attn.{q,k,v}": text.heads,
-            "text.layers.{*}.cross.{q,kv.k,kv.v}": text.heads,
+            f"{cross}.q": text.heads,
+            f"{cross}.kv.{{k,v}}": text.heads,
         },
         fsdp_root=("text.embed", "head"),
         tied={"head": "text.embed"} if tied else {},
@@ -162,6 +164,27 @@ def weights(config: WhisperConfig) -> WeightMap:
     )
 
 
+# ---------------------------------------------------------------------------------------------- mel frames
+
+
+def frames_of(mel: Tensor) -> Tensor:
+    """Return the mel frames [frames, bins] of a recording from its elements, each of which has those beside its own."""
+    own = mel.unflatten(1, (-1, 2 * REACH + 1))[:, :, REACH : REACH + STRIDE]
+    return own.transpose(1, 2).flatten(0, 1)
+
+
+def windows_of(frames: Tensor, positions: int) -> Tensor:
+    """Return the elements of a window that begins with these frames; zeros follow the end of the recording."""
+    frames = frames[: positions * STRIDE]
+    padded = F.pad(frames, (0, 0, REACH, REACH + positions * STRIDE - len(frames)))
+    return padded.unfold(0, 2 * REACH + 1, STRIDE)[:positions].flatten(1)
+
+
+def stock_inputs(batch: Batch) -> dict[str, Tensor]:
+    """Return the input of transformers' class for a batch with one recording."""
+    return {"input_features": frames_of(batch["mel"]).T[None], "decoder_input_ids": batch["tokens"][None]}
+
+
 # ---------------------------------------------------------------------------------------------- costs
 
 
@@ -207,17 +230,18 @@ def flops(config: WhisperConfig, batch: Batch, training: Training = MappingProxy
 
 
 def example(config: WhisperConfig, tokens: int) -> Batch:
-    """Return a batch of transcripts with a recording of silence each."""
+    """Return a batch of transcripts with a recording each."""
     shape, text = config.encoder, config.text
     most = min(EXAMPLE_RECORDINGS, max(1, tokens // LEAST_TOKENS))
     count = max(most, -(-tokens // text.max_target_positions))
     lengths = [tokens // count + (number < tokens % count) for number in range(count)]
     batch = example_batch(tokens)
+    frames = torch.arange(shape.positions * STRIDE).unsqueeze(1) * torch.arange(shape.bins)
     index = torch.arange(shape.positions)
-    mel_positions = torch.stack([index, torch.full_like(index, shape.positions * shape.stride)], dim=1)
+    mel_positions = torch.stack([index, torch.full_like(index, len(frames))], dim=1)
     media = {
         "positions": torch.cat([torch.arange(length) for length in lengths]),
-        "mel": torch.zeros(count * shape.positions, shape.bins * shape.window),
+        "mel": windows_of((frames % 7) / 7.0, shape.positions).repeat(count, 1),
         "mel_positions": mel_positions.repeat(count, 1),
     }
     recordings = Segments.of([shape.positions] * count)

@@ -26,7 +26,7 @@ from tessera.models.processing.chat import ChatSpan, ChatTemplate, MediaWords, T
 from tessera.models.processing.conversation import ConversationProcessor, PromptEnding
 from tessera.models.processing.streams import MediaLayout, MediaStream, MediaStreams, media_size
 from tessera.models.processing.tokenizer import ChatEncoder, load_tokenizer, write_tokenizer
-from tessera.models.whisper.config import LEAST_TOKENS, STRIDE, WhisperConfig
+from tessera.models.whisper.config import LEAST_TOKENS, REACH, STRIDE, WhisperConfig
 from tessera.models.whisper.generation import STAMPS, SUPPRESSED, SUPPRESSED_FIRST, after_stamps
 from tessera.models.whisper.model import AUDIO, RECORDINGS
 from tessera.nn.encoder_decoder import MEMORY
@@ -39,7 +39,6 @@ FIRST_STAMP = "<|0.00|>"
 _SECONDS_PER_STAMP = 0.02
 _STAMP = re.compile(r"(<\|\d{1,3}\.\d\d\|>)")
 _LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
-_REACH = 2  # mel frames before and after its middle frame that an element of the encoder reads
 _ENGLISH_ONLY = 51864  # size of the vocabulary of published models that know English alone
 _GENERATION, _PREPROCESSOR = "generation_config.json", "preprocessor_config.json"
 
@@ -132,7 +131,7 @@ class WhisperProcessor(ConversationProcessor):
     def elements(self, kind: PartKind, media: Any, layout: MediaLayout) -> dict[str, np.ndarray]:
         sound = np.asarray(media, dtype=np.float32)
         mel = self.mel(sound, max(len(sound), self.mel.longest))
-        return cut_windows(mel, layout.lengths[0], len(mel), STRIDE, _REACH)
+        return cut_windows(mel, layout.lengths[0], len(mel), STRIDE, REACH)
 
     @property
     def _window(self) -> int:
