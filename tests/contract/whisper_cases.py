@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import wave
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -136,3 +137,17 @@ def write_tokenizer_files(folder: Path, config: Any) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     train_tokenizer(TEXTS, VOCABULARY, SPECIAL).save(str(folder / "tokenizer.json"))
     (folder / "preprocessor_config.json").write_text(json.dumps(extractor(config).to_dict()))
+
+
+def write_samples(folder: Path, count: int, texts: tuple[str, ...] = TEXTS) -> Path:
+    """Recordings of tones with transcripts, as conversations of a recording and an answer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for number, clip in enumerate(sounds(0, count)):
+        with wave.open(str(folder / f"{number}.wav"), "wb") as file:
+            file.setparams((1, 2, RATE, len(clip), "NONE", ""))
+            file.writeframes((clip.clip(-1, 1) * 32767).astype("<i2").tobytes())
+        asked = {"role": "user", "content": [{"type": "audio", "audio": f"{number}.wav"}]}
+        rows.append({"messages": [asked, {"role": "assistant", "content": texts[number % len(texts)]}]})
+    (folder / "samples.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return folder / "samples.jsonl"

@@ -84,8 +84,9 @@ def plan(config: WhisperConfig) -> ModelPlan:
         f"{both}.mlp.down.weight": "row",
         f"{both}.mlp.down.bias": "replicate",
         f"{{audio,text}}.{{norm_after,norm}}.{_WEIGHT_AND_BIAS}": "replicate",
-        "text.embed.weight": "vocab",
-        **({} if tied else {"head.weight": "vocab"}),
+        # Sizes of published vocabularies have few divisors, and the encoder takes most of the time.
+        "text.embed.weight": "replicate",
+        **({} if tied else {"head.weight": "replicate"}),
     }
     return ModelPlan(
         blocks=("audio.blocks.{*}", "text.layers.{*}"),
