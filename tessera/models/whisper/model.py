@@ -29,7 +29,6 @@ AUDIO = "audio"
 # Tensors of the recordings in a batch. No token stands for them: the decoder attends to the outputs of the encoder.
 RECORDINGS = Stream(tensors=("mel", "mel_positions"), segments=AUDIO, module=AUDIO)
 _WEIGHT_AND_BIAS = "{weight,bias}"
-EXAMPLE_RECORDINGS = 16  # most recordings in an example batch
 
 
 class Whisper(EncoderDecoder):
@@ -231,10 +230,9 @@ def flops(config: WhisperConfig, batch: Batch, training: Training = MappingProxy
 
 
 def example(config: WhisperConfig, tokens: int) -> Batch:
-    """Return a batch of transcripts with a recording each."""
-    shape, text = config.encoder, config.text
-    most = min(EXAMPLE_RECORDINGS, max(1, tokens // LEAST_TOKENS))
-    count = max(most, -(-tokens // text.max_target_positions))
+    """Return a batch with as many recordings as so many tokens can have."""
+    shape = config.encoder
+    count = max(1, tokens // LEAST_TOKENS)
     lengths = [tokens // count + (number < tokens % count) for number in range(count)]
     batch = example_batch(tokens)
     frames = torch.arange(shape.positions * STRIDE).unsqueeze(1) * torch.arange(shape.bins)
