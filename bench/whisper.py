@@ -67,8 +67,8 @@ def write_set(preset: str, folder: Path) -> None:
             file.setparams((1, 2, RATE, len(noise), "NONE", ""))
             file.writeframes(noise.tobytes())
         text = "".join(chance.choice(list("abcdefgh"), TOKENS - 5))
-        asked = {"role": "user", "content": [{"type": "audio", "audio": f"{number}.wav"}]}
-        rows.append({"messages": [asked, {"role": "assistant", "content": text}]})
+        question = {"role": "user", "content": [{"type": "audio", "audio": f"{number}.wav"}]}
+        rows.append({"messages": [question, {"role": "assistant", "content": text}]})
     (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
 
 

@@ -190,8 +190,8 @@ class ModelSpec:
     example: Callable[[Any, int], Batch] | None = None
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     # Set if the engine for many requests cannot run the model, which generates by this function instead: (module,
-    # batch, *, max_new_tokens, stop_tokens, choose: logits [rows, vocabulary] -> tokens [rows], greedy, on_token) -> the
-    # new tokens of each row.
+    # batch, *, max_new_tokens, stop_tokens, choose: logits [rows, vocabulary] -> tokens [rows], greedy, on_token) ->
+    # the new tokens of each row.
     generate: Callable[..., list[list[int]]] | None = None
     # Whether the model is a class of another library. It may lack a tokenizer, and it may have parameters without a
     # gradient.

@@ -90,7 +90,7 @@ class KeysAndValues(nn.Module):
         return self.k(states), self.v(states)
 
 
-class CrossAttention(nn.Module):
+class MemoryAttention(nn.Module):
     """Attend from each segment of tokens to the encoder's outputs for the same segment."""
 
     def __init__(self, shape: CrossDecoderShape) -> None:
@@ -110,14 +110,14 @@ class CrossAttention(nn.Module):
     ) -> Tensor:
         """Return the output for tokens `x`. `memory`: the encoder's outputs; None: the cache has keys and values."""
         q = self.q(x).unflatten(-1, (-1, self.head_dim))
-        kept = cache.cache.memory if cache is not None and isinstance(cache.cache, MemoryCache) else {}
+        projected_memory = cache.cache.memory if cache is not None and isinstance(cache.cache, MemoryCache) else {}
         if memory is None:
             assert cache is not None, "without a cache, each call needs the outputs of the encoder"
-            k, v = kept[cache.index]
+            k, v = projected_memory[cache.index]
         else:
             k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.kv(memory))
             if cache is not None:
-                kept[cache.index] = (k, v)
+                projected_memory[cache.index] = (k, v)
         out = packed_cross_attention(q, k, v, segments, memory_segments, implementation=self.implementation)
         projected: Tensor = self.o(out.flatten(1))
         return projected
@@ -129,7 +129,7 @@ class CrossDecoderLayer(nn.Module):
         self.attn_norm = LayerNorm(shape.hidden, shape.norm_eps)
         self.attn = CausalAttention(shape)
         self.cross_norm = LayerNorm(shape.hidden, shape.norm_eps)
-        self.cross = CrossAttention(shape)
+        self.cross = MemoryAttention(shape)
         self.mlp_norm = LayerNorm(shape.hidden, shape.norm_eps)
         self.mlp = EncoderMLP(shape.hidden, shape.intermediate, shape.activation)
 
@@ -147,7 +147,7 @@ class CrossDecoderLayer(nn.Module):
         return out
 
 
-class PositionTable(nn.Module):
+class TokenPositions(nn.Module):
     """Hold learned position embeddings."""
 
     def __init__(self, positions: int, hidden: int) -> None:
@@ -165,7 +165,7 @@ class CrossDecoder(nn.Module):
         super().__init__()
         self.shape = shape
         self.embed: nn.Embedding | None = TokenEmbedding(shape.vocab, shape.hidden)
-        self.positions: PositionTable | None = PositionTable(shape.positions, shape.hidden)
+        self.positions: TokenPositions | None = TokenPositions(shape.positions, shape.hidden)
         self.layers = nn.ModuleList(CrossDecoderLayer(shape) for _ in range(shape.layers))
         self.norm: LayerNorm | None = LayerNorm(shape.hidden, shape.norm_eps)
 

@@ -22,8 +22,8 @@ MEMORY = "memory"  # key in `Batch.segments`: number of outputs of the encoder f
 class EncoderDecoder(CausalLMBase):
     """Compute an encoder, a decoder that attends to its outputs, and a head.
 
-    Batch: `tokens` [T], `positions` [T], segments "text"; the tensors of the encoder's stream; segments "memory", one for
-    each segment of tokens. A segment of tokens attends to the outputs of its own recording.
+    Batch: `tokens` [T], `positions` [T], segments "text"; the tensors of the encoder's stream; segments "memory", one
+    for each segment of tokens. A segment of tokens attends to the outputs of its own recording.
 
     Modules that are None belong to another pipeline stage. The output of a stage is that of the unfinished encoder, or
     the hidden states of the tokens, followed by the outputs of the encoder.
@@ -32,7 +32,7 @@ class EncoderDecoder(CausalLMBase):
     def __init__(
         self, encoder: nn.Module, stream: Stream, text: CrossDecoder, head: nn.Module, initializer_range: float
     ) -> None:
-        """Create the model. `stream`: the encoder's input; its `module` is the name under which the encoder is added."""
+        """Create the model. `stream`: the encoder's input; its `module` is the name of the encoder."""
         super().__init__()
         self.stream = stream
         self.add_module(stream.module, encoder)
@@ -52,8 +52,8 @@ class EncoderDecoder(CausalLMBase):
     ) -> Outputs | Tensor:
         """Return the outputs by name.
 
-        `logits`: apply the head to all tokens, or ("last") to the last token of each segment. `cache` and `step`: the KV
-        cache, and how this call uses it. The first call with a cache encodes the recordings; later calls read none.
+        `logits`: apply the head to all tokens, or ("last") to the last token of each segment. `cache` and `step`: the
+        KV cache, and how this call uses it. The first call with a cache encodes the recordings; later calls read none.
         """
         text: CrossDecoder | None = self.text
         memory = None if carry is None else carry

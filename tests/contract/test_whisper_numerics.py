@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from parity import compare_gradients, to_foreign
 from torch import Tensor, nn
-from whisper_cases import SHAPES, in_double, packed, pair, sounds, theirs, transcripts
+from whisper_cases import SHAPES, config_of, in_double, packed, pair, sounds, theirs, transcripts
 
-from tessera.core.batch import Batch
+from tessera.core.batch import Batch, Segments
+from tessera.nn.encoder_decoder import MEMORY
 from tessera.ops.loss import linear_cross_entropy
 from tests.close import assert_as_close, queries_for_keys
 
@@ -62,16 +64,14 @@ def test_packed_transcripts_are_those_of_single_ones() -> None:
     clips, labels = sounds(5), transcripts(5)
     whole = model(in_double(packed(config, clips, labels, padding=3)), logits=True)["logits"]
     alone = [
-        model(in_double(packed(config, [clip], [one])), logits=True)["logits"]
-        for clip, one in zip(clips, labels, strict=True)
+        model(in_double(packed(config, [clip], [words])), logits=True)["logits"]
+        for clip, words in zip(clips, labels, strict=True)
     ]
     torch.testing.assert_close(whole[: sum(map(len, labels))], torch.cat(alone), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa", "auto"])
 def test_every_implementation_of_attention_computes_the_same(attention: str) -> None:
-    from whisper_cases import config_of
-
     spec, config, _, model = pair(0, torch.float64)
     other: Any = spec.main.build(config_of(0, attention=attention)[1]).double()
     other.load_state_dict(model.state_dict())
@@ -83,11 +83,6 @@ def test_every_implementation_of_attention_computes_the_same(attention: str) -> 
 
 def test_a_batch_without_recordings_gives_every_parameter_a_gradient_of_zero_from_the_encoder() -> None:
     """Other ranks may have recordings, and wait for this rank's gradients."""
-    from dataclasses import replace
-
-    from tessera.core.batch import Segments
-    from tessera.nn.encoder_decoder import MEMORY
-
     _, config, _, model = pair(0)
     batch = packed(config, sounds(0), transcripts(0))
     tensors: Mapping[str, Tensor] = {n: t for n, t in batch.tensors.items() if not n.startswith("mel")}

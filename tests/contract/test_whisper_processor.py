@@ -35,9 +35,9 @@ EN, DE, TRANSLATE, TRANSCRIBE, NO_STAMPS, ZERO = START + 1, START + 2, START + 3
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("whisper")
-    write_tokenizer_files(made, config_of(0)[1])
-    return made
+    target = tmp_path_factory.mktemp("whisper")
+    write_tokenizer_files(target, config_of(0)[1])
+    return target
 
 
 def processor(folder: Path, **options: Any) -> WhisperProcessor:
@@ -46,8 +46,8 @@ def processor(folder: Path, **options: Any) -> WhisperProcessor:
 
 def talk(sound: Any, text: str | None = None, said: str = "", id: str = "s") -> Sample:
     words = [Part("text", said)] if said else []
-    asked = Message("user", (Part("audio", sound), *words))
-    return Sample(id, (asked,) if text is None else (asked, Message("assistant", (Part("text", text),))))
+    question = Message("user", (Part("audio", sound), *words))
+    return Sample(id, (question,) if text is None else (question, Message("assistant", (Part("text", text),))))
 
 
 def labels_of(processor: WhisperProcessor, text: str, said: str = "") -> tuple[list[int], list[int]]:
@@ -67,14 +67,14 @@ def test_labels_are_those_of_fine_tuning_in_transformers(folder: Path) -> None:
         assert tokens == [START, *expected, *[END] * (len(tokens) - 1 - len(expected))]
         assert labels == [IGNORE, *expected, *[IGNORE] * (len(labels) - 1 - len(expected))]
         assert len(tokens) == LEAST_TOKENS
-        masked = labels_of(processor(folder, train_prefix=False), text)[1]
-        assert masked == [IGNORE] * 4 + labels[4:]
+        mquestion = labels_of(processor(folder, train_prefix=False), text)[1]
+        assert mquestion == [IGNORE] * 4 + labels[4:]
 
 
 def test_features_are_those_of_transformers(folder: Path) -> None:
-    clips, one = sounds(0, 3), processor(folder)
-    items = [one.encode(talk(clip, "ten!"), [clip]) for clip in clips]
-    batch = one.collate([items], 4 * LEAST_TOKENS)
+    clips, ours = sounds(0, 3), processor(folder)
+    items = [ours.encode(talk(clip, "ten!"), [clip]) for clip in clips]
+    batch = ours.collate([items], 4 * LEAST_TOKENS)
     expected = extractor(config_of(0)[1])(clips, sampling_rate=RATE, return_tensors="np").input_features
     for part, theirs in zip(torch.split(batch["mel"], POSITIONS), expected, strict=True):
         np.testing.assert_allclose(frames_of(part).T.numpy(), theirs, rtol=1e-5, atol=1e-5)
@@ -86,9 +86,9 @@ def test_features_are_those_of_transformers(folder: Path) -> None:
 
 def test_positions_of_long_padding_stay_in_the_table(folder: Path) -> None:
     (clip,) = sounds(0, 1)
-    one = processor(folder)
-    batch = one.collate([[one.encode(talk(clip, "ten!"), [clip])]], 500)
-    assert int(batch["positions"].max()) < one.max_length
+    ours = processor(folder)
+    batch = ours.collate([[ours.encode(talk(clip, "ten!"), [clip])]], 500)
+    assert int(batch["positions"].max()) < ours.max_length
 
 
 def test_measures_need_no_sound(folder: Path) -> None:
@@ -112,17 +112,17 @@ def test_a_sample_names_its_language_and_task(folder: Path) -> None:
 
 
 def test_time_stamps_of_a_transcript_become_tokens(folder: Path) -> None:
-    one = processor(folder)
-    tokens, labels = labels_of(one, "<|0.00|>ten!<|0.60|>")
+    ours = processor(folder)
+    tokens, labels = labels_of(ours, "<|0.00|>ten!<|0.60|>")
     assert tokens[1:4] == [EN, TRANSCRIBE, ZERO]
     assert ZERO + 30 in labels
     assert NO_STAMPS not in tokens
     stamped = processor(folder, timestamps=True)
     assert stamped.decode([token for token in labels if token >= 0][2:]) == "<|0.00|>ten!<|0.60|>"
-    assert one.decode([token for token in labels if token >= 0][2:]) == "ten!"
+    assert ours.decode([token for token in labels if token >= 0][2:]) == "ten!"
     for wrong in ("<|0.01|>ten!", "ten!<|7.00|>"):
         with raises("data.unknown-time-stamp"):
-            labels_of(one, wrong)
+            labels_of(ours, wrong)
 
 
 def test_words_of_a_transcript_never_become_other_special_tokens(folder: Path) -> None:
@@ -151,7 +151,7 @@ def test_models_of_english_have_no_tokens_for_language_and_task(folder: Path, tm
 def test_what_is_no_transcript_of_one_recording_is_refused(folder: Path) -> None:
     (clip,) = sounds(0, 1)
     audio, text = Part("audio", clip), Part("text", "ten!")
-    one = processor(folder)
+    ours = processor(folder)
     answer = Message("assistant", (text,))
     for messages in (
         (Message("user", (text,)), answer),
@@ -163,21 +163,21 @@ def test_what_is_no_transcript_of_one_recording_is_refused(folder: Path) -> None
     ):
         sample = Sample("s", messages)
         with raises("data.not-a-transcript"):
-            one.encode(sample, [clip for _ in sample.media()])
+            ours.encode(sample, [clip for _ in sample.media()])
     with raises("media.kind-not-supported"):
-        one.encode(Sample("s", (Message("user", (Part("image", clip),)), answer)), [clip])
+        ours.encode(Sample("s", (Message("user", (Part("image", clip),)), answer)), [clip])
     long = np.zeros(SECONDS * RATE + 1, dtype=np.float32)
     with raises("data.recording-too-long"):
-        one.encode(talk(long, "ten!"), [long])
+        ours.encode(talk(long, "ten!"), [long])
     with raises("data.transcript-too-long"):
-        one.encode(talk(clip, "seven " * 40), [clip])
+        ours.encode(talk(clip, "seven " * 40), [clip])
 
 
 def test_settings_survive_a_folder(folder: Path, tmp_path: Path) -> None:
-    one = processor(folder)
-    one.save(tmp_path / "saved")
-    assert processor(tmp_path / "saved").fingerprint == one.fingerprint
-    assert processor(folder, language="de").fingerprint != one.fingerprint
+    ours = processor(folder)
+    ours.save(tmp_path / "saved")
+    assert processor(tmp_path / "saved").fingerprint == ours.fingerprint
+    assert processor(folder, language="de").fingerprint != ours.fingerprint
     loaded = transformers.WhisperProcessor.from_pretrained(tmp_path / "saved")
     assert loaded.feature_extractor.to_dict()["nb_max_frames"] == 2 * POSITIONS
     other = config_of(1)[1]  # sixteen bins, this folder has eight

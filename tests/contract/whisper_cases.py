@@ -147,7 +147,7 @@ def write_samples(folder: Path, count: int, texts: tuple[str, ...] = TEXTS) -> P
         with wave.open(str(folder / f"{number}.wav"), "wb") as file:
             file.setparams((1, 2, RATE, len(clip), "NONE", ""))
             file.writeframes((clip.clip(-1, 1) * 32767).astype("<i2").tobytes())
-        asked = {"role": "user", "content": [{"type": "audio", "audio": f"{number}.wav"}]}
-        rows.append({"messages": [asked, {"role": "assistant", "content": texts[number % len(texts)]}]})
+        question = {"role": "user", "content": [{"type": "audio", "audio": f"{number}.wav"}]}
+        rows.append({"messages": [question, {"role": "assistant", "content": texts[number % len(texts)]}]})
     (folder / "samples.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     return folder / "samples.jsonl"

@@ -1,7 +1,7 @@
 """Transcribe recordings: greedy or sampled decoding of windows, restricted by generation_config.json.
 
-A recording that is longer than the encoder's window is read in windows one after another. Each window begins at the last
-time stamp that the model has written in the one before, as Whisper was evaluated by its authors.
+A recording that is longer than the encoder's window is read in windows one after another. Each window begins at the
+last time stamp that the model has written in the one before.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def generate(
     while active := [row for row, frames in enumerate(recordings) if seek[row] < len(frames)]:
         chosen = _Active(active, len(prompts), choose)
         for row in active:
-            if answers[row]:
+            if seek[row]:
                 answers[row].append(next(iter(stop_tokens)))
                 report(row, answers[row][-1])
         mel = torch.cat([windows_of(recordings[row][seek[row] :], window) for row in active])
@@ -75,12 +75,12 @@ def generate(
             rules,
         )
         for row, tokens in zip(active, texts, strict=True):
-            left = min(len(recordings[row]) - seek[row], window * STRIDE)
-            kept, read = (tokens, left) if rules is None else after_stamps(tokens, rules.stamps[0], left)
-            timed = rules is not None and rules.timed(prompts[row])
-            answers[row] += kept if timed else tokens
-            seek[row] += max(STRIDE, read) if timed else left
-            for token in kept if timed else tokens:
+            frames = min(len(recordings[row]) - seek[row], window * STRIDE)
+            if rules is not None and rules.timed(prompts[row]):
+                tokens, frames = after_stamps(tokens, rules.stamps[0], frames)
+            answers[row] += tokens
+            seek[row] += max(STRIDE, frames)
+            for token in tokens:
                 report(row, token)
     return answers
 
@@ -88,9 +88,9 @@ def generate(
 def after_stamps(tokens: Sequence[int], first: int, frames: int) -> tuple[list[int], int]:
     """Return the tokens of a window that are kept, and the number of frames after which the next window begins.
 
-    `first`: id of the time stamp 0.00. `frames`: number of frames in the window. Two time stamps in a row are the end of
-    a sentence and the beginning of the next one. What follows the last such pair was cut off by the end of the window,
-    so the next window begins there. A single time stamp at the end means that nothing is said after it.
+    `first`: id of the time stamp 0.00. `frames`: number of frames in the window. Two time stamps in a row are the end
+    of a sentence and the beginning of the next one. What follows the last such pair was cut off by the end of the
+    window, so the next window begins there. A single time stamp at the end means that nothing is said after it.
     """
     stamps = [token >= first for token in tokens]
     pairs = [at + 1 for at in range(len(tokens) - 1) if stamps[at] and stamps[at + 1]]
@@ -140,9 +140,9 @@ class _Rules:
             logits[first:] = -torch.inf
         elif last:
             logits[:end] = -torch.inf
-        seen = [token for token in text if token >= first]
-        if seen:
-            logits[first : seen[-1] + (0 if last and not before else 1)] = -torch.inf
+        stamps = [token for token in text if token >= first]
+        if stamps:
+            logits[first : stamps[-1] + (0 if last and not before else 1)] = -torch.inf
         # A time stamp is written if all of them together are more likely than any other token.
         likely = logits.log_softmax(-1)
         logits[:first].masked_fill_(likely[first:].logsumexp(-1) > likely[:first].max(), -torch.inf)
@@ -187,7 +187,9 @@ def _transcribe(
     new: Sequence[Sequence[int]] = prompts
     while len(texts[0]) < most and not all(done):
         cached = [len(p) + len(t) - len(n) for p, t, n in zip(prompts, texts, new, strict=True)]
-        entries = [CacheRow([row], held, len(tokens)) for row, (held, tokens) in enumerate(zip(cached, new, strict=True))]
+        entries = [
+            CacheRow([row], held, len(tokens)) for row, (held, tokens) in enumerate(zip(cached, new, strict=True))
+        ]
         step = CacheStep.of(entries, size, device)
         starts = [torch.arange(held, held + len(tokens)) for held, tokens in zip(cached, new, strict=True)]
         tensors = {

@@ -51,9 +51,7 @@ class Whisper(EncoderDecoder):
 
 
 def stream(config: WhisperConfig) -> Stream:
-    return replace(
-        RECORDINGS, width=config.text.hidden_size, blank=functools.partial(blank_clip, config.encoder)
-    )
+    return replace(RECORDINGS, width=config.text.hidden_size, blank=functools.partial(blank_clip, config.encoder))
 
 
 def plan(config: WhisperConfig) -> ModelPlan:
@@ -169,8 +167,8 @@ def weights(config: WhisperConfig) -> WeightMap:
 
 def frames_of(mel: Tensor) -> Tensor:
     """Return the mel frames [frames, bins] of a recording from its elements, each of which has those beside its own."""
-    own = mel.unflatten(1, (-1, 2 * REACH + 1))[:, :, REACH : REACH + STRIDE]
-    return own.transpose(1, 2).flatten(0, 1)
+    middle = mel.unflatten(1, (-1, 2 * REACH + 1))[:, :, REACH : REACH + STRIDE]
+    return middle.transpose(1, 2).flatten(0, 1)
 
 
 def windows_of(frames: Tensor, positions: int) -> Tensor:
@@ -188,15 +186,13 @@ def stock_inputs(batch: Batch) -> dict[str, Tensor]:
 # ---------------------------------------------------------------------------------------------- costs
 
 
-def work(
-    config: WhisperConfig, measures: Measures, training: Training = MappingProxyType({})
-) -> dict[str, np.ndarray]:
+def work(config: WhisperConfig, measures: Measures, training: Training = MappingProxyType({})) -> dict[str, np.ndarray]:
     """Return the FLOPs of each sample by stream. Keys and values of the encoder's outputs count as text."""
     shape, text = config.encoder, config.decoder
     tokens, elements = (measures[name].astype(np.float64) for name in ("tokens", "audio_frames"))
     layers, head, encoder = (training.get(part, FULL) for part in ("text", "head", AUDIO))
     # Every token attends to the recording of its own sample, and all recordings have the same length.
-    crossed = (tokens if "crossed" not in measures else measures["crossed"]) * config.audio.max_source_positions
+    crossed = measures.get("crossed", tokens) * config.audio.max_source_positions
     pairs = measures.get("token_pairs", tokens**2)
     return {
         "text": (

@@ -50,16 +50,16 @@ class WhisperOptions(Section):
     train_on: tuple[str, ...] = ("assistant",)
     language: str = Field("en", description="language of the recordings; a sample may name another")
     task: Task = Field("transcribe", description="translate: write English; a sample may name another")
-    timestamps: bool = Field(False, description="generate time stamps; transcripts with time stamps are trained on both ways")
+    timestamps: bool = Field(False, description="generate transcripts with time stamps")
     train_prefix: bool = Field(True, description="the loss includes the tokens for language, task and no time stamps")
 
 
 class Directions(NamedTuple):
     """Hold what the tokens before a transcript say."""
 
-    language: str
-    task: Task
-    timestamps: bool
+    language: str = "en"
+    task: Task = "transcribe"
+    timestamps: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +69,7 @@ class WhisperProcessor(ConversationProcessor):
     streams: ClassVar[MediaStreams] = {AUDIO: MediaStream(RECORDINGS, ("audio",), "audio_frames", "audio_pairs")}
 
     mel: LogMel = field(default_factory=LogMel)
-    directions: Directions = Directions("en", "transcribe", False)
+    directions: Directions = field(default_factory=Directions)
     train_prefix: bool = True
     max_length: int = 448
     multilingual: bool = True
@@ -83,10 +83,9 @@ class WhisperProcessor(ConversationProcessor):
             encoder.id_of(word)  # raises if the tokenizer belongs to another family
         check_ids(encoder, config, folder)
         generation = read_json_mapping(folder / _GENERATION) if (folder / _GENERATION).is_file() else {}
-        found = read_json_mapping(folder / _PREPROCESSOR) if (folder / _PREPROCESSOR).is_file() else None
         mel = expected = _features_of(config)
-        if found is not None:
-            mel = LogMel.read(found, str(folder / _PREPROCESSOR))
+        if (folder / _PREPROCESSOR).is_file():
+            mel = LogMel.read(read_json_mapping(folder / _PREPROCESSOR), str(folder / _PREPROCESSOR))
         if mel != expected:
             raise TesseraError(
                 f"the features are {mel}, and the model reads {expected}",
@@ -177,7 +176,8 @@ class WhisperProcessor(ConversationProcessor):
         for size in sizes:
             if size.samples > self.mel.longest:
                 raise TesseraError(
-                    f"the recording lasts {size.samples / self.mel.rate:.1f} s, and this model reads {self.mel.seconds} s",
+                    f"the recording lasts {size.samples / self.mel.rate:.1f} s, and this model reads "
+                    f"{self.mel.seconds} s",
                     fix="cut the recording where a sentence ends, and its transcript",
                     code="data.recording-too-long",
                 )
@@ -186,11 +186,11 @@ class WhisperProcessor(ConversationProcessor):
         self, sample: Sample, sizes: Sequence[MediaSize], layouts: Sequence[MediaLayout], prompt: bool = False
     ) -> list[ChatSpan]:
         """Return the spans of the transcript and of the tokens before it; no token stands for the recording."""
-        asked, answer = _one_recording(sample)
+        question, answer = _one_recording(sample)
         parts = () if answer is None else answer.parts
         written = [span for part in parts for span in self._transcript(str(part.value), "assistant" in self.train_on)]
         stamped = any(span.special for span in written) or (prompt and layouts[0].lengths[0] > self._window)
-        directions = self._directions(asked)._replace(timestamps=stamped or (prompt and self.directions.timestamps))
+        directions = self._directions(question)._replace(timestamps=stamped or (prompt and self.directions.timestamps))
         trained = "assistant" in self.train_on and not prompt
         words = [f"<|{directions.language}|>", f"<|{directions.task}|>"] if self.multilingual else []
         words += [] if directions.timestamps else [NO_STAMPS]
@@ -211,10 +211,10 @@ class WhisperProcessor(ConversationProcessor):
             if piece:
                 yield ChatSpan(piece, "assistant", trained, special=bool(number % 2))
 
-    def _directions(self, asked: Message) -> Directions:
+    def _directions(self, question: Message) -> Directions:
         """Return the directions of a sample: those that its user names, such as "de translate", else the recipe's."""
         chosen = self.directions
-        for word in (word for part in asked.parts if part.kind == "text" for word in str(part.value).split()):
+        for word in (word for part in question.parts if part.kind == "text" for word in str(part.value).split()):
             name = word.removeprefix("<|").removesuffix("|>").lower()
             task = next((task for task in TASKS if task == name), None)
             if task is None:
@@ -223,13 +223,13 @@ class WhisperProcessor(ConversationProcessor):
         return chosen
 
     def _check_language(self, name: str, where: str) -> None:
-        known = [match[1] for word in self.encoder.added_words if (match := _LANGUAGE.fullmatch(word))]
-        if self.multilingual and name not in known:
+        languages = [match[1] for word in self.encoder.added_words if (match := _LANGUAGE.fullmatch(word))]
+        if self.multilingual and name not in languages:
             raise TesseraError(
                 f"{name[:40]!r} is not a language of this model",
                 where=where,
-                allowed=[*sorted(known), *TASKS],
-                nearest=nearest(name, [*known, *TASKS]),
+                allowed=[*sorted(languages), *TASKS],
+                nearest=nearest(name, [*languages, *TASKS]),
                 fix="beside the recording, write nothing but its language and the task",
                 code="data.unknown-language",
             )
@@ -268,7 +268,7 @@ class WhisperProcessor(ConversationProcessor):
         return replace(batch, segments=segments).with_tensors(positions=positions)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of a transcript, with its time stamps if they are asked for, in seconds of the recording."""
+        """Return the text of a transcript. Time stamps, if they are asked for, count from the beginning."""
         first, end = self.encoder.id_of(FIRST_STAMP), self.encoder.id_of(END)
         pieces, begins = [], 0.0
         for window in _split(tokens, end):
@@ -302,8 +302,8 @@ class WhisperProcessor(ConversationProcessor):
         """Return the generation settings that transformers needs."""
         words = [word for word in self.encoder.added_words if _LANGUAGE.fullmatch(word)]
         end, start, no_stamps = (self.encoder.id_of(word) for word in (END, START, NO_STAMPS))
-        known = {task: id for task in TASKS if (id := self.encoder.find(f"<|{task}|>")) is not None}
-        multilingual = {"lang_to_id": {word: self.encoder.id_of(word) for word in words}, "task_to_id": known}
+        tasks = {task: id for task in TASKS if (id := self.encoder.find(f"<|{task}|>")) is not None}
+        multilingual = {"lang_to_id": {word: self.encoder.id_of(word) for word in words}, "task_to_id": tasks}
         return {
             "bos_token_id": end,
             "eos_token_id": end,
@@ -349,18 +349,18 @@ def _one_recording(sample: Sample) -> tuple[Message, Message | None]:
     """Return the message with the recording, and that with its transcript. Raise for other conversations."""
     roles = Counter(message.role for message in sample.messages)
     kinds = [part.kind for part in sample.media()]
-    asked = sample.messages[0] if sample.messages else Message("user", ())
+    question = sample.messages[0] if sample.messages else Message("user", ())
     answer = sample.messages[1] if len(sample.messages) > 1 else None
-    fits = kinds == ["audio"] and [part.kind for part in asked.parts].count("audio") == 1
-    in_order = asked.role == "user" and (answer is None or answer.role == "assistant") and len(sample.messages) <= 2
+    fits = kinds == ["audio"] and [part.kind for part in question.parts].count("audio") == 1
+    in_order = question.role == "user" and (answer is None or answer.role == "assistant") and len(sample.messages) <= 2
     if not fits or not in_order or any(part.regions for message in sample.messages for part in message.parts):
-        found = ", ".join([*(f"{count} of role {role}" for role, count in roles.items()), *kinds])
+        contents = ", ".join([*(f"{count} of role {role}" for role, count in roles.items()), *kinds])
         raise TesseraError(
-            f"Whisper writes the transcript of one recording, and this sample has {found}",
+            f"Whisper writes the transcript of one recording, and this sample has {contents}",
             fix="give one message of the user with one recording, and one of the assistant with its transcript",
             code="data.not-a-transcript",
         )
-    return asked, answer
+    return question, answer
 
 
 def _split(tokens: Sequence[int], at: int) -> list[list[int]]:
