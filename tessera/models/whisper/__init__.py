@@ -13,11 +13,13 @@ from tessera.models.whisper.generation import generate
 from tessera.models.whisper.model import Whisper, example, flops, plan, stock_inputs, weights, work
 
 
-def _preset(hidden: int, layers: tuple[int, int], heads: int, vocab: int = 51865, bins: int = 80) -> dict[str, Any]:
+def _preset(
+    hidden: int, layers: tuple[int, int], heads: int, vocab: int = 51865, bins: int = 80, **text: Any
+) -> dict[str, Any]:
     """Return the preset of a published size. `layers`: numbers of layers of encoder and decoder."""
     same = {"num_attention_heads": heads, "intermediate_size": 4 * hidden}
     return {
-        "text": {"vocab_size": vocab, "hidden_size": hidden, "num_hidden_layers": layers[1], **same},
+        "text": {"vocab_size": vocab, "hidden_size": hidden, "num_hidden_layers": layers[1], **same, **text},
         "audio": {"num_mel_bins": bins, "num_hidden_layers": layers[0], **same},
     }
 
@@ -50,7 +52,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "base": _preset(512, (6, 6), 8),
     "small": _preset(768, (12, 12), 12),
     "medium": _preset(1024, (24, 24), 16),
-    "large-v3": _preset(layers=(32, 32), **_LARGE_V3),
+    "large-v3": _preset(layers=(32, 32), pad_token_id=50256, **_LARGE_V3),
     "large-v3-turbo": _preset(layers=(32, 4), **_LARGE_V3),
 }
 

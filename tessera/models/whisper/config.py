@@ -41,7 +41,7 @@ class WhisperTextConfig(Section):
     initializer_range: float = Field(0.02, ge=0)
     decoder_start_token_id: int = Field(50258, ge=0)
     bos_token_id: int | None = 50257
-    eos_token_id: int | tuple[int, ...] | None = 50257
+    eos_token_id: int = Field(50257, ge=0)
     pad_token_id: int | None = 50257
 
     @property

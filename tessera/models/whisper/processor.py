@@ -23,7 +23,7 @@ from tessera.data.media.read import MediaSampling
 from tessera.errors import TesseraError, nearest
 from tessera.models.audio.features import LogMel, cut_windows
 from tessera.models.processing.chat import ChatSpan, ChatTemplate, MediaWords, Turn
-from tessera.models.processing.conversation import ConversationProcessor, PromptEnding
+from tessera.models.processing.conversation import ConversationProcessor, PromptEnding, check_special_tokens
 from tessera.models.processing.streams import MediaLayout, MediaStream, MediaStreams, media_size
 from tessera.models.processing.tokenizer import ChatEncoder, load_tokenizer, write_tokenizer
 from tessera.models.whisper.config import LEAST_TOKENS, REACH, STRIDE, WhisperConfig
@@ -79,9 +79,6 @@ class WhisperProcessor(ConversationProcessor):
     def load(cls, config: WhisperConfig, folder: Path, **options: Any) -> WhisperProcessor:
         chosen = build(WhisperOptions, options, "data.processor")
         encoder = ChatEncoder(load_tokenizer(folder))
-        for word in (START, NO_STAMPS, FIRST_STAMP):
-            encoder.id_of(word)  # raises if the tokenizer belongs to another family
-        check_ids(encoder, config, folder)
         generation = read_json_mapping(folder / _GENERATION) if (folder / _GENERATION).is_file() else {}
         mel = expected = _features_of(config)
         if (folder / _PREPROCESSOR).is_file():
@@ -93,16 +90,18 @@ class WhisperProcessor(ConversationProcessor):
                 fix="use the preprocessor_config.json that belongs to the model",
                 code="model.other-audio-features",
             )
-        languages = [match[1] for word in encoder.added_words if (match := _LANGUAGE.fullmatch(word))]
         control = [word for word in encoder.added_words if _LANGUAGE.fullmatch(word) or _STAMP.fullmatch(word)]
         template = ChatTemplate(
-            special=(START, *(f"<|{task}|>" for task in TASKS), NO_STAMPS, *control),
+            special=(START, END, *(f"<|{task}|>" for task in TASKS), NO_STAMPS, FIRST_STAMP, *control),
             turns={"": Turn("", "")},
             media={"audio": MediaWords("")},
             system=None,
             end_of_text=END,
         )
-        multilingual = generation.get("is_multilingual", config.text.vocab_size != _ENGLISH_ONLY and bool(languages))
+        text = config.text
+        ids = {START: text.decoder_start_token_id, END: text.eos_token_id}
+        check_special_tokens(encoder, template, ids, text.vocab_size, folder)
+        multilingual = generation.get("is_multilingual", text.vocab_size != _ENGLISH_ONLY)
         processor = cls(
             encoder,
             template,
@@ -112,7 +111,7 @@ class WhisperProcessor(ConversationProcessor):
             mel,
             Directions(chosen.language, chosen.task, chosen.timestamps),
             chosen.train_prefix,
-            config.text.max_target_positions,
+            text.max_target_positions,
             bool(multilingual),
             generation,
         )
@@ -316,27 +315,6 @@ class WhisperProcessor(ConversationProcessor):
             "suppress_tokens": [],
             **(multilingual if self.multilingual else {}),
         }
-
-
-def check_ids(encoder: ChatEncoder, config: WhisperConfig, folder: Path) -> None:
-    """Raise if the special tokens of tokenizer and model differ: such a pair would train without learning."""
-    text = config.text
-    for word, number in ((START, text.decoder_start_token_id), (END, text.eos_token_id)):
-        numbers = number if isinstance(number, tuple) else (number,)
-        if encoder.id_of(word) not in numbers and number is not None:
-            raise TesseraError(
-                f"{word} has id {encoder.id_of(word)} in the tokenizer and {number} in the model's configuration",
-                where=str(folder / "tokenizer.json"),
-                fix="use the tokenizer that belongs to the model, or set the ids in model.config",
-                code="tokenizer.token-id-mismatch",
-            )
-    if encoder.size > text.vocab_size:
-        raise TesseraError(
-            f"the tokenizer has {encoder.size} tokens, and the model's vocabulary {text.vocab_size}",
-            where=str(folder / "tokenizer.json"),
-            fix="raise text.vocab_size in model.config",
-            code="tokenizer.vocabulary-too-large",
-        )
 
 
 def _features_of(config: WhisperConfig) -> LogMel:
