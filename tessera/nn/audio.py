@@ -66,16 +66,13 @@ class AudioShape:
         return self.hidden * (4 * self.hidden + 2 * self.intermediate)
 
     @property
-    def conv_weights(self) -> int:
-        """Return the number of multiply-adds per element of the convolutions."""
+    def conv_products(self) -> tuple[int, ...]:
+        """Return the number of multiply-adds per element of each convolution, and of the projection after them."""
         if not self.channels:
-            return 3 * self.hidden * (3 * self.bins + self.hidden)
-        rows = _halved(self.bins, 3)
-        first, second, third = (
-            count * 9 * before * self.channels * side
-            for count, before, side in zip((7, 3, 1), (1, self.channels, self.channels), rows, strict=True)
-        )
-        return first + second + third + self.channels * rows[-1] * self.hidden
+            return 9 * self.bins * self.hidden, 3 * self.hidden**2
+        rows, channels = _halved(self.bins, 3), self.channels
+        outputs = [7 * rows[0], 3 * rows[1] * channels, rows[2] * channels]
+        return *(9 * channels * count for count in outputs), channels * rows[2] * self.hidden
 
 
 def _halved(size: int, times: int) -> list[int]:
@@ -99,14 +96,21 @@ def stored_sinusoids(table: Tensor) -> Tensor:
     return sinusoids(torch.arange(table.shape[0], device=table.device), table.shape[1])
 
 
+class WindowConv(nn.Linear):
+    """Compute a convolution of kernel size 3 whose inputs are cut into windows. Columns: channel, then time."""
+
+    def __init__(self, channels: int, outputs: int) -> None:
+        super().__init__(3 * channels, outputs)
+
+
 class MelConv1d(nn.Module):
-    """Two convolutions over time, of kernel size 3 and strides 1 and 2, as linear layers on windows of 5 frames."""
+    """Two convolutions over time, of strides 1 and 2, on windows of 5 frames."""
 
     def __init__(self, shape: AudioShape) -> None:
         super().__init__()
         self.bins = shape.bins
-        self.first = nn.Linear(3 * shape.bins, shape.hidden)  # columns: mel bin, then time
-        self.second = nn.Linear(3 * shape.hidden, shape.hidden)
+        self.first = WindowConv(shape.bins, shape.hidden)
+        self.second = WindowConv(shape.hidden, shape.hidden)
 
     def forward(self, mel: Tensor, index: Tensor, frames: Tensor) -> Tensor:
         x = mel.to(self.first.weight.dtype).view(-1, self.bins, 5).unfold(2, 3, 1)  # [P, bins, 3 outputs, 3 inputs]
@@ -189,7 +193,7 @@ class AudioBlock(nn.Module):
 
 
 class AudioEncoder(nn.Module):
-    """Compute features [P, hidden] from `mel` [P, bins x window], `mel_positions` [P, 2] and segments "audio" of a batch.
+    """Compute features [P, hidden] from `mel` [P, bins x window], `mel_positions` [P, 2], segments "audio" of a batch.
 
     `mel` has the frames that each element reads, by bin and then by time; frames outside of its chunk are zeros.
     `mel_positions`: index of the element in its chunk, and number of mel frames of the chunk. A chunk is what the

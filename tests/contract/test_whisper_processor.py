@@ -181,7 +181,7 @@ def test_settings_survive_a_folder(folder: Path, tmp_path: Path) -> None:
     loaded = transformers.WhisperProcessor.from_pretrained(tmp_path / "saved")
     assert loaded.feature_extractor.to_dict()["nb_max_frames"] == 2 * POSITIONS
     other = config_of(1)[1]  # sixteen bins, this folder has eight
-    with raises("model.other-audio-features"):
+    with raises("media.audio-features-differ"):
         WhisperProcessor.load(other, tmp_path / "saved")
 
 

@@ -21,7 +21,7 @@ REACH = 2  # mel frames before and after its middle frame that a position reads
 LEAST_TOKENS = 32
 
 
-class WhisperAudioConfig(Section):
+class WhisperEncoderConfig(Section):
     num_mel_bins: int = Field(80, gt=0, le=1024, description="mel bins of a frame; large-v3 has 128")
     num_hidden_layers: int = Field(4, gt=0, le=10**4)
     num_attention_heads: int = Field(6, gt=0, le=10**6)
@@ -80,7 +80,7 @@ _DROPOUTS = ("dropout", "attention_dropout", "activation_dropout", "encoder_laye
 
 class WhisperConfig(Section):
     text: WhisperTextConfig = Field(default_factory=WhisperTextConfig)
-    audio: WhisperAudioConfig = Field(default_factory=WhisperAudioConfig)
+    audio: WhisperEncoderConfig = Field(default_factory=WhisperEncoderConfig)
     activation_function: Literal["gelu"] = "gelu"
     tie_word_embeddings: bool = True
     attention: AttentionBackend = Field("auto", description="implementation of attention")

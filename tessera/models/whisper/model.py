@@ -15,17 +15,17 @@ from torch import Tensor
 from tessera.core.batch import Batch, Segments
 from tessera.core.model_plan import ModelPlan, PipelineUnit, StageActivation, Stream, TensorStyle
 from tessera.core.spec import FULL, Training
+from tessera.models.audio.family import AUDIO_BLOCKS, AudioCosts, audio_rules, audio_styles
+from tessera.models.audio.processor import AUDIO
 from tessera.models.text.costs import Measures, example_batch
 from tessera.models.text.decoder import TEXT_STREAM
 from tessera.models.whisper.config import LEAST_TOKENS, REACH, STRIDE, WhisperConfig
-from tessera.nn.audio import AudioEncoder, blank_clip, sinusoids
+from tessera.nn.audio import AudioEncoder, blank_clip, stored_sinusoids
 from tessera.nn.cross_decoder import CrossDecoder
 from tessera.nn.encoder_decoder import MEMORY, EncoderDecoder
 from tessera.nn.layers import TiedHead
 from tessera.weights.map import Rule, WeightMap
-from tessera.weights.operations import Reshape
 
-AUDIO = "audio"
 # Tensors of the recordings in a batch. No token stands for them: the decoder attends to the outputs of the encoder.
 RECORDINGS = Stream(tensors=("mel", "mel_positions"), segments=AUDIO, module=AUDIO)
 _WEIGHT_AND_BIAS = "{weight,bias}"
@@ -45,7 +45,7 @@ class Whisper(EncoderDecoder):
     @torch.no_grad()
     def initialize(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
         if name == f"{AUDIO}.table.weight":
-            tensor.copy_(sinusoids(torch.arange(tensor.shape[0], device=tensor.device), tensor.shape[1]))
+            tensor.copy_(stored_sinusoids(tensor))
         else:
             super().initialize(name, tensor, generator)
 
@@ -62,49 +62,46 @@ def plan(config: WhisperConfig) -> ModelPlan:
     inside, carry = StageActivation(encoded, shape.hidden), StageActivation(encoded + 1, shape.hidden)
     # A transcript has about as many tokens as the least number, so a token comes with so many positions of the encoder.
     layer = text.layer_weights + encoded * text.memory_weights
-    both = "{audio,text}.{blocks,layers}.{*}"
-    cross = "text.layers.{*}.cross"
+    layers = "text.layers.{*}"
     styles: dict[str, TensorStyle] = {
-        f"audio.convs.{{first,second}}.{_WEIGHT_AND_BIAS}": "replicate",
-        "{audio,text}.{table,positions}.weight": "replicate",
-        f"{both}.{{attn_norm,cross_norm,mlp_norm}}.{_WEIGHT_AND_BIAS}": "replicate",
-        f"{both}.attn.{{q,v}}.{_WEIGHT_AND_BIAS}": "column",
-        f"{both}.attn.k.weight": "column",
-        f"{both}.attn.{{proj,o}}.weight": "row",
-        f"{both}.attn.{{proj,o}}.bias": "replicate",
-        f"{cross}.q.{_WEIGHT_AND_BIAS}": "column",
-        f"{cross}.kv.v.{_WEIGHT_AND_BIAS}": "column",
-        f"{cross}.kv.k.weight": "column",
-        f"{cross}.o.weight": "row",
-        f"{cross}.o.bias": "replicate",
-        f"{both}.mlp.up.{_WEIGHT_AND_BIAS}": "column",
-        f"{both}.mlp.down.weight": "row",
-        f"{both}.mlp.down.bias": "replicate",
-        f"{{audio,text}}.{{norm_after,norm}}.{_WEIGHT_AND_BIAS}": "replicate",
+        **audio_styles(shape),
+        f"{layers}.{{attn_norm,cross_norm,mlp_norm}}.{_WEIGHT_AND_BIAS}": "replicate",
+        f"{layers}.attn.{{q,v}}.{_WEIGHT_AND_BIAS}": "column",
+        f"{layers}.attn.k.weight": "column",
+        f"{layers}.cross.q.{_WEIGHT_AND_BIAS}": "column",
+        f"{layers}.cross.kv.v.{_WEIGHT_AND_BIAS}": "column",
+        f"{layers}.cross.kv.k.weight": "column",
+        f"{layers}.{{attn,cross}}.o.weight": "row",
+        f"{layers}.{{attn,cross}}.o.bias": "replicate",
+        f"{layers}.mlp.up.{_WEIGHT_AND_BIAS}": "column",
+        f"{layers}.mlp.down.weight": "row",
+        f"{layers}.mlp.down.bias": "replicate",
+        "text.positions.weight": "replicate",
+        f"text.norm.{_WEIGHT_AND_BIAS}": "replicate",
         # Sizes of published vocabularies have few divisors, and the encoder takes most of the time.
         "text.embed.weight": "replicate",
         **({} if tied else {"head.weight": "replicate"}),
     }
     return ModelPlan(
-        blocks=("audio.blocks.{*}", "text.layers.{*}"),
+        blocks=(AUDIO_BLOCKS, layers),
         tensor=styles,
         units=(
-            PipelineUnit("audio.convs", encoded * shape.conv_weights / layer),
+            PipelineUnit("audio.convs", encoded * sum(shape.conv_products) / layer),
             PipelineUnit("audio.table", 0.0),
-            PipelineUnit("audio.blocks.{*}", encoded * shape.block_weights / layer, AUDIO, inside),
+            PipelineUnit(AUDIO_BLOCKS, encoded * shape.block_weights / layer, AUDIO, inside),
             PipelineUnit("audio.norm_after", 0.0),
             PipelineUnit("text.embed", 0.0),
             PipelineUnit("text.positions", 0.0, output=carry),
-            PipelineUnit("text.layers.{*}", 1.0, "text", carry),
+            PipelineUnit(layers, 1.0, "text", carry),
             PipelineUnit("text.norm", 0.0),
             PipelineUnit("head", text.hidden * text.vocab / layer),
         ),
         streams={AUDIO: stream(config), "text": TEXT_STREAM},
         heads={
-            "audio.blocks.{*}.attn.{q,k,v}": shape.heads,
-            "text.layers.{*}.attn.{q,k,v}": text.heads,
-            f"{cross}.q": text.heads,
-            f"{cross}.kv.{{k,v}}": text.heads,
+            f"{AUDIO_BLOCKS}.attn.{{q,k,v}}": shape.heads,
+            f"{layers}.attn.{{q,k,v}}": text.heads,
+            f"{layers}.cross.q": text.heads,
+            f"{layers}.cross.kv.{{k,v}}": text.heads,
         },
         fsdp_root=("text.embed", "head"),
         tied={"head": "text.embed"} if tied else {},
@@ -114,18 +111,6 @@ def plan(config: WhisperConfig) -> ModelPlan:
 # ---------------------------------------------------------------------------------------------- names in folders
 
 _PAIRS = (
-    ("audio.convs.first.bias", "encoder.conv1.bias"),
-    ("audio.convs.second.bias", "encoder.conv2.bias"),
-    ("audio.table.weight", "encoder.embed_positions.weight"),
-    ("audio.blocks.{i}.attn_norm.{kind}", "encoder.layers.{i}.self_attn_layer_norm.{kind}"),
-    ("audio.blocks.{i}.attn.q.{kind}", "encoder.layers.{i}.self_attn.q_proj.{kind}"),
-    ("audio.blocks.{i}.attn.k.{kind}", "encoder.layers.{i}.self_attn.k_proj.{kind}"),
-    ("audio.blocks.{i}.attn.v.{kind}", "encoder.layers.{i}.self_attn.v_proj.{kind}"),
-    ("audio.blocks.{i}.attn.proj.{kind}", "encoder.layers.{i}.self_attn.out_proj.{kind}"),
-    ("audio.blocks.{i}.mlp_norm.{kind}", "encoder.layers.{i}.final_layer_norm.{kind}"),
-    ("audio.blocks.{i}.mlp.up.{kind}", "encoder.layers.{i}.fc1.{kind}"),
-    ("audio.blocks.{i}.mlp.down.{kind}", "encoder.layers.{i}.fc2.{kind}"),
-    ("audio.norm_after.{kind}", "encoder.layer_norm.{kind}"),
     ("text.embed.weight", "decoder.embed_tokens.weight"),
     ("text.positions.weight", "decoder.embed_positions.weight"),
     ("text.layers.{i}.attn_norm.{kind}", "decoder.layers.{i}.self_attn_layer_norm.{kind}"),
@@ -147,15 +132,11 @@ _HEAD = "proj_out.weight"
 
 
 def weights(config: WhisperConfig) -> WeightMap:
-    """Return the weight map. Folders store the convolutions as [outputs, inputs, 3]."""
-    hidden, bins, tied = config.text.hidden_size, config.audio.num_mel_bins, config.tie_word_embeddings
-    convolutions = [
-        Rule(f"audio.convs.{ours}.weight", f"model.encoder.{theirs}.weight", Reshape((hidden, 3 * n), (hidden, n, 3)))
-        for ours, theirs, n in (("first", "conv1", bins), ("second", "conv2", hidden))
-    ]
+    tied = config.tie_word_embeddings
     heads = () if tied else (Rule("head.weight", _HEAD),)
+    pairs = [Rule(ours, f"model.{theirs}") for ours, theirs in _PAIRS]
     return WeightMap(
-        (*convolutions, *(Rule(ours, f"model.{theirs}") for ours, theirs in _PAIRS), *heads),
+        (*audio_rules(config.encoder, "model.encoder.", "audio.norm_after"), *pairs, *heads),
         renames=(("encoder.", "model.encoder."), ("decoder.", "model.decoder.")),  # a base model saved without head
         skip=(_HEAD,) if tied else (),
         copies=((_HEAD, "text.embed.weight"),) if tied else (),
@@ -188,9 +169,9 @@ def stock_inputs(batch: Batch) -> dict[str, Tensor]:
 
 def work(config: WhisperConfig, measures: Measures, training: Training = MappingProxyType({})) -> dict[str, np.ndarray]:
     """Return the FLOPs of each sample by stream. Keys and values of the encoder's outputs count as text."""
-    shape, text = config.encoder, config.decoder
+    text = config.decoder
     tokens, elements = (measures[name].astype(np.float64) for name in ("tokens", "audio_frames"))
-    layers, head, encoder = (training.get(part, FULL) for part in ("text", "head", AUDIO))
+    layers, head = (training.get(part, FULL) for part in ("text", "head"))
     # Every token attends to the recording of its own sample, and all recordings have the same length.
     crossed = measures.get("crossed", tokens) * config.audio.max_source_positions
     pairs = measures.get("token_pairs", tokens**2)
@@ -200,12 +181,7 @@ def work(config: WhisperConfig, measures: Measures, training: Training = Mapping
             + layers.attention * 4 * text.layers * text.hidden * (pairs / 2 + crossed)
             + head.weights * 2 * measures.get("trained", tokens) * text.hidden * text.vocab
         ),
-        AUDIO: (
-            encoder.weights * 2 * elements * shape.layers * shape.block_weights
-            + encoder.attention * 4 * shape.layers * shape.hidden * measures["audio_pairs"].astype(np.float64)
-            + encoder.first * 2 * elements * 9 * shape.bins * shape.hidden
-            + encoder.weights * 2 * elements * 3 * shape.hidden**2
-        ),
+        AUDIO: AudioCosts(config.encoder, 0).work(measures, training),
     }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,13 +21,16 @@ from tessera.data.media.audio import AudioSampling
 from tessera.data.media.read import MediaSampling
 from tessera.errors import TesseraError, nearest
 from tessera.models.audio.features import LogMel, cut_windows
+from tessera.models.audio.processor import AUDIO, read_extractor
+from tessera.models.files.side_files import GENERATION, IMAGE_FILE
 from tessera.models.processing.chat import ChatSpan, ChatTemplate, MediaWords, Turn
 from tessera.models.processing.conversation import ConversationProcessor, PromptEnding, check_special_tokens
 from tessera.models.processing.streams import MediaLayout, MediaStream, MediaStreams, media_size
 from tessera.models.processing.tokenizer import ChatEncoder, load_tokenizer, write_tokenizer
+from tessera.models.vision.preprocessor_files import write_json
 from tessera.models.whisper.config import LEAST_TOKENS, REACH, STRIDE, WhisperConfig
 from tessera.models.whisper.generation import STAMPS, SUPPRESSED, SUPPRESSED_FIRST, after_stamps
-from tessera.models.whisper.model import AUDIO, RECORDINGS
+from tessera.models.whisper.model import RECORDINGS
 from tessera.nn.encoder_decoder import MEMORY
 from tessera.runtime.files import read_json_mapping
 
@@ -40,7 +42,6 @@ _SECONDS_PER_STAMP = 0.02
 _STAMP = re.compile(r"(<\|\d{1,3}\.\d\d\|>)")
 _LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
 _ENGLISH_ONLY = 51864  # size of the vocabulary of published models that know English alone
-_GENERATION, _PREPROCESSOR = "generation_config.json", "preprocessor_config.json"
 
 
 class WhisperOptions(Section):
@@ -79,16 +80,16 @@ class WhisperProcessor(ConversationProcessor):
     def load(cls, config: WhisperConfig, folder: Path, **options: Any) -> WhisperProcessor:
         chosen = build(WhisperOptions, options, "data.processor")
         encoder = ChatEncoder(load_tokenizer(folder))
-        generation = read_json_mapping(folder / _GENERATION) if (folder / _GENERATION).is_file() else {}
+        generation = read_json_mapping(folder / GENERATION) if (folder / GENERATION).is_file() else {}
         mel = expected = _features_of(config)
-        if (folder / _PREPROCESSOR).is_file():
-            mel = LogMel.read(read_json_mapping(folder / _PREPROCESSOR), str(folder / _PREPROCESSOR))
+        if features := read_extractor(folder):
+            mel = LogMel.read(features, str(folder / IMAGE_FILE))
         if mel != expected:
             raise TesseraError(
                 f"the features are {mel}, and the model reads {expected}",
-                where=str(folder / _PREPROCESSOR),
+                where=str(folder / IMAGE_FILE),
                 fix="use the preprocessor_config.json that belongs to the model",
-                code="model.other-audio-features",
+                code="media.audio-features-differ",
             )
         control = [word for word in encoder.added_words if _LANGUAGE.fullmatch(word) or _STAMP.fullmatch(word)]
         template = ChatTemplate(
@@ -294,8 +295,8 @@ class WhisperProcessor(ConversationProcessor):
         write_tokenizer(
             folder, self.encoder.json, chat_template=None, end=END, pad=END, kind="PreTrainedTokenizerFast", begin=END
         )
-        _write(folder / _PREPROCESSOR, {**self.mel.write(), "processor_class": "WhisperProcessor"})
-        _write(folder / _GENERATION, {**self._default_generation(), **self.generation})
+        write_json(folder / IMAGE_FILE, {**self.mel.write(), "processor_class": "WhisperProcessor"})
+        write_json(folder / GENERATION, {**self._default_generation(), **self.generation})
 
     def _default_generation(self) -> dict[str, Any]:
         """Return the generation settings that transformers needs."""
@@ -355,7 +356,3 @@ def _split(tokens: Sequence[int], at: int) -> list[list[int]]:
 def _ids(tokens: Any) -> torch.Tensor:
     """Return token ids of generation_config.json. -1 stood for a default in old folders."""
     return torch.tensor([token for token in tokens or () if token >= 0], dtype=torch.int64)
-
-
-def _write(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
