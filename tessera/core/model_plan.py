@@ -24,9 +24,9 @@ TensorStyle = Literal["column", "row", "vocab", "sequence", "heads", "features",
 class Stream:
     """Describe a sequence-like input of a model: its batch tensors and the modules that compute it.
 
-    The main sequence is the stream without `slots`. Every other stream is the input of an encoder, whose outputs
-    replace elements of the main sequence. If a batch has no input for an encoder, the model runs it on `blank`, because
-    other ranks wait for it in collectives.
+    The main sequence is the stream without `module`. Every other stream is the input of an encoder, whose outputs
+    replace elements of the main sequence, or, without `slots`, are attended to by the decoder (cross-attention). If a
+    batch has no input for an encoder, the model runs it on `blank`, because other ranks wait for it in collectives.
     """
 
     tensors: tuple[str, ...]  # names of batch tensors with one entry per element: a token, patch or audio frame
@@ -108,10 +108,10 @@ class ModelPlan:
 
     @property
     def encoders(self) -> dict[str, Stream]:
-        """Return the streams of encoders, by name."""
+        """Return the streams of encoders whose outputs replace elements of the main sequence, by name."""
         return {name: stream for name, stream in self.streams.items() if stream.slots}
 
     @property
     def main(self) -> Stream | None:
         """Return the stream of the main sequence; None if the family declares no streams."""
-        return next((stream for stream in self.streams.values() if not stream.slots), None)
+        return next((stream for stream in self.streams.values() if not stream.module), None)

@@ -189,9 +189,15 @@ class ModelSpec:
     # (config, tokens) -> an invented micro-batch with this number of tokens, for forecasts and dry runs.
     example: Callable[[Any, int], Batch] | None = None
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    # Set if the model is a class of another library that generates by itself: (module, batch, *, max_new_tokens,
-    # stop_tokens, choose: logits [rows, vocabulary] -> tokens [rows], greedy, on_token) -> the new tokens of each row.
+    # Set if the engine for many requests cannot run the model, which generates by this function instead: (module,
+    # batch, *, max_new_tokens, stop_tokens, choose: logits [rows, vocabulary] -> tokens [rows], greedy, on_token) ->
+    # the new tokens of each row.
     generate: Callable[..., list[list[int]]] | None = None
+    # Whether the model is a class of another library. It may lack a tokenizer, and it may have parameters without a
+    # gradient.
+    foreign: bool = False
+    # (batch with one sample) -> the same input for the class of transformers, if that has other inputs than tokens.
+    stock_inputs: Callable[[Batch], dict[str, Tensor]] | None = None
     task: str = "language"  # the objective when the recipe names none
     outputs: tuple[str, ...] | None = None  # patterns of the names of the model's outputs; None: not declared
     # Values of "model_type" (transformers) or "_class_name" (diffusers) in config.json that mean this family.
@@ -199,12 +205,6 @@ class ModelSpec:
     # The same for folders in the original format of a model's authors, with a function that translates config.json:
     # (folder, original config.json) -> config.json of Hugging Face.
     originals: Mapping[str, Callable[[Path, Mapping[str, Any]], dict[str, Any]]] = field(default_factory=dict)
-
-    @property
-    def foreign(self) -> bool:
-        """Return whether the model is a class of another library. It may lack a tokenizer, and it may have parameters
-        without a gradient."""
-        return self.generate is not None
 
     def gives(self, output: str) -> bool:
         """Return whether the family declares an output of this name (see `core.outputs`)."""

@@ -86,7 +86,8 @@ class LoadedModel(nn.Module):
         """Return the callable that runs the model with a KV cache. Raise for models that an engine cannot run."""
         if self.spec.generate is not None:
             raise TesseraError(
-                "the engine for many requests cannot run a class of transformers, which generates by its own method",
+                f"the engine for many requests cannot run models of the family {self.spec.name}, which generate by a "
+                "method of their own",
                 fix="ask one question at a time (tessera generate, tessera chat), or use a family that Tessera has",
                 code="generation.model-generates-itself",
             )

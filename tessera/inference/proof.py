@@ -152,6 +152,10 @@ def generation_batch(spec: ModelSpec, config: Any, family: GenerationFamily) -> 
 
 def _compare_logits(folder: Path, spec: ModelSpec, config: Any) -> Proof:
     ours = OurModel(folder, spec, config)
+    if spec.stock_inputs is not None:
+        batch = ours.example()
+        results = *ours.results(batch), (stock := StockModel(folder)).logits(spec.stock_inputs(batch))
+        return _judged("transformers", "logits", stock, results, f"{len(tokens_of(batch))} tokens")
     images = ours.images()
     messages = proof_messages(images)
     warnings: list[str] = []
@@ -174,7 +178,7 @@ def _compare_logits(folder: Path, spec: ModelSpec, config: Any) -> Proof:
         " with an image" if any("pixel" in name for name in inputs) else ""
     )
     proof = _judged("transformers", "logits", stock, (logits, moved, expected), inputs_text, tuple(warnings))
-    if spec.generate is None:
+    if not spec.foreign:
         return proof
     return replace(proof, line=f"{proof.line}; Tessera computes with the same class, not with a family of its own")
 
@@ -211,7 +215,7 @@ def _obstacle(folder: Path, spec: ModelSpec, config: Any, when: Prove) -> str | 
         return _no_diffusers(folder, spec) or _too_large(folder, when)
     if spec.gives(REWARDS):
         return "a reward model has no token logits"
-    foreign = spec.generate is not None
+    foreign = spec.foreign
     if not foreign and str(data.get("model_type")) not in spec.hf_types:
         return f"the family {spec.name} does not list the model_type of this folder (ModelSpec.hf_types)"
     if not foreign and spec.example is None:
@@ -270,7 +274,7 @@ class OurModel:
         except TesseraError as error:
             raise UnreadableError(error.what, where=error.where, fix=error.fix, code=error.code) from error
         self._spec, self._config = spec, config
-        talks = spec.generate is None or module.can_generate()  # type: ignore[operator]  # of a class of transformers
+        talks = not spec.foreign or module.can_generate()  # type: ignore[operator]  # of a class of transformers
         reads = talks and spec.processor is not None and (folder / "tokenizer.json").is_file()
         processor = spec.processor(config, folder) if reads and spec.processor is not None else None
         self.processor = processor if isinstance(processor, ChatProcessor) else None
@@ -292,7 +296,7 @@ class OurModel:
 
     def example(self) -> Batch:
         """Return a batch of tokens spread over the vocabulary, for a folder without a tokenizer."""
-        if self._spec.generate is not None:  # a classifier of transformers, which takes input_ids
+        if self._spec.foreign:  # a classifier of transformers, which takes input_ids
             words = self.module.get_input_embeddings().weight  # type: ignore[union-attr, operator]
             return Batch({"input_ids": _spread(len(words))[None]})
         assert self._spec.example is not None

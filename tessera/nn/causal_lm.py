@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from tessera.core.batch import EMBEDDING_NOISE, Batch
+from tessera.core.batch import EMBEDDING_NOISE, Batch, Segments
 from tessera.core.cache import CacheStep
 from tessera.core.outputs import HIDDEN, LOGITS, AuxiliaryLoss, Outputs, Projection, hidden_of
 from tessera.nn.cache import KVCache
@@ -48,8 +48,8 @@ class CausalLMBase(nn.Module):
         """Run decoder and heads on embeddings `x` and return the outputs, or hidden states if a later stage has the
         heads."""
         assert self.text is not None
-        rows, main = self._rows(batch), next(iter(self.heads))
-        head = self._module(self.heads[main])
+        rows = self._rows(batch)
+        head = self._module(self.heads[next(iter(self.heads))])
         layers = {} if head is None else self._layers_asked_for(batch)
         segments = batch.segments["text"] if step is None else step.segments
         assert step is None or step.slots.shape[0] == x.shape[0], (step.slots.shape[0], x.shape[0])
@@ -60,18 +60,32 @@ class CausalLMBase(nn.Module):
             assert used is None, "expert statistics cannot be pooled over pipeline stages"
             return hidden
         hidden, *states = hidden.chunk(1 + len(layers), dim=-1) if layers else (hidden,)
-        outputs: Outputs = {name: Projection(hidden, self._module(path)) for name, path in self.heads.items()}
+        outputs = self._outputs(hidden, batch, segments, logits, step)
         outputs.update(zip(layers, states, strict=True))
-        if HIDDEN in batch.outputs:
-            outputs[HIDDEN] = hidden
-        if logits:
-            last = segments.bounds[1:] - 1 if step is None else step.last
-            outputs[main] = head(hidden.index_select(0, last) if logits == "last" else hidden)
         if used is not None:
             assert rows is not None
             assert self.text.experts is not None
             experts = self.text.experts
             outputs[ROUTER_AUX] = AuxiliaryLoss(balance_loss(used, experts.top_k, rows), experts.balance)
+        return outputs
+
+    def _outputs(
+        self,
+        hidden: Tensor,
+        batch: Batch,
+        segments: Segments,
+        logits: bool | Literal["last"],
+        step: CacheStep | None,
+    ) -> Outputs:
+        """Return the outputs of all heads from final hidden states."""
+        outputs: Outputs = {name: Projection(hidden, self._module(path)) for name, path in self.heads.items()}
+        if HIDDEN in batch.outputs:
+            outputs[HIDDEN] = hidden
+        if logits:
+            main = next(iter(self.heads))
+            last = segments.bounds[1:] - 1 if step is None else step.last
+            rows = hidden.index_select(0, last) if logits == "last" else hidden
+            outputs[main] = self.get_submodule(self.heads[main])(rows)
         return outputs
 
     def _layers_asked_for(self, batch: Batch) -> dict[str, int]:

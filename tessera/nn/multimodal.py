@@ -168,7 +168,7 @@ class MultimodalModel(CausalLMBase):
                 embeddings.append(carry[:slots, : encoder.width])
                 carry = carry[slots:]
                 continue
-            features: Tensor = module(_with_input(batch, stream), carry)
+            features: Tensor = module(with_input(batch, stream), carry)
             if projector is None:
                 return embeddings, [features]
             carry = None  # this encoder has used it; any rows left are padding
@@ -190,7 +190,7 @@ def _has_input(batch: Batch, encoder: Encoder) -> bool:
     return encoder.stream.elements(batch) > 0 or encoder.embeddings in batch
 
 
-def _with_input(batch: Batch, stream: Stream) -> Batch:
+def with_input(batch: Batch, stream: Stream) -> Batch:
     """Return the batch. If it has no input for the encoder, add a blank one, such as an image of zeros."""
     if stream.elements(batch):
         return batch

@@ -190,9 +190,11 @@ def _rows(model_plan: ModelPlan, workload: Workload, axes: Axes) -> dict[str, in
     A projector gets the encoder outputs of all ranks.
     """
     rows = {"": workload.tokens // axes.size(CONTEXT)}
-    for name, stream in model_plan.encoders.items():
+    for name, stream in model_plan.streams.items():
         elements = workload.elements.get(name, 0)
         if stream.projector:
             rows[stream.projector] = elements // stream.per_slot
-        rows[stream.module] = elements // axes.size(axes.encoders[stream.module].dp)
+        if stream.module:
+            split = axes.encoders.get(stream.module)
+            rows[stream.module] = elements // (1 if split is None else axes.size(split.dp))
     return rows

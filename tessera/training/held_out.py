@@ -153,8 +153,6 @@ class TrainedModel:
 
 def generating_model(spec: ModelSpec, module: nn.Module, plan: Plan, mesh: Mesh, device: torch.device) -> object:
     """Return the model of a run in the form that generates answers."""
-    if spec.generate is not None:
-        return OwnGeneration(module, spec.generate)
     if isinstance(module, LocalStages):
-        return PipelinedModel(module, plan, mesh, device)
-    return module
+        return PipelinedModel(module, plan, mesh, device) if spec.generate is None else module
+    return module if spec.generate is None else OwnGeneration(module, spec.generate)

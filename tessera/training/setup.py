@@ -354,8 +354,8 @@ def _workload(config: RunConfig, spec: ModelSpec, model_config: Any) -> Workload
     if spec.example is not None:
         with torch.device("meta"):
             typical = spec.example(model_config, tokens)
-        encoders = spec.main.plan(model_config).encoders
-        elements = {name: stream.elements(typical) for name, stream in encoders.items()}
+        streams = spec.main.plan(model_config).streams
+        elements = {name: stream.elements(typical) for name, stream in streams.items() if stream.module}
     return Workload(tokens, elements, config.train.global_batch, config.train.micro_batch)
 
 

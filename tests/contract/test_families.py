@@ -107,6 +107,7 @@ BATCHES: dict[str, Callable[[Any], Batch]] = {
     "qwen3": text_batch,
     "qwen3_asr": lambda config: FAMILIES.get("qwen3_asr").example(config, 96),  # type: ignore[misc]
     "qwen3_vl": table_batch,
+    "whisper": lambda config: FAMILIES.get("whisper").example(config, 96),  # type: ignore[misc]
 }
 
 

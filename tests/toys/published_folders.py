@@ -81,6 +81,8 @@ MODELS: Mapping[str, tuple[str, str]] = {
     "Qwen3-VL-30B-A3B-Instruct": ("qwen3_vl", "30b-a3b"),
     "llava-1.5-7b-hf": ("llava", "1.5-7b"),
     "llava-onevision-qwen2-7b-ov-hf": ("llava", "onevision-7b"),
+    "whisper-large-v3": ("whisper", "large-v3"),
+    "whisper-large-v3-turbo": ("whisper", "large-v3-turbo"),
 }
 _XXL = {"d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64}
 _ENCODERS: Mapping[str, Mapping[str, Any]] = {
@@ -148,6 +150,7 @@ _WAN_22 = {
 }
 _DEPTHS = (
     *("num_layers", "num_single_layers", "num_hidden_layers", "depth", "dual_attention_layers"),
+    *("encoder_layers", "decoder_layers"),
     *("num_res_blocks", "layers_per_block"),  # of VAEs
 )
 

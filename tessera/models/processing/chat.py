@@ -57,9 +57,9 @@ class Turn:
 class MediaWords:
     """Define the special tokens that represent an image or video.
 
-    `word`: placeholder of a single token. `before` and `after`: tokens around all placeholders. `mark`: text that chat
-    templates of folders write instead, if the family's processor expands it later. `label`: text before these tokens;
-    `{number}` in it counts the media of this kind in a conversation.
+    `word`: placeholder of a single token; empty if no token stands for media. `before` and `after`: tokens around all
+    placeholders. `mark`: text that chat templates of folders write instead, if the family's processor expands it later.
+    `label`: text before these tokens; `{number}` in it counts the media of this kind in a conversation.
     """
 
     word: str
@@ -96,7 +96,7 @@ class ChatTemplate:
     media_first: bool = False  # write all media of a turn before its texts
 
     def special_words(self) -> list[str]:
-        return [*self.special, *dict.fromkeys(media.word for media in self.media.values())]
+        return [*self.special, *dict.fromkeys(media.word for media in self.media.values() if media.word)]
 
     def control_words(self) -> list[str]:
         """Return all special tokens that this template may write."""

@@ -113,7 +113,7 @@ def encode_stream(media: Sequence[EncodedMedium], dim: int = 0) -> EncodedStream
     """Return the input of an encoder for the media of a sample. `dim`: dimension of elements, see `Stream`."""
     slots, selected, indices, elements, features = [], [], [], 0, 0
     for layout, runs, _ in media:
-        positions = torch.cat([torch.arange(start, start + count) for start, count in runs])
+        positions = torch.cat([torch.empty(0).long(), *(torch.arange(start, start + count) for start, count in runs)])
         slots.append(positions if layout.token_order is None else positions[torch.from_numpy(layout.token_order)])
         if layout.selected is not None:
             selected.append(torch.from_numpy(layout.selected) + elements)
@@ -143,7 +143,8 @@ def pack_stream(stream: Stream, parts: Sequence[tuple[EncodedStream, int]]) -> B
     inputs = [part for part, _ in parts]
     first = inputs[0]
     tensors = {name: torch.cat([part.tensors[name] for part in inputs], stream.dim) for name in first.tensors}
-    tensors[stream.slots] = torch.cat([part.slots + start for part, start in parts])
+    if stream.slots:
+        tensors[stream.slots] = torch.cat([part.slots + start for part, start in parts])
     segments = {stream.segments: Segments.of([length for part in inputs for length in part.lengths])}
     if first.windows:
         segments[stream.windows] = Segments.of([length for part in inputs for length in part.windows])

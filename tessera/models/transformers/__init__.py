@@ -25,6 +25,7 @@ SPEC = ModelSpec(
     ),
     processor=ClassProcessor.load,
     generate=continue_prompts,
+    foreign=True,
     task="transformers",
 )
 

@@ -1,0 +1,93 @@
+"""Whisper from recordings to a folder: a tiny model learns a few tones by heart, and transformers transcribes the same
+with the export. Folders go both ways bit by bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from parity import from_foreign, same_weights, saved, to_foreign
+from safetensors.torch import load_file, save_file
+from whisper_cases import RATE, SHAPES, TEXTS, config_of, pair, sounds, write_samples, write_tokenizer_files
+
+import tessera
+from tessera.config.run_config import ModelSection
+from tessera.models import resolve
+
+
+def recipe_of(folder: Path, steps: int) -> dict[str, Any]:
+    _, config = config_of(0, attention="auto")
+    write_tokenizer_files(folder / "words", config)
+    samples = str(write_samples(folder / "sounds", len(TEXTS)))
+    fields = json.loads(config.model_dump_json())
+    fields["text"]["initializer_range"] = 0.15
+    return {
+        "name": "tones",
+        "out": str(folder / "runs"),
+        "model": {"family": "whisper", "config": fields, "tokenizer": str(folder / "words")},
+        "data": {"train": samples, "eval": samples, "length": 160, "workers": 0},
+        "train": {"steps": steps, "global_batch": 1, "generate_every": steps, "generate_tokens": 20, "device": "cpu"},
+        "optim": {"lr": 1e-2},
+        "checkpoint": {"export": True, "prove": "always"},
+    }
+
+
+def test_a_tiny_model_learns_a_few_tones_and_transformers_reads_its_export(tmp_path: Path) -> None:
+    run = tessera.train(recipe_of(tmp_path, 40))
+    losses = [row["loss"] for row in run.metrics if "loss" in row]
+    assert losses[0] > 4
+    assert losses[-1] < 0.2
+    exact = [row["eval_exact_match"] for row in run.metrics if "eval_exact_match" in row]
+    assert exact == [1.0]
+    folder = run.folder / "hf"
+    clips = sounds(0, len(TEXTS))
+    reference = transformers.WhisperForConditionalGeneration.from_pretrained(folder)
+    processor = transformers.WhisperProcessor.from_pretrained(folder)
+    features = processor(clips, sampling_rate=RATE, return_tensors="pt").input_features
+    said = reference.generate(features, language="en", task="transcribe", max_new_tokens=20)
+    assert processor.batch_decode(said, skip_special_tokens=True) == list(TEXTS)
+    model, prompts = tessera.load(folder)
+    talks = [[{"role": "user", "content": [{"type": "audio", "audio": clip}]}] for clip in clips]
+    assert model.generate(prompts(talks), 20) == list(TEXTS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("number", range(len(SHAPES)))
+def test_folders_go_both_ways(number: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    spec, config, reference, model = pair(number, dtype)
+    reference.save_pretrained(tmp_path / "theirs")
+    family, read = resolve(ModelSection(path=tmp_path / "theirs", config={"attention": "eager"}))
+    assert family is spec
+    assert read == config
+    again = from_foreign(spec, config, load_file(tmp_path / "theirs" / "model.safetensors")).to(dtype)
+    same_weights(model, again)
+
+    ours = tmp_path / "ours"
+    ours.mkdir()
+    state = to_foreign(spec, config, dict(model.state_dict()))
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, ours / "model.safetensors")
+    (ours / "config.json").write_text(json.dumps(config.to_hf()))
+    back, report = transformers.WhisperForConditionalGeneration.from_pretrained(
+        ours, output_loading_info=True, dtype=dtype
+    )
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    for name, tensor in saved(back).items():
+        assert torch.equal(tensor, reference.state_dict()[name]), name
+
+
+def test_published_sizes_are_those_of_transformers() -> None:
+    """The sizes that the authors published, as `config.json` of their folders has them."""
+    for preset, millions in (("tiny", 37.8), ("base", 72.6), ("small", 241.7), ("large-v3", 1543.5)):
+        spec, config = resolve(ModelSection(family="whisper", preset=preset))
+        with torch.device("meta"):
+            model = spec.main.build(config)
+            fields = {name: value for name, value in config.to_hf().items() if name != "architectures"}
+            reference = transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**fields))
+        count = sum(parameter.numel() for parameter in model.parameters())
+        assert count == sum(parameter.numel() for parameter in reference.parameters())
+        assert count / 1e6 == pytest.approx(millions, abs=0.1)
