@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from tessera.engine.request import Request
 from tessera.inference.answering import AnswersRequests, answers_to_all
 from tessera.inference.prepare import PromptPool
 from tessera.runtime import distributed as dist
-from tessera.runtime.progress import WorkProgress
+from tessera.runtime.progress import TokenProgress
 
 _AT_ONCE = 512  # rows that the engine has at once: those it answers, and the next ones
 _BLOCK = 64  # consecutive rows of a rank
@@ -67,13 +66,28 @@ def answer_file(
         dist.wait_for_all_ranks(world)  # a rank that is already writing would change what the others have just read
         numbers = [*_missing(answered, world)]
         if numbers:
-            with output.part(world.rank) as part, start() as answering:
+            with _started(start, output, world) as answering, output.part(world.rank) as part:
                 answering.run(numbers, answered, part)
         dist.wait_for_all_ranks(world)
         with dist.main_rank_first(world):
             if world.is_main and not output.finished:
                 output.publish()
         return BatchResult(out, rows, output.errors, count_missing(numbers, answered))
+
+
+@contextlib.contextmanager
+def _started(
+    start: Callable[[], contextlib.AbstractContextManager[AnswersRows]], output: BatchOutput, world: dist.World
+) -> Iterator[AnswersRows]:
+    """Load the model. If that fails before any rank has written a row, no unfinished output remains."""
+    with contextlib.ExitStack() as stack:
+        try:
+            answering = stack.enter_context(start())
+        except BaseException:
+            if world.is_main:
+                output.withdraw()
+            raise
+        yield answering
 
 
 def count_missing(numbers: list[range], answered: np.ndarray) -> int:
@@ -101,13 +115,6 @@ class SampleAnswers:
 
     def run(self, numbers: list[range], answered: np.ndarray, part: PartFile) -> None:
         """Answer the rows in `numbers` that are not answered."""
-        began, tokens = time.monotonic(), 0
-
-        def count_tokens(count: int) -> None:
-            nonlocal tokens
-            tokens += count
-            progress.note = f"{tokens / max(time.monotonic() - began, 1e-9):,.0f} tokens/s"
-            progress.count(0)
 
         def refuse(row: PromptRow | UnusableRow, error: BaseException) -> None:
             part.write(row.index, self.rows.refusal(row, error), error=True)
@@ -126,8 +133,9 @@ class SampleAnswers:
         def request(row: PromptRow, batch: Batch) -> Request:
             return self.rows.request(row, batch, self.stop_tokens)
 
-        with WorkProgress("answering", count_missing(numbers, answered), "rows") as progress:
-            for row, answer in answers_to_all(self.engine, usable(), prepare, request, _AT_ONCE, count_tokens):
+        with TokenProgress("answering", count_missing(numbers, answered), "rows") as progress:
+            on_step = progress.count_tokens
+            for row, answer in answers_to_all(self.engine, usable(), prepare, request, _AT_ONCE, on_step):
                 if isinstance(answer, BaseException):
                     refuse(row, answer)
                 else:

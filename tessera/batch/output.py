@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import time
 import zlib
 from collections.abc import Iterator, Mapping
@@ -68,6 +69,7 @@ class BatchOutput:
         try:
             yield _continued(path, rows, facts, overwrite)
         finally:
+            lock.remove_if_alone()
             lock.release()
 
     @staticmethod
@@ -78,6 +80,11 @@ class BatchOutput:
     def answered(self) -> np.ndarray:
         """Return a boolean for each row: whether a part file has its answer."""
         return self._lines()[0] >= 0
+
+    def withdraw(self) -> None:
+        """Remove the settings of an output without a part file, so that nothing remains of a start that failed."""
+        if not self.finished and not self._parts() and not self.path.exists():
+            (self._folder / SETTINGS).unlink(missing_ok=True)
 
     def part(self, rank: int) -> PartFile:
         """Open the part file of a rank for appending."""
@@ -122,6 +129,12 @@ class BatchOutput:
                         number[row[0]], offset[row[0]] = part, start
                     start += len(line)
         return number, offset
+
+
+def discard(path: Path) -> None:
+    """Remove an output file with the folder beside it."""
+    path.unlink(missing_ok=True)
+    shutil.rmtree(_folder_of(path), ignore_errors=True)
 
 
 class PartFile:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from tessera.batch.output import BatchOutput, PartFile
 from tessera.batch.rows import UnusableRow
 from tessera.errors import TesseraError
 from tessera.inference.answering import stops_all
-from tessera.runtime.progress import WorkProgress
+from tessera.runtime.progress import TokenProgress
 from tessera.runtime.rng import derive
 from tessera.server.errors import ApiError, of_tessera, of_validation
 from tessera.server.fields import REFUSED, ChatRequest
@@ -58,17 +57,15 @@ class ServiceAnswers:
 
     def run(self, numbers: list[range], answered: np.ndarray, part: PartFile) -> None:
         """Answer the rows in `numbers` that are not answered."""
-        total, began, tokens = count_missing(numbers, answered), time.monotonic(), 0
+        total = count_missing(numbers, answered)
         source = (row for block in numbers for row in self.rows.read(block) if not answered[row.index])
 
         async def answer_some() -> None:
-            nonlocal tokens
             for row in source:  # all tasks take their rows from one generator
                 status, body = await self._answer(row)
                 custom_id = row.custom_id if isinstance(row, BodyRow) else row.identity["custom_id"]
                 part.write(row.index, response_row(row.index, custom_id, status, body), error=status != 200)
-                tokens += body.get("usage", {}).get("completion_tokens", 0)
-                progress.note = f"{tokens / max(time.monotonic() - began, 1e-9):,.0f} tokens/s"
+                progress.count_tokens(body.get("usage", {}).get("completion_tokens", 0))
                 progress.count()
 
         async def answer_all() -> None:
@@ -76,7 +73,7 @@ class ServiceAnswers:
                 for _ in range(min(_AT_ONCE, total)):
                     tasks.create_task(answer_some())
 
-        with WorkProgress("answering", total, "rows") as progress:
+        with TokenProgress("answering", total, "rows") as progress:
             try:
                 asyncio.run(answer_all())
             except ExceptionGroup as group:  # of all tasks that the first error has ended

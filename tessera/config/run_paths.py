@@ -120,20 +120,22 @@ def _with_paths(config: RunConfig, path: Callable[[Path], Path], words: Callable
         urls = section.urls and section.urls.model_copy(update={"cache": maybe(section.urls.cache)})
         return section.model_copy(update={**sets, "options": words(section.options), "urls": urls})
 
-    tasks = [_task(name, path) for name in config.evaluation.tasks]
+    tasks = [_named_file(name, path) for name in config.evaluation.tasks]
+    metric = config.evaluation.metric and _named_file(config.evaluation.metric, path)
+    evaluation = {"data": maybe(config.evaluation.data), "tasks": tasks, "metric": metric}
     changes = {
         "model": model(config.model),
         "data": data(config.data),
-        "evaluation": config.evaluation.model_copy(update={"data": maybe(config.evaluation.data), "tasks": tasks}),
+        "evaluation": config.evaluation.model_copy(update=evaluation),
         "train": config.train.model_copy(update={"task_options": words(config.train.task_options)}),
         "parallel": config.parallel.model_copy(update={"fsdp2_config": maybe(config.parallel.fsdp2_config)}),
     }
     return config.model_copy(update=changes)
 
 
-def _task(name: str, path: Callable[[Path], Path]) -> str:
-    """Move the path of a task file, which variants may follow. Other names stay."""
-    match = re.fullmatch(r"(.*?\.ya?ml)(:.*)?", name)
+def _named_file(name: str, path: Callable[[Path], Path]) -> str:
+    """Move the path of a task file or of a metric, which variants or a function may follow. Other names stay."""
+    match = re.fullmatch(r"(.*?\.(?:ya?ml|py))(:.*)?", name)
     return name if match is None else f"{path(Path(match[1]))}{match[2] or ''}"
 
 

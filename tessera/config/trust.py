@@ -45,6 +45,10 @@ def named_code(config: RunConfig) -> dict[str, str]:
         code.setdefault(path, f"train.callbacks.{number}")
         for at, inner in _paths_in(options, f"train.callbacks.{number}.options"):
             code.setdefault(inner, at)
+    for number, function in enumerate(config.evaluation.functions):
+        code.setdefault(function, f"evaluation.functions.{number}")
+    if config.evaluation.metric is not None and ":" in config.evaluation.metric:
+        code.setdefault(config.evaluation.metric, "evaluation.metric")
     return _outside(code)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +20,11 @@ from tessera.engine.request import Answer, Sampling
 from tessera.errors import TesseraError
 from tessera.evaluation.benchmark import LARGEST, Benchmark, BenchmarkQuestion
 from tessera.evaluation.protocol import hash_blocks
-from tessera.inference.answering import numbered_answers
+from tessera.inference.answering import context_of, numbered_answers
 from tessera.inference.loaded import LoadedModel, LoadedProcessor
 from tessera.models.vision.processor import VisionProcessor
 from tessera.runtime.files import read_jsonl
-from tessera.runtime.progress import WorkProgress
+from tessera.runtime.progress import TokenProgress
 
 Row = dict[str, Any]
 
@@ -47,13 +46,6 @@ class BenchmarkAnswers:
 
     def run(self, numbers: list[range], answered: np.ndarray, part: PartFile) -> None:
         """Answer the questions in `numbers` that are not answered."""
-        began, tokens = time.monotonic(), 0
-
-        def count_tokens(count: int) -> None:
-            nonlocal tokens
-            tokens += count
-            progress.note = f"{tokens / max(time.monotonic() - began, 1e-9):,.0f} tokens/s"
-            progress.count(0)
 
         def usable() -> Iterator[tuple[int, BenchmarkQuestion]]:
             for number, question in (row for block in numbers for row in self.benchmark.questions(block)):
@@ -69,7 +61,7 @@ class BenchmarkAnswers:
             return question.sample, question.root or self.benchmark.root
 
         total = count_missing(numbers, answered)
-        with WorkProgress(f"evaluating {self.benchmark.title}", total, "questions") as progress:
+        with TokenProgress(f"evaluating {self.benchmark.title}", total, "questions") as progress:
             for number, question, answer in numbered_answers(
                 self.model,
                 self.processor,
@@ -79,7 +71,8 @@ class BenchmarkAnswers:
                 total=total,
                 at_once=self.at_once,
                 sampling=self.sampling,
-                on_step=count_tokens,
+                on_step=progress.count_tokens,
+                context=context_of(self.model.config),
             ):
                 if isinstance(answer, Answer):
                     part.write(number, self.row(number, question, answer))

@@ -12,7 +12,7 @@ from tessera.evaluation.answers import Row, read_answers
 from tessera.evaluation.benchmark import AnswerMetric, Mark
 from tessera.evaluation.intervals import PairedTest, paired_test
 from tessera.evaluation.metrics.registry import is_code, metric_of
-from tessera.evaluation.protocol import lines_of, protocol_differences
+from tessera.evaluation.protocol import compared, lines_of, protocol_differences
 from tessera.evaluation.run import RESULTS, read_results
 from tessera.evaluation.scores import unit_values
 
@@ -58,7 +58,7 @@ def compare_results(first: Path, second: Path, *, anyway: bool = False) -> list[
     `anyway`: also compare results whose protocols differ, on the questions that both have.
     """
     results = [_results(folder) for folder in (first, second)]
-    titles = [title for title in results[0] if title in results[1]]
+    titles = _common(results[0], results[1])
     if not titles:
         raise TesseraError(
             "the two evaluations have no benchmark in common",
@@ -68,7 +68,8 @@ def compare_results(first: Path, second: Path, *, anyway: bool = False) -> list[
             code="evaluation.nothing-in-common",
         )
     comparisons = [
-        _compared(title, (results[0][title], results[1][title]), (first, second), anyway) for title in titles
+        _compared(title, (results[0][title], results[1][other]), (first, second), anyway)
+        for title, other in titles.items()
     ]
     if all(each.test is None for each in comparisons):
         reasons = [f"{each.title}: {line}" for each in comparisons for line in each.differences]
@@ -79,6 +80,25 @@ def compare_results(first: Path, second: Path, *, anyway: bool = False) -> list[
             code="evaluation.not-comparable",
         )
     return comparisons
+
+
+def _common(first: Mapping[str, Result], second: Mapping[str, Result]) -> dict[str, str]:
+    """Return the benchmarks of two evaluations that are the same: by title, or by all that they ask and score."""
+    titles = {title: title for title in first if title in second}
+    for title in (title for title in first if title not in titles):
+        task = compared(first[title]["protocol"])["task"]
+        rest = (name for name in second if name not in titles.values())
+        same = next((name for name in rest if compared(second[name]["protocol"])["task"] == task), None)
+        titles |= {} if same is None else {title: same}
+    variants = [
+        {_task_of(result): title for title, result in results.items() if title not in paired}
+        for results, paired in ((first, titles), (second, titles.values()))
+    ]  # other variants of a task are compared with --anyway
+    return titles | {title: variants[1][task] for task, title in variants[0].items() if task in variants[1]}
+
+
+def _task_of(result: Result) -> str:
+    return str(result["protocol"]["task"].get("task"))
 
 
 def metric_of_result(result: Result) -> AnswerMetric:

@@ -15,18 +15,17 @@ from tessera.config.reader import build
 from tessera.config.run_config import RunConfig, SourceSection, load_config
 from tessera.config.run_paths import find_file
 from tessera.config.saved_recipe import read_saved
-from tessera.config.trust import Trust, check_trusted
+from tessera.config.trust import Trust
 from tessera.data.sources.source import Source, open_source
 from tessera.engine.request import Sampling
 from tessera.errors import TesseraError, first_line
 from tessera.evaluation.answers import AT_ONCE, read_answers
 from tessera.evaluation.benchmark import Benchmark
-from tessera.evaluation.held_out import HeldOutBenchmark, check_metric
-from tessera.evaluation.metrics.registry import is_code
+from tessera.evaluation.held_out import HELD_OUT, HeldOutBenchmark, check_metric, held_out_benchmark
 from tessera.evaluation.page import REPORT, report_results
 from tessera.evaluation.protocol import identity_of, model_name, weight_fingerprint
-from tessera.evaluation.run import evaluate_with
-from tessera.evaluation.scores import TaskResult, row_score
+from tessera.evaluation.run import EvaluationOptions, evaluate_with
+from tessera.evaluation.scores import TaskResult
 from tessera.evaluation.tasks.load import open_task, published_task, read_task
 from tessera.hub.config import local_model, local_source
 from tessera.inference.answer_images import with_copies
@@ -40,7 +39,6 @@ from tessera.runtime.files import write_jsonl
 log = logging.getLogger("tessera")
 
 TABLE_SUFFIX = ".tsv"
-HELD_OUT = "held-out"
 
 
 @dataclass(frozen=True)
@@ -116,19 +114,8 @@ def evaluate(
         return loaded_model.freeze(), processor
 
     with join_ranks(device) as world:
-        results = evaluate_with(
-            identity,
-            description.processor,
-            loaded,
-            benchmarks,
-            target,
-            max_samples=max_samples,
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            batch=batch,
-            overwrite=overwrite,
-            world=world,
-        )
+        options = EvaluationOptions(max_samples, max_new_tokens, sampling, batch, overwrite, world)
+        results = evaluate_with(identity, description.processor, loaded, benchmarks, target, options)
         if world.is_main:
             report_results(target, benchmarks, results)
         if world.is_main and isinstance(benchmarks[0], HeldOutBenchmark) and data is None:
@@ -176,15 +163,12 @@ def _held_out(
     trust: Trust,
 ) -> HeldOutBenchmark:
     sources = held_out_sources(folder, data, root)
-    chosen, base = metric or "exact", None
-    if is_code(chosen):
-        path, _, function = chosen.rpartition(":")
-        if path.endswith(".py"):
-            base = Path(path).parent
-            chosen = f"{Path(path).name}:{function}"
-        check_trusted(base or Path(), {metric or "": "--metric"}, trust)
     name = HELD_OUT if data is None else Path(data).stem
-    return HeldOutBenchmark(name, sources, processor.processor, chosen, folder=base)
+    recipe = recipe_of(folder) if metric is None and data is None else None
+    if recipe is not None and recipe.evaluation.metric is not None:
+        metric, run = recipe.evaluation.metric, find_file(folder, "config.yaml").parent
+        return held_out_benchmark(name, sources, processor.processor, metric, "evaluation.metric", trust, run)
+    return held_out_benchmark(name, sources, processor.processor, metric, "--metric", trust)
 
 
 def _into_run_report(folder: Path, benchmark: HeldOutBenchmark, result: TaskResult, processor: LoadedProcessor) -> None:
@@ -197,8 +181,7 @@ def _into_run_report(folder: Path, benchmark: HeldOutBenchmark, result: TaskResu
     for number, question in benchmark.samples(range(max(answers) + 1)):
         if number in answers and isinstance(question, Question):
             row = answers[number]
-            score = row_score(row, benchmark.metric)
-            right = score >= 0.5 if benchmark.metric.higher_is_better else score <= 0.5
+            right = benchmark.metric.is_right(benchmark.metric.score(row["values"]))
             rows.append({**question.marked(row["answer"], processor.processor), "correct": right})
     write_jsonl(run / "answers.jsonl", with_copies(run, rows))
     try:

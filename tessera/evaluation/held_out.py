@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from tessera.config.trust import Trust, check_trusted
 from tessera.data.sources.container import RecordError
 from tessera.data.sources.source import Source
 from tessera.engine.request import GREEDY
@@ -18,6 +19,8 @@ from tessera.evaluation.metrics.registry import METRICS, is_code, metric_of
 from tessera.inference.questions import Question, question_of
 
 MAX_NEW_TOKENS = 32
+DEFAULT_METRIC = "exact"
+HELD_OUT = "held-out"  # name of the held-out set of a run
 _REFUSED = ("ifeval", "mathvista", "choice", "mmmu")  # they read columns that chat samples do not have
 
 
@@ -35,7 +38,7 @@ class HeldOutBenchmark:
         name: str,
         sources: Sequence[Source],
         processor: object = None,
-        metric: str = "exact",
+        metric: str = DEFAULT_METRIC,
         options: Mapping[str, Any] = MappingProxyType({}),
         folder: Path | None = None,
         max_new_tokens: int = MAX_NEW_TOKENS,
@@ -58,17 +61,23 @@ class HeldOutBenchmark:
             if isinstance(question, RecordError):
                 yield number, question
                 continue
-            yield (
-                number,
-                BenchmarkQuestion(
-                    question.sample.id,
-                    question.sample,
-                    (question.expected,),
-                    categories={"images": question.group},
-                    fields={"regions": question.regions, "region_size": question.size},
-                    root=question.root,
-                ),
-            )
+            yield number, self.scored(question)
+
+    def scored(self, question: Question) -> BenchmarkQuestion | RecordError:
+        """Return a question as that of a benchmark, or the reason why the metric cannot score its answers."""
+        benchmark_question = BenchmarkQuestion(
+            question.sample.id,
+            question.sample,
+            (question.expected,),
+            categories={"images": question.group},
+            fields={"regions": question.regions, "region_size": question.size},
+            root=question.root,
+        )
+        try:
+            self.metric.mark("", benchmark_question)
+        except RecordError as error:
+            return error
+        return benchmark_question
 
     def samples(self, numbers: range) -> Iterator[tuple[int, Question | RecordError]]:
         """Yield consecutive samples with their index."""
@@ -108,6 +117,30 @@ class HeldOutBenchmark:
     def _references(self) -> Iterator[list[str]]:
         for _, question in self.samples(range(len(self))):
             yield [] if isinstance(question, RecordError) else [question.expected]
+
+
+def held_out_benchmark(
+    name: str,
+    sources: Sequence[Source],
+    processor: object,
+    metric: str | None,
+    where: str,
+    trust: Trust,
+    folder: Path | None = None,
+) -> HeldOutBenchmark:
+    """Return the benchmark of chat samples. `metric`: None is `exact`; a file is relative to the working folder.
+
+    `folder`: the run whose recipe names the metric; None: the user of this process names it.
+    """
+    chosen, base = metric or DEFAULT_METRIC, None
+    check_metric(chosen, where)
+    if is_code(chosen):
+        path, _, function = chosen.rpartition(":")
+        if path.endswith(".py"):
+            base = Path(path).parent
+            chosen = f"{Path(path).name}:{function}"
+        check_trusted(folder or base or Path(), {metric or "": where}, trust)
+    return HeldOutBenchmark(name, sources, processor, chosen, folder=base, where=where)
 
 
 def check_metric(name: str, where: str) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -70,7 +70,7 @@ def estimates(marks: Sequence[Mapping[str, float]], summary: Summary) -> dict[st
     names, values = value_table(marks)
     figures, units = figures_of(names, values.mean(axis=0), summary), len(marks)
     if units < 2:
-        return {name: _single(figure) for name, figure in figures.items()}
+        return {name: _without_spread(figure, units) for name, figure in figures.items()}
     shares = [name for name, column in zip(names, values.T, strict=True) if np.isin(column, (0.0, 1.0)).all()]
     if summary is dict and len(shares) == len(names):
         return {name: Estimate(figure, *_wilson(figure, units, _z())) for name, figure in figures.items()}
@@ -100,16 +100,16 @@ def paired_test(
         return PairedTest(value, low, high, mcnemar(better, worse), "McNemar, exact", units, better, worse)
     pairs = np.concatenate([before, after], axis=1)
     width = before.shape[1]
-    drawn = np.array(
-        [
-            figures_of(names, means[width:], summary)[figure] - figures_of(names, means[:width], summary)[figure]
-            for means in _resampled(pairs)
-        ]
-    )
-    low, high = _quantiles(drawn, units)
-    tail = min(int((drawn <= 0).sum()), int((drawn >= 0).sum()))
-    p = min(1.0, 2 * (tail + 1) / (len(drawn) + 1))
-    return PairedTest(value, low, high, p, "paired bootstrap", units, better, worse)
+
+    def apart(means: np.ndarray) -> float:
+        scores = [figures_of(names, each, summary)[figure] for each in (means[:width], means[width:])]
+        return scores[1] - scores[0]
+
+    low, high = _quantiles(np.array([apart(means) for means in _resampled(pairs)]), units)
+    at_least = abs(value) * (1 - 1e-9)  # sums in another order differ by rounding
+    beyond = sum(abs(apart(means)) >= at_least for means in _exchanged(before, after))
+    p = (beyond + 1) / (RESAMPLES + 1)
+    return PairedTest(value, low, high, p, "paired permutation", units, better, worse)
 
 
 def mcnemar(better: int, worse: int) -> float:
@@ -122,9 +122,9 @@ def mcnemar(better: int, worse: int) -> float:
     return min(1.0, 2 * tail / (1 << total))
 
 
-def _single(value: float) -> Estimate:
-    """Return the estimate of one question, of which nothing follows for others."""
-    return Estimate(value, 0.0, 1.0) if 0 <= value <= 1 else Estimate(value, value, value)
+def _without_spread(value: float, units: int) -> Estimate:
+    """Return the estimate of questions whose spread is unknown: a single one, or several with the same mark."""
+    return Estimate(value, *_wilson(value, units, _z())) if 0 <= value <= 1 else Estimate(value, value, value)
 
 
 def _estimate(value: float, resampled: np.ndarray, units: int) -> Estimate:
@@ -133,9 +133,7 @@ def _estimate(value: float, resampled: np.ndarray, units: int) -> Estimate:
     error = float(resampled.std()) * math.sqrt(units / (units - 1))
     if 0 < value < 1 and error > 0:
         return Estimate(value, *_wilson(value, value * (1 - value) / error**2, _t(units - 1)))
-    if 0 < value < 1:  # all questions have the same mark
-        return Estimate(value, value, value)
-    return Estimate(value, *_wilson(value, units, _z()))
+    return _without_spread(value, units)
 
 
 def _wilson(share: float, count: float, z: float) -> tuple[float, float]:
@@ -199,6 +197,19 @@ def _resampled(values: np.ndarray) -> np.ndarray:
         count = min(at_once, RESAMPLES - first)
         means[first : first + count] = _weights(generator, units, count) @ values
     return means
+
+
+def _exchanged(before: np.ndarray, after: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield the means of both models `RESAMPLES` times, with their answers to a random half of questions exchanged.
+
+    If both models are equally good, these are as likely as the means themselves, for any number of questions.
+    """
+    generator, units = np.random.default_rng(_SEED), len(before)
+    delta, means = after - before, np.concatenate([before.mean(axis=0), after.mean(axis=0)])
+    for first in range(0, RESAMPLES, at_once := max(1, _CHUNK // units)):
+        count = min(at_once, RESAMPLES - first)
+        moved = generator.integers(0, 2, size=(count, units), dtype=np.int8) @ delta / units
+        yield from means + np.concatenate([moved, -moved], axis=1)
 
 
 @functools.lru_cache(maxsize=4)

@@ -18,7 +18,7 @@ from tessera.evaluation.benchmark import Benchmark
 from tessera.evaluation.comparison import Result, TaskComparison, answers_of, metric_of_result, pairs_of
 from tessera.evaluation.protocol import flat
 from tessera.evaluation.run import read_results
-from tessera.evaluation.scores import TaskResult, row_score
+from tessera.evaluation.scores import TaskResult
 from tessera.evaluation.thumbnails import MOST_CARDS, MOST_IMAGES, chosen_rows, read_thumbnails, write_thumbnails
 from tessera.observe.report.answers import STYLE, embedded_image, folded, regions_overlay, text_block
 from tessera.observe.report.page import write_page
@@ -98,6 +98,7 @@ def _task(out: Path, number: int, title: str, result: Result) -> str:
     ]
     for name, label in (("unusable", "could not be asked"), ("unanswered", "without an answer")):
         pairs += [(label, str(result.get(name)))] if result.get(name) else []
+    pairs += [("the first of them", str(result["first_refusal"]))] if result.get("first_refusal") else []
     cost = result.get("cost")
     if isinstance(cost, dict):
         pairs += [("tokens read", _count(cost.get("prompt_tokens"))), ("generated", _count(cost.get("new_tokens")))]
@@ -139,11 +140,11 @@ def _answers(out: Path, number: int, title: str, result: Result) -> str:
     metric = metric_of_result(result)
     rows = [row for row in read_answers(answers_of(out, result)) if "unusable" not in row]
     higher = bool(result.get("higher_is_better", True))
-    rows_shown = chosen_rows(rows, [row_score(row, metric) for row in rows], higher)
+    rows_shown = chosen_rows(rows, [metric.score(row["values"]) for row in rows], higher)
     images = read_thumbnails(out, title)
     cards = []
     for row in rows_shown:
-        score = row_score(row, metric)
+        score = metric.score(row["values"])
         kind = "right" if _is_right(score, higher) else "wrong"
         cards.append(
             f'<div class="answer {kind}"><span class="mark">{score:.3g}</span>'
@@ -159,15 +160,17 @@ def _pairs(number: int, each: TaskComparison, names: Sequence[str]) -> str:
     rows = [read_answers(answers_of(folder, result)) for folder, result in zip(each.folders, each.results, strict=True)]
     metric = metric_of_result(each.results[0])
     sign = 1.0 if each.results[0].get("higher_is_better", True) else -1.0
-    pairs = [(sign * (row_score(b, metric) - row_score(a, metric)), a, b) for a, b in pairs_of(rows[0], rows[1])]
+    pairs = [
+        (sign * (metric.score(b["values"]) - metric.score(a["values"])), a, b) for a, b in pairs_of(rows[0], rows[1])
+    ]
     pairs.sort(key=lambda pair: (pair[0] == 0, pair[0]))
     images = read_thumbnails(each.folders[0], each.title)
     cards = []
     for change, first, second in pairs[:MOST_CARDS]:
         kind = "better" if change > 0 else "worse" if change < 0 else "same"
         sides = "".join(
-            f'<div><div class="soft">{html.escape(name)}<span class="mark">{row_score(row, metric):.3g}</span></div>'
-            f"{_answer(row)}</div>"
+            f'<div><div class="soft">{html.escape(name)}'
+            f'<span class="mark">{metric.score(row["values"]):.3g}</span></div>{_answer(row)}</div>'
             for name, row in zip(names, (first, second), strict=True)
         )
         cards.append(

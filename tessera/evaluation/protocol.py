@@ -29,6 +29,8 @@ from tessera.version import __version__, package_versions
 _PARTS, _PART_BYTES = 16, 1 << 16  # 16 blocks of 64 KiB, evenly spaced, are hashed of each large file
 _NOT_SETTINGS = ("encoder", "train_on", "last_only", "template", "config")  # or hashed beside
 
+_NAMES = ("task", "source", "files")  # keys of `task` and `task.data` that name what other keys contain or hash
+
 
 class Digest(Protocol):
     """Declare what a hash of `hashlib` has."""
@@ -43,6 +45,7 @@ class ModelIdentity:
     name: str
     weights: str  # hash
     processing: Mapping[str, Any]
+    padded: bool = False  # whether the questions of a batch are padded to one length, and answers depend on the batch
 
 
 def identity_of(name: str, weights: str, description: ModelDescription) -> ModelIdentity:
@@ -53,7 +56,7 @@ def identity_of(name: str, weights: str, description: ModelDescription) -> Model
         "engine": f"{'own method of the class' if description.spec.foreign else 'tessera'} {__version__}",
         **processor_facts(description.processor),
     }
-    return ModelIdentity(name, weights, processing)
+    return ModelIdentity(name, weights, processing, padded=description.spec.generate is not None)
 
 
 def processor_facts(processor: LoadedProcessor) -> dict[str, Any]:
@@ -135,9 +138,17 @@ def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str
     return {name: (both[0].get(name), both[1].get(name)) for name in names if both[0].get(name) != both[1].get(name)}
 
 
+def compared(protocol: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a protocol without names: of the model, of its weights, and of the files of data, whose hashes count."""
+    task = {key: value for key, value in protocol["task"].items() if key not in _NAMES}
+    if isinstance(task.get("data"), Mapping):
+        task["data"] = {key: value for key, value in task["data"].items() if key not in _NAMES}
+    return {key: value for key, value in protocol.items() if key != "model"} | {"task": task}
+
+
 def protocol_differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return what forbids to compare two results. Processors of two families always differ, and are left out."""
-    parts = [{key: value for key, value in each.items() if key != "model"} for each in (first, second)]
+    parts = [compared(each) for each in (first, second)]
     processing = [part.get("processing", {}) for part in parts]
     if processing[0].get("family") != processing[1].get("family"):
         for part, settings in zip(parts, processing, strict=True):

@@ -10,23 +10,24 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tessera.batch.answer import BatchResult, answer_file
+from tessera.batch.output import discard
 from tessera.data.sources.container import RecordError
 from tessera.engine.request import Sampling
-from tessera.errors import TesseraError, few_names, with_fix
+from tessera.errors import TesseraError, few_names, first_line, with_fix
 from tessera.evaluation.answers import AT_ONCE, BenchmarkAnswers, Row, read_answers
 from tessera.evaluation.benchmark import Benchmark
 from tessera.evaluation.intervals import estimates
-from tessera.evaluation.protocol import ModelIdentity, environment, flat, identity_of, short_hash
+from tessera.evaluation.protocol import ModelIdentity, compared, environment, flat, identity_of, short_hash
 from tessera.evaluation.scores import Cost, TaskResult, category_tables, unit_values
 from tessera.inference.load import ModelDescription
 from tessera.inference.loaded import LoadedModel, LoadedProcessor
@@ -34,6 +35,7 @@ from tessera.models.processing.conversation import ConversationProcessor
 from tessera.models.transformers.processor import ClassProcessor
 from tessera.runtime import distributed as dist
 from tessera.runtime.files import read_json_mapping, replace_file
+from tessera.runtime.folder_lock import FolderInUse, FolderLock
 
 RESULTS = "results.json"
 _LOOKED_AT = 20  # questions whose media are compared with what the model reads, before its weights are loaded
@@ -42,42 +44,39 @@ Load = Callable[[], tuple[LoadedModel, LoadedProcessor]]
 _ONE_RANK = dist.World(0, 1, 0, torch.device("cpu"))
 
 
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """State how many questions are answered, and how. With several ranks, each answers a share of the questions."""
+
+    max_samples: int | None = None
+    max_new_tokens: int | None = None  # None: as each benchmark sets it
+    sampling: Sampling | None = None  # None: as each benchmark sets it
+    batch: int = AT_ONCE
+    overwrite: bool = False
+    world: dist.World = _ONE_RANK
+
+
 def evaluate_tasks(
     model: LoadedModel,
     processor: LoadedProcessor,
     benchmarks: Sequence[Benchmark],
     out: Path,
+    options: EvaluationOptions,
     *,
     name: str,
     weights: str,
-    max_samples: int | None = None,
-    max_new_tokens: int | None = None,
-    sampling: Sampling | None = None,
-    batch: int = AT_ONCE,
-    overwrite: bool = False,
-    world: dist.World = _ONE_RANK,
+    dtype: torch.dtype | None = None,
 ) -> list[TaskResult]:
     """Evaluate a loaded model, and return the results on every rank.
 
-    `weights`: a name that no other weights have, such as a hash, or the run with its step. With several ranks, each
-    needs the whole model. A model that is split over ranks (`over_ranks`) is called on all of them with `world` of one
-    rank, and `out` must then be another folder on each.
+    `weights`: a name that no other weights have, such as a hash, or the run with its step. `dtype`: in which the model
+    computes; None: that of its weights. With several ranks, each needs the whole model. A model that is split over
+    ranks (`over_ranks`) is called on all of them with a world of one rank, and `out` must then be another folder on
+    each.
     """
-    dtype = next(model.module.parameters()).dtype
+    dtype = dtype or next(model.module.parameters()).dtype
     identity = identity_of(name, weights, ModelDescription(model.spec, dtype, processor))
-    return evaluate_with(
-        identity,
-        processor,
-        lambda: (model, processor),
-        benchmarks,
-        out,
-        max_samples=max_samples,
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        batch=batch,
-        overwrite=overwrite,
-        world=world,
-    )
+    return evaluate_with(identity, processor, lambda: (model, processor), benchmarks, out, options)
 
 
 def evaluate_with(
@@ -86,15 +85,9 @@ def evaluate_with(
     load: Load,
     benchmarks: Sequence[Benchmark],
     out: Path,
-    *,
-    max_samples: int | None = None,
-    max_new_tokens: int | None = None,
-    sampling: Sampling | None = None,
-    batch: int = AT_ONCE,
-    overwrite: bool = False,
-    world: dist.World = _ONE_RANK,
+    options: EvaluationOptions,
 ) -> list[TaskResult]:
-    """Evaluate a model that `load` loads, if a question has no answer yet. Other arguments: see `evaluate_tasks`."""
+    """Evaluate a model that `load` loads, if a question has no answer yet. Return the results on every rank."""
     titles = [benchmark.title for benchmark in benchmarks]
     if doubled := [title for title in titles if titles.count(title) > 1]:
         raise TesseraError(
@@ -106,36 +99,83 @@ def evaluate_with(
     for benchmark in benchmarks:
         check_media(benchmark, processor, identity.name)
     read_results(out)  # a damaged file is reported before questions are answered
-    out.mkdir(parents=True, exist_ok=True)
-    results = []
-    for benchmark in benchmarks:
-        total = min(len(benchmark), max_samples or sys.maxsize)
-        tokens = max_new_tokens or benchmark.max_new_tokens
-        drawn = sampling or benchmark.sampling
-        protocol = protocol_of(benchmark, identity, total, tokens, drawn)
-        path = answers_path(out, benchmark.title)
-
-        @contextlib.contextmanager
-        def start(
-            benchmark: Benchmark = benchmark, tokens: int = tokens, drawn: Sampling = drawn
-        ) -> Iterator[BenchmarkAnswers]:
-            model, loaded_processor = load()
-            yield BenchmarkAnswers(benchmark, model, loaded_processor, tokens, drawn, batch)
-
-        began = time.monotonic()
-        facts = {key: value for key, value in flat(protocol) if key != "model.name"}
-        facts |= {"root": str(benchmark.root.resolve())}
-        answered = answer_file(total, path, facts, start, overwrite=overwrite, world=world)
-        results.append(result_of(benchmark, protocol, path, answered, time.monotonic() - began, world))
-    if world.is_main:
-        write_results(out, results)
+    with _claimed(out, options.world):
+        results = [_evaluated(identity, load, benchmark, out, options) for benchmark in benchmarks]
+        if options.world.is_main:
+            write_results(out, results)
     return results
 
 
+@contextlib.contextmanager
+def _claimed(out: Path, world: dist.World) -> Iterator[None]:
+    """Lock the folder of results for one evaluation: two would overwrite each other's results and reports.
+
+    A folder without results is removed again after an error.
+    """
+    with contextlib.ExitStack() as stack:
+        with dist.main_rank_first(world):
+            if world.is_main:
+                stack.enter_context(_locked(out))
+        yield
+
+
+@contextlib.contextmanager
+def _locked(out: Path) -> Iterator[None]:
+    lock = FolderLock(out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except OSError as error:
+        raise TesseraError(
+            f"no results can be written to {out}: {first_line(error)}",
+            where="--out",
+            fix="name another folder: --out FOLDER",
+            code="output.not-writable",
+        ) from None
+    except FolderInUse as error:
+        raise FolderInUse(
+            f"another evaluation is writing to {out}",
+            where=str(error.where),
+            fix="wait until it has ended, or name another folder: --out FOLDER",
+            code="output.in-use",
+        ) from None
+    try:
+        yield
+    finally:
+        lock.remove_if_alone()
+        lock.release()
+
+
+def _evaluated(
+    identity: ModelIdentity, load: Load, benchmark: Benchmark, out: Path, options: EvaluationOptions
+) -> TaskResult:
+    """Answer the questions of a benchmark that have no answer yet, and score all of them."""
+    total = min(len(benchmark), options.max_samples or sys.maxsize)
+    tokens = options.max_new_tokens or benchmark.max_new_tokens
+    drawn = options.sampling or benchmark.sampling
+    protocol = protocol_of(benchmark, identity, total, tokens, drawn, options.batch)
+    path = answers_path(out, benchmark.title)
+
+    @contextlib.contextmanager
+    def start() -> Iterator[BenchmarkAnswers]:
+        model, processor = load()
+        yield BenchmarkAnswers(benchmark, model, processor, tokens, drawn, options.batch)
+
+    began = time.monotonic()
+    facts = {**dict(flat(compared(protocol))), "model.weights": identity.weights}
+    facts |= {"root": str(benchmark.root.resolve())}
+    answered = answer_file(total, path, facts, start, overwrite=options.overwrite, world=options.world)
+    return result_of(benchmark, protocol, path, answered, time.monotonic() - began, options)
+
+
 def protocol_of(
-    benchmark: Benchmark, identity: ModelIdentity, total: int, max_new_tokens: int, sampling: Sampling
+    benchmark: Benchmark, identity: ModelIdentity, total: int, max_new_tokens: int, sampling: Sampling, batch: int
 ) -> dict[str, Any]:
-    """Return JSON of everything that a score depends on."""
+    """Return JSON of everything that a score depends on.
+
+    The engine answers a question alike in every batch. The number of ranks does not count either: each rank answers
+    its questions with the whole model, and a model split over ranks differs by rounding, as versions of torch do.
+    """
     options = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
     drawn = {name: getattr(sampling, name) for name in options} if sampling.temperature else "greedy"
     return {
@@ -146,7 +186,7 @@ def protocol_of(
             "sampling": drawn,
         },
         "model": {"name": identity.name, "weights": identity.weights},
-        "processing": dict(identity.processing),
+        "processing": {**identity.processing, **({"batch": batch} if identity.padded else {})},
     }
 
 
@@ -161,25 +201,19 @@ def result_of(
     path: Path,
     answered: BatchResult,
     seconds: float,
-    world: dist.World,
+    options: EvaluationOptions,
 ) -> TaskResult:
-    """Score the answers in a file. Raise if no question could be asked."""
+    """Score the answers in a file. Raise if no question was answered."""
     rows = read_answers(path)
     marked = [row for row in rows if "unusable" not in row]
-    problems = [row["unusable"]["message"] for row in rows if "unusable" in row]
-    if not marked:
-        dist.wait_for_all_ranks(world)
-        if world.is_main:  # a second start asks again
-            path.unlink(missing_ok=True)
-            shutil.rmtree(f"{path}.parts", ignore_errors=True)
-            with contextlib.suppress(OSError):  # the folder has other results
-                path.parent.rmdir()
-        raise TesseraError(
-            f"no question of {benchmark.title} could be asked: {few_names(list(dict.fromkeys(problems)), 3)}",
-            where=str(benchmark.root),
-            fix="check the files of the benchmark and the folder of its media: --root FOLDER",
-            code="evaluation.no-usable-sample",
-        )
+    problems, refusals = (
+        [str(row[key]["message"]) for row in rows if isinstance(row.get(key), dict)] for key in ("unusable", "error")
+    )
+    if len(refusals) == len(marked):  # no answer has been measured
+        dist.wait_for_all_ranks(options.world)
+        if options.world.is_main:  # a second start asks again
+            discard(path)
+        raise _nothing_measured(benchmark, problems, refusals)
     summary = benchmark.metric.summary
     values = unit_values(rows)
     return TaskResult(
@@ -190,12 +224,30 @@ def result_of(
         len(values),
         len(marked),
         len(problems),
-        sum("error" in row for row in marked),
+        len(refusals),
         problems[0] if problems else "",
+        refusals[0] if refusals else "",
         benchmark.metric.higher_is_better,
         path,
-        environment(),
+        {**environment(), "ranks": str(dist.expected_world_size()), "batch": str(options.batch)},
         _cost(marked, answered, seconds),
+    )
+
+
+def _nothing_measured(benchmark: Benchmark, problems: Sequence[str], refusals: Sequence[str]) -> TesseraError:
+    reasons = few_names(list(dict.fromkeys(refusals or problems)), 3)
+    if refusals:
+        return TesseraError(
+            f"the model could not answer any question of {benchmark.title}: {reasons}",
+            where=str(benchmark.root),
+            fix="if the prompts are too long, lower the pixels or frames of the processor, or name another model",
+            code="evaluation.nothing-answered",
+        )
+    return TesseraError(
+        f"no question of {benchmark.title} could be asked: {reasons}",
+        where=str(benchmark.root),
+        fix="check the files of the benchmark and the folder of its media: --root FOLDER",
+        code="evaluation.no-usable-sample",
     )
 
 

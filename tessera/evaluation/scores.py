@@ -9,9 +9,9 @@ from typing import Any
 
 from tessera.errors import printable
 from tessera.evaluation.answers import Row, units_of
-from tessera.evaluation.benchmark import AnswerMetric, Mark, together
+from tessera.evaluation.benchmark import Mark, together
 from tessera.evaluation.intervals import Estimate, Summary, estimates
-from tessera.evaluation.protocol import short_hash
+from tessera.evaluation.protocol import compared, short_hash
 
 MOST_CATEGORIES = 200  # tables with more different values are left out: they are ids, not categories
 
@@ -52,6 +52,7 @@ class TaskResult:
     unusable: int  # questions that could not be asked and do not count
     unanswered: int  # questions that the model could not answer, such as prompts that are too long: marked as empty
     first_problem: str  # of the questions that could not be asked
+    first_refusal: str  # of the questions that the model could not answer
     higher_is_better: bool
     answers: Path
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -68,14 +69,15 @@ class TaskResult:
 
     @property
     def fingerprint(self) -> str:
-        """Return a short hash of the protocol, without the model."""
-        return short_hash({key: value for key, value in self.protocol.items() if key != "model"})
+        """Return a short hash of what two comparable results must have in common."""
+        return short_hash(compared(self.protocol))
 
     def lines(self) -> list[str]:
         """Return the result as text for a terminal."""
         score, name = self.score, self.metric
         interval = f"95 % interval {score.low:.4f} to {score.high:.4f}"
-        out = [f"{self.title}: {name} {score.value:.4f} over {self.units} questions, {interval}"]
+        without = f" ({self.unanswered} without an answer)" if self.unanswered else ""
+        out = [f"{self.title}: {name} {score.value:.4f} over {self.units} questions{without}, {interval}"]
         others = [f"{other} {each.value:.4f}" for other, each in self.figures.items() if other != name]
         out += [f"  {', '.join(others)}"] if others else []
         for table, categories in self.categories.items():
@@ -88,7 +90,8 @@ class TaskResult:
         if self.unusable:
             out.append(f"  {self.unusable} questions could not be asked and do not count: {self.first_problem}")
         if self.unanswered:
-            out.append(f"  {self.unanswered} questions could not be answered and count as empty answers")
+            count = f"{self.unanswered} questions could not be answered and count as empty answers"
+            out.append(f"  {count}: {self.first_refusal}")
         if self.cost is not None:
             out.append(f"  {self.cost.line()}")
         return [printable(line.replace("\n", " ")) for line in (*out, f"  protocol {self.fingerprint}")]
@@ -109,6 +112,7 @@ class TaskResult:
             "units": self.units,
             "unusable": self.unusable,
             "unanswered": self.unanswered,
+            "first_refusal": self.first_refusal,
             "figures": figures(self.figures),
             "categories": {
                 table: {
@@ -132,12 +136,6 @@ def unit_values(rows: Sequence[Row]) -> dict[str, Mapping[str, float]]:
         unit: together([Mark(row.get("extracted"), row["values"]) for row in members]).values
         for unit, members in units.items()
     }
-
-
-def row_score(row: Row, metric: AnswerMetric) -> float:
-    """Return the score of a single answer."""
-    figures = metric.summary(row["values"])
-    return float(next(iter(figures.values()), 0.0))
 
 
 def category_tables(rows: Sequence[Row], summary: Summary) -> dict[str, dict[str, Category]]:

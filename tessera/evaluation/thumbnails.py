@@ -13,7 +13,6 @@ from tessera.data.media.images import TINY, decode_image, small_copy
 from tessera.errors import TesseraError
 from tessera.evaluation.answers import Row
 from tessera.evaluation.benchmark import AnswerMetric, Benchmark, BenchmarkQuestion
-from tessera.evaluation.scores import row_score
 from tessera.runtime.files import read_json_mapping, replace_file
 
 MOST_CARDS = 600  # answers of a benchmark that a report shows
@@ -35,7 +34,7 @@ def chosen_rows(rows: Sequence[Row], scores: Sequence[float], higher_is_better: 
 def write_thumbnails(out: Path, benchmark: Benchmark, rows: Sequence[Row], metric: AnswerMetric) -> None:
     """Copy the images of the questions that the report shows. Images that cannot be read are left out."""
     marked = [row for row in rows if "unusable" not in row]
-    chosen = chosen_rows(marked, [row_score(row, metric) for row in marked], metric.higher_is_better)
+    chosen = chosen_rows(marked, [metric.score(row["values"]) for row in marked], metric.higher_is_better)
     copies: dict[str, list[Any]] = {}
     count = 0
     for row in chosen:

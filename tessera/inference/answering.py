@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from tessera.config.reader import Section
 from tessera.core.batch import Batch
 from tessera.core.sample import Sample
 from tessera.core.spec import LanguageProcessor
@@ -134,16 +135,18 @@ def numbered_answers(
     at_once: int = 64,
     sampling: Sampling = GREEDY,
     on_step: Callable[[int], None] = lambda tokens: None,
+    context: int | None = None,
 ) -> Iterator[tuple[int, T, Answer | BaseException]]:
     """Yield each numbered item with its answer, or with its own error, in the order in which they end.
 
-    The number of an item sets its seed. A class of transformers answers groups of `at_once` items with its own method,
-    and so does a model whose ranks must run the same calls.
+    The number of an item sets its seed. `context`: tokens of prompt and answer; a longer prompt is an error of its
+    item, and an answer ends where the context does. None: no limit. A class of transformers answers groups of
+    `at_once` items with its own method, and so does a model whose ranks must run the same calls.
     """
     if model.spec.generate is not None or model.over_ranks:
         source = iter(items)
         while group := list(islice(source, at_once)):
-            yield from _answers_of_group(model, processor, group, sample, max_new_tokens, sampling, on_step)
+            yield from _answers_of_group(model, processor, group, sample, max_new_tokens, sampling, on_step, context)
         return
     engine, inner = Engine(model, EngineLimits(rows=at_once)), processor.processor
     stops = frozenset(inner.stop_tokens) if isinstance(inner, LanguageProcessor) else frozenset()
@@ -153,7 +156,11 @@ def numbered_answers(
             items,
             lambda entry: prompts.submit(*sample(entry[1])),
             lambda entry, batch: Request(
-                batch, sampling.nth(entry[0]), max_new_tokens, stop_tokens=stops, stream=False
+                batch,
+                sampling.nth(entry[0]),
+                _room(batch["tokens"].numel(), max_new_tokens, context),
+                stop_tokens=stops,
+                stream=False,
             ),
             at_once + _AHEAD,
             on_step,
@@ -169,6 +176,7 @@ def _answers_of_group(
     max_new_tokens: int,
     sampling: Sampling,
     on_step: Callable[[int], None],
+    context: int | None,
 ) -> Iterator[tuple[int, T, Answer | BaseException]]:
     """Answer a group of items at once. If one cannot be answered, each is answered alone."""
     inner = processor.processor
@@ -176,6 +184,10 @@ def _answers_of_group(
     try:
         batch = processor.prompt([sample(item) for _, item in group])
         lengths = batch.segments["text"].bounds.diff().tolist()
+        rooms = [_room(length, max_new_tokens, context) for length in lengths]
+        if len(group) > 1 and min(rooms) < max_new_tokens:
+            raise ValueError("the answers of this group have different limits")
+        max_new_tokens = min(rooms)
         if model.spec.generate is None:
             answers = answers_to(model, batch, inner.stop_tokens, max_new_tokens, sampling.nth(group[0][0]))
         else:
@@ -190,11 +202,35 @@ def _answers_of_group(
             yield group[0][0], group[0][1], _item_error(error)
             return
         for entry in group:
-            yield from _answers_of_group(model, processor, [entry], sample, max_new_tokens, sampling, on_step)
+            yield from _answers_of_group(model, processor, [entry], sample, max_new_tokens, sampling, on_step, context)
         return
     on_step(sum(answer.finish.new_tokens for answer in answers))
     for (number, item), answer in zip(group, answers, strict=True):
         yield number, item, answer
+
+
+def context_of(config: Section) -> int | None:
+    """Return the number of positions that a configuration states, at its top or for its text model."""
+    values = config.model_dump()
+    hf = values.get("hf") or {}  # of a class of transformers
+    for part in (values, values.get("text"), hf, hf.get("text_config")):
+        length = part.get("max_position_embeddings") if isinstance(part, Mapping) else None
+        if isinstance(length, int):
+            return length
+    return None
+
+
+def _room(prompt: int, max_new_tokens: int, context: int | None) -> int:
+    """Return how many tokens may follow a prompt. Raise if it fills the context, as a server does."""
+    if context is None:
+        return max_new_tokens
+    if prompt >= context:
+        raise TesseraError(
+            f"the prompt has {prompt} tokens; the context of this model has {context} tokens, for prompt and answer",
+            fix="shorten the prompt, or lower the pixels or frames of its media",
+            code="generation.prompt-too-long",
+        )
+    return min(max_new_tokens, context - prompt)
 
 
 def _options(sampling: Sampling) -> dict[str, Any]:

@@ -77,7 +77,7 @@ class FolderLock:
         self._file = os.open(self._path, flags, 0o666)
         try:
             locked = _try_lock(self._file)
-            owner = _owner(self._path)
+            owner = owner_of(self._path.parent)
             if locked is False or (locked is None and _is_running(owner)):
                 raise self._in_use(owner)
             if locked is None and owner is not None and not owner.visible():
@@ -93,6 +93,13 @@ class FolderLock:
             self._close()
             raise
         os.register_at_fork(after_in_child=self._close)  # a child process that lives longer must not keep the lock
+
+    def remove_if_alone(self) -> None:
+        """Remove the locked folder if it has nothing but the lock."""
+        with contextlib.suppress(OSError):
+            if [*self._path.parent.iterdir()] == [self._path]:
+                self._path.unlink()
+                self._path.parent.rmdir()
 
     def release(self) -> None:
         if self._file is not None:
@@ -137,10 +144,10 @@ def _try_lock(file: int) -> bool | None:
     return True
 
 
-def _owner(path: Path) -> Process | None:
-    """Return the process that a lock file names; None for a file that is missing, empty or damaged."""
+def owner_of(folder: Path) -> Process | None:
+    """Return the process that the lock of a folder names; None if the lock is missing, empty or damaged."""
     try:
-        return Process.load(read_json_mapping(path)["process"])
+        return Process.load(read_json_mapping(folder / LOCK)["process"])
     except (TesseraError, KeyError, TypeError):
         return None
 

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from types import TracebackType
-from typing import Literal
+from typing import Literal, Self
 
 from tessera.runtime import log
 
@@ -37,7 +37,7 @@ class WorkProgress:
         self._width = 0  # characters of the live line; 0: no line is shown
         self._silent = os.environ.get("RANK", "0") != "0"
 
-    def __enter__(self) -> WorkProgress:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -77,3 +77,17 @@ class WorkProgress:
         else:
             done = f"{self._done:,} of {self._total:,} {self._unit}, {rate:.3g}/s"
         return f"{self._what}: {done}, {seconds_left:.0f} s left{self.note and f', {self.note}'}"
+
+
+class TokenProgress(WorkProgress):
+    """Count finished answers, and show how many tokens a second they take."""
+
+    def __init__(self, what: str, total: int, unit: str) -> None:
+        super().__init__(what, total, unit)
+        self._tokens = 0
+
+    def count_tokens(self, count: int) -> None:
+        """Add new tokens and update the display."""
+        self._tokens += count
+        self.note = f"{self._tokens / max(time.monotonic() - self._began, 1e-9):,.0f} tokens/s"
+        self.count(0)

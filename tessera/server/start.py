@@ -16,6 +16,7 @@ from tessera.engine.scheduler import EngineLimits
 from tessera.engine.thread import EngineThread
 from tessera.errors import TesseraError
 from tessera.inference.adapters import bank_of
+from tessera.inference.answering import context_of
 from tessera.inference.load import load
 from tessera.inference.loaded import LoadedModel
 from tessera.inference.prepare import PromptPool
@@ -95,14 +96,3 @@ def _length(engine: Engine, config: Section, wanted: int | None) -> int:
             code="generation.length-too-large",
         )
     return min(context, room) if wanted is None else wanted
-
-
-def context_of(config: Section) -> int | None:
-    """Return the number of positions that a configuration states, at its top or for its text model."""
-    values = config.model_dump()
-    text = values.get("text")
-    for part in (values, text if isinstance(text, Mapping) else {}):
-        length = part.get("max_position_embeddings")
-        if isinstance(length, int):
-            return length
-    return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,21 +15,25 @@ from tessera.data.media.files import limits_of
 from tessera.data.media.read import ChatProcessor
 from tessera.engine.model import GenerativeModel
 from tessera.errors import TesseraError
+from tessera.evaluation.benchmark import Benchmark
 from tessera.evaluation.page import report_results
-from tessera.evaluation.run import check_media, evaluate_tasks
+from tessera.evaluation.run import EvaluationOptions, check_media, evaluate_tasks
+from tessera.evaluation.scores import TaskResult
 from tessera.evaluation.tasks.load import open_task
 from tessera.inference.loaded import LoadedModel, LoadedProcessor
 from tessera.inference.own_generation import OwnGeneration
 from tessera.training.setup import ModelSetup
 
 KEY = "evaluation.tasks"
+_NOT_MEASURED = ("evaluation.nothing-answered", "evaluation.no-usable-sample")
+log = logging.getLogger("tessera")
 
 
 class BenchmarkEval(Callback):
     """Answer benchmarks every `evaluation.every` steps and after the last step. Scores are held-out metrics.
 
     Every rank answers all questions: ranks with sharded weights run collectives together. The main rank writes the
-    results to `RUN/eval/step-STEP`.
+    results to `RUN/eval/training/step-STEP`: the folders beside it are those of `tessera eval RUN`.
     """
 
     def __init__(self, config: RunConfig, setup: ModelSetup, processor: Processor | None, model: object) -> None:
@@ -42,7 +47,11 @@ class BenchmarkEval(Callback):
             )
         self.settings, self._setup, self._model = config.evaluation, setup, model
         self.processor = LoadedProcessor(processor, setup.spec, limits_of(config.data))
-        self.benchmarks = [open_task(name, data=self.settings.data, where=KEY) for name in self.settings.tasks]
+        self._dtype = setup.plan.precision.compute
+        self.benchmarks = [
+            open_task(name, data=self.settings.data, trust=self.settings.functions, where=KEY)
+            for name in self.settings.tasks
+        ]
         for benchmark in self.benchmarks:
             check_media(benchmark, self.processor, "this model")
 
@@ -52,43 +61,50 @@ class BenchmarkEval(Callback):
             self.evaluate(trainer)
 
     def evaluate(self, trainer: TrainerHandle) -> dict[str, float]:
-        """Answer all benchmarks. Return the score of each, on every rank."""
-        config, several = trainer.config, trainer.world.size > 1
+        """Answer all benchmarks. Return the score of each, on every rank. One that cannot be measured has none."""
+        results = []
         with trainer.paused("answering benchmarks"), trainer.eval_weights(), _folder(trainer) as out:
             trainer.module.eval()
             try:
-                results = evaluate_tasks(
-                    LoadedModel(
-                        trainer.module,
-                        self._setup.spec,
-                        self._setup.config,
-                        self.processor.processor,
-                        run=self._model if several and isinstance(self._model, GenerativeModel) else None,
-                        limits=self.processor.limits,
-                    ),
-                    self.processor,
-                    self.benchmarks,
-                    out,
-                    name=f"{config.name}/step-{trainer.step:08d}",
-                    weights=f"{config.name}/step-{trainer.step:08d}",
-                    max_samples=self.settings.max_samples,
-                    max_new_tokens=self.settings.max_new_tokens,
-                    overwrite=True,
-                )
+                for benchmark in self.benchmarks:
+                    try:
+                        results += self._answer(trainer, benchmark, out)
+                    except TesseraError as error:
+                        if error.code not in _NOT_MEASURED:
+                            raise
+                        if trainer.world.is_main:
+                            log.warning("%s has no score at step %d: %s", benchmark.title, trainer.step, error.what)
             finally:
                 trainer.module.train()
-            if trainer.world.is_main:
-                report_results(out, self.benchmarks, results)
+            if trainer.world.is_main and results:
+                measured = {result.title for result in results}
+                report_results(out, [each for each in self.benchmarks if each.title in measured], results)
         scores = {result.title: result.score.value for result in results}
-        trainer.report_eval(scores)
+        if scores:
+            trainer.report_eval(scores)
         return scores
+
+    def _answer(self, trainer: TrainerHandle, benchmark: Benchmark, out: Path) -> list[TaskResult]:
+        several, name = trainer.world.size > 1, f"{trainer.config.name}/step-{trainer.step:08d}"
+        model = LoadedModel(
+            trainer.module,
+            self._setup.spec,
+            self._setup.config,
+            self.processor.processor,
+            run=self._model if several and isinstance(self._model, GenerativeModel) else None,
+            limits=self.processor.limits,
+        )
+        options = EvaluationOptions(self.settings.max_samples, self.settings.max_new_tokens, overwrite=True)
+        return evaluate_tasks(
+            model, self.processor, [benchmark], out, options, name=name, weights=name, dtype=self._dtype
+        )
 
 
 @contextlib.contextmanager
 def _folder(trainer: TrainerHandle) -> Iterator[Path]:
     """Yield the folder of results. Other ranks write theirs to a temporary folder."""
     if trainer.world.is_main:
-        yield trainer.config.folder / "eval" / f"step-{trainer.step:08d}"
+        yield trainer.config.folder / "eval" / "training" / f"step-{trainer.step:08d}"
     else:
         with tempfile.TemporaryDirectory() as folder:
             yield Path(folder)

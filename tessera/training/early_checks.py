@@ -60,7 +60,22 @@ def has_held_out(config: RunConfig) -> bool:
 
 
 def check_evaluated(config: RunConfig) -> None:
-    """Raise if `train.eval_every` is set without held-out data."""
+    """Raise if keys of the evaluation have no effect, because there is nothing that they evaluate."""
+    evaluation = config.evaluation
+    if evaluation.metric is not None and not config.data.eval:
+        raise TesseraError(
+            f"evaluation.metric={evaluation.metric} has no effect: there is no held-out data",
+            where="evaluation.metric",
+            fix="name held-out samples in data.eval, or leave evaluation.metric out",
+            code="recipe.no-held-out-data",
+        )
+    if evaluation.functions and not evaluation.tasks:
+        raise TesseraError(
+            "evaluation.functions has no effect: there are no task files",
+            where="evaluation.functions",
+            fix="name task files in evaluation.tasks; a metric of held-out samples is evaluation.metric",
+            code="recipe.no-task-files",
+        )
     if config.train.eval_interval and not has_held_out(config):
         raise TesseraError(
             f"train.eval_every={config.train.eval_every} has no effect: there is no held-out data",

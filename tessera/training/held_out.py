@@ -25,6 +25,9 @@ from tessera.engine.model import GenerativeModel
 from tessera.engine.offline import answers_to
 from tessera.engine.request import Sampling
 from tessera.errors import TesseraError
+from tessera.evaluation.benchmark import BenchmarkQuestion
+from tessera.evaluation.held_out import HELD_OUT, HeldOutBenchmark, held_out_benchmark
+from tessera.evaluation.intervals import figures_of, value_table
 from tessera.inference.answer_images import with_copies
 from tessera.inference.own_generation import OwnGeneration
 from tessera.inference.questions import Question, questions
@@ -94,8 +97,17 @@ class GenerationEval(Callback):
         self.processor: ChatProcessor = processor
         self.model = model
         self.limits = limits_of(config.data)
-        records = questions([open_source(section) for section in config.data.eval], processor)
-        usable = (record for record in records if isinstance(record, Question))
+        sources = [open_source(section) for section in config.data.eval]
+        metric = config.evaluation.metric
+        # The recipe of this process names the metric, so its code is trusted.
+        benchmark = held_out_benchmark(HELD_OUT, sources, processor, metric, "evaluation.metric", trust=True)
+        self.benchmark = None if metric is None else benchmark
+        records = questions(sources, processor)
+        usable = (
+            record
+            for record in records
+            if isinstance(record, Question) and isinstance(benchmark.scored(record), BenchmarkQuestion)
+        )
         self.questions = list(islice(usable, config.train.generate_samples))
         if not self.questions:
             raise TesseraError(
@@ -107,7 +119,7 @@ class GenerationEval(Callback):
             self.evaluate(trainer)
 
     def evaluate(self, trainer: TrainerHandle) -> float:
-        """Generate and write the answers. Return the share that equals the expected text, on every rank."""
+        """Generate and write the answers. Return the score, on every rank: by default the share of exact answers."""
         rows: list[dict[str, Any]] = []
         with trainer.paused("generating answers"), trainer.eval_weights():
             trainer.module.eval()
@@ -118,12 +130,25 @@ class GenerationEval(Callback):
                     rows += [question.marked(text, self.processor) for question, text in zip(batch, texts, strict=True)]
             finally:
                 trainer.module.train()
-        exact = sum(bool(row["correct"]) for row in rows) / len(rows)
+        figures = {"exact_match": sum(bool(row["correct"]) for row in rows) / len(rows)}
+        if self.benchmark is not None:
+            figures = self._marked(self.benchmark, rows)
         if trainer.world.is_main:
             folder = trainer.config.folder
             write_jsonl(folder / f"answers-step-{trainer.step}.jsonl", with_copies(folder, rows))
-        trainer.report_eval({"exact_match": exact})
-        return exact
+        trainer.report_eval(figures)
+        return next(iter(figures.values()))
+
+    def _marked(self, benchmark: HeldOutBenchmark, rows: list[dict[str, Any]]) -> dict[str, float]:
+        """Score the answers by the metric of the recipe, write into rows which are correct, and return its figures."""
+        marks, metric = [], benchmark.metric
+        for question, row in zip(self.questions, rows, strict=True):
+            scored = benchmark.scored(question)
+            assert isinstance(scored, BenchmarkQuestion), "other questions are left out"
+            marks.append(metric.mark(row["answer"], scored).values)
+            row["correct"] = metric.is_right(metric.score(marks[-1]))
+        names, values = value_table(marks)
+        return figures_of(names, values.mean(axis=0), metric.summary)
 
     def _generate(self, batch: Sequence[Question], module: nn.Module, device: torch.device) -> list[str]:
         """Answer questions with the weights that are being trained. The cache is dropped afterwards."""

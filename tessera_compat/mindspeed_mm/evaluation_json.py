@@ -11,8 +11,7 @@ from typing import Any
 from tessera.engine.request import Sampling
 from tessera.errors import TesseraError
 from tessera.evaluation.answers import read_answers
-from tessera.evaluation.run import evaluate_tasks
-from tessera.evaluation.scores import row_score
+from tessera.evaluation.run import EvaluationOptions, evaluate_tasks
 from tessera.evaluation.tasks.load import open_task, published_task
 from tessera.runtime.distributed import World
 from tessera.runtime.files import replacing
@@ -51,12 +50,9 @@ def evaluate(args: Args, world: World) -> float:
         processor,
         [benchmark],
         folder,
+        EvaluationOptions(max_new_tokens=most, sampling=sampling, overwrite=True, world=world),
         name=str(data.get("evaluation_model") or table.stem),
         weights=str(args.load or settings.folders),
-        max_new_tokens=most,
-        sampling=sampling,
-        overwrite=True,
-        world=world,
     )
     if not world.is_main:
         return result.score.value
@@ -66,7 +62,7 @@ def evaluate(args: Args, world: World) -> float:
             "question": row["prompt"],
             "answer": row["answer"],
             "expected": row["expected"],
-            "score": row_score(row, benchmark.metric),
+            "score": benchmark.metric.score(row["values"]),
         }
         for row in read_answers(result.answers)
         if "unusable" not in row

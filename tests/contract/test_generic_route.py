@@ -177,3 +177,4 @@ def test_a_class_answers_by_its_own_method_and_commands_for_many_requests_refuse
     model, processor = tessera.load(folder, device="cpu")
     alone = [model.generate(processor(json.loads(line)["messages"][:1]), 4) for line in data.read_text().splitlines()]
     assert [row["answer"] for row in read_answers(score.results[0].answers)] == alone
+    assert score.results[0].protocol["processing"]["batch"] == 4

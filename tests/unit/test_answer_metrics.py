@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
 import math
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -261,6 +264,58 @@ def test_a_judge_that_answers_nonsense_or_never_is_counted(endpoint: list[Any]) 
         assert endpoint == []
     assert each.mark("14", question).values == {"accuracy": 1}  # the judge is not asked
     assert "secret" not in repr(judge.judge_of_environment())
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected", "right"),
+    [
+        ("range 2-3", "3", 1),
+        ("10-20", "20", 1),
+        ("it is \u22123", "-3", 1),
+        ("x = -3", "-3", 1),
+        ("3", "3 m", 1),
+        ("4", "$5", 0),
+    ],
+)
+def test_numbers_are_read_with_their_sign(answer: str, expected: str, right: int) -> None:
+    assert metric("numeric").mark(answer, ask(expected)).values == {"accuracy": right}
+
+
+def test_rows_that_no_answer_can_fit_are_unusable() -> None:
+    with raises("evaluation.no-answer", "no number"):
+        metric("numeric").mark("5", ask("five"))
+    for box in ([math.nan] * 4, [1, 2, 3, math.inf], [10, 20, -30, -40]):
+        question = BenchmarkQuestion("1", Sample("1", ()), (), fields={"box": box, "width": 100, "height": 100})
+        with raises("evaluation.bad-box", "no area"):
+            metric("boxes").mark("[1, 2, 3, 4]", question)
+    rate = metric("wer")
+    assert rate.summary(rate.mark("a b", ask("!!")).values)["wer"] == 1.0
+
+
+@pytest.mark.parametrize("form", ["<|box_start|>({0},{1}),({2},{3})<|box_end|>", "({0}, {1}) ({2}, {3})"])
+def test_corners_in_parentheses_are_boxes(form: str) -> None:
+    assert predicted(form.format(100, 100, 400, 300), "thousandths", 100, 200) == [pytest.approx((10, 20, 40, 60))]
+    assert predicted(form.format(10, 20, 40, 60), "pixels", 100, 200) == [(10, 20, 40, 60)]
+
+
+def test_a_judge_that_sends_its_headers_slowly_is_given_up_at_the_deadline() -> None:
+    listener, given_up = socket.create_server(("127.0.0.1", 0)), threading.Event()
+
+    def dribble() -> None:
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.sendall(b"HTTP/1.1 200 OK\r\nX-Long: ")
+            while True:  # each part arrives long before the time limit of a socket
+                connection.sendall(b"x")
+                time.sleep(0.05)
+        given_up.set()
+
+    thread = threading.Thread(target=dribble, daemon=True)
+    thread.start()
+    slow_judge = judge.Judge(f"http://127.0.0.1:{listener.getsockname()[1]}/v1", "m", timeout_s=1.0, attempts=1)
+    assert slow_judge.ask("is it?") is None
+    assert given_up.wait(60)
+    listener.close()
 
 
 def test_a_judge_needs_an_address_and_a_model(monkeypatch: pytest.MonkeyPatch) -> None:

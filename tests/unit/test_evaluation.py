@@ -16,7 +16,7 @@ from tessera.engine.engine import Engine
 from tessera.evaluation.answers import read_answers
 from tessera.evaluation.benchmark import BenchmarkQuestion
 from tessera.evaluation.evaluate import evaluate, held_out_sources
-from tessera.evaluation.run import evaluate_tasks
+from tessera.evaluation.run import EvaluationOptions, evaluate_tasks
 from tessera.evaluation.tasks.load import open_task
 from tessera.inference import answering
 from tessera.inference.questions import Question, questions
@@ -109,11 +109,9 @@ def test_a_table_is_scored_in_order_with_one_engine(model: Path, tmp_path: Path,
         processor,
         [benchmark],
         tmp_path / "out",
+        EvaluationOptions(max_samples=4, max_new_tokens=5, batch=3),
         name="toy",
         weights="1",
-        max_samples=4,
-        max_new_tokens=5,
-        batch=3,
     )
     alone = []
     for _, question in benchmark.questions(range(4)):

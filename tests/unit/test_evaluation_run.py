@@ -235,13 +235,16 @@ def test_an_evaluation_continues_after_kills_to_the_same_bytes(model: Path, tmp_
 @pytest.mark.slow
 def test_ranks_answer_each_question_once(model: Path, tmp_path: Path) -> None:
     """Seventeen questions do not divide by three ranks."""
-    words = [model, "--data", write_table(tmp_path, 17), "--max-new-tokens", 4]
+    words: list[object] = [model, "--data", write_table(tmp_path, 17), "--max-new-tokens", 4]
     single, ranks = tmp_path / "single", tmp_path / "ranks"
     assert start(words, single).wait(WAIT_S) == 0
     assert start([*words, "--nproc", 3], ranks).wait(WAIT_S) == 0, ranks.with_suffix(".log").read_text()[-2000:]
     name = "answers-chartqa-vlmevalkit.jsonl"
     assert (ranks / name).read_bytes() == (single / name).read_bytes()
     assert [row["index"] for row in rows_of(ranks)] == [*range(17)]
+    both = [next(iter(read_results(out).values())) for out in (single, ranks)]
+    assert both[0]["fingerprint"] == both[1]["fingerprint"]
+    assert [result["environment"]["ranks"] for result in both] == ["1", "3"]
 
 
 def write_colours(folder: Path) -> Path:
@@ -263,12 +266,60 @@ def test_benchmarks_are_scored_during_training_and_choose_the_best_checkpoint(tm
     scores = [row["eval_colours"] for row in run.metrics if "eval_colours" in row]
     assert len(scores) == 2
     assert json.loads((run.folder / "best.json").read_text())["metric"] == "colours"
-    out = run.folder / "eval" / "step-00000004"
+    out = run.folder / "eval" / "training" / "step-00000004"
     assert read_results(out)["colours"]["score"] == scores[-1]
     assert "Say blue." in (out / "report.html").read_text()
-    again = evaluate(run.folder, tasks=str(task), device="cpu", out=tmp_path / "again")
-    assert [row["answer"] for row in rows_of(tmp_path / "again")] == [row["answer"] for row in rows_of(out)]
-    assert again.score == scores[-1]
+    written = (out / "results.json").read_bytes()
+    for _ in range(2):  # the second one continues the first
+        again = evaluate(run.folder, tasks=str(task), device="cpu")
+        assert again.folder == run.folder / "eval" / "step-00000004"
+        assert [row["answer"] for row in rows_of(again.folder)] == [row["answer"] for row in rows_of(out)]
+        assert again.score == scores[-1]
+    assert again.results[0].cost is None
+    assert (out / "results.json").read_bytes() == written
+    (comparison,) = compare_results(out, again.folder)
+    assert comparison.test is not None
+
+
+def test_a_recipe_names_the_metric_of_held_out_answers_and_functions_of_task_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TESSERA_STATE_DIR", str(tmp_path / "state"))
+    data = write_chat_set(tmp_path / "chat", samples=4)
+    task = write_colours(tmp_path)
+    (tmp_path / "score.py").write_text("def same(answer, question):\n    return {'same': 0.25}\n")
+    task.write_text(task.read_text().replace("metric: f1", "metric: score.py:same"))
+    recipe = chat_recipe(data, tmp_path / "runs", steps=1)
+    recipe["evaluation"] = {"tasks": [str(task)], "metric": f"{tmp_path / 'score.py'}:same"}
+    recipe["train"] |= {"generate_every": 1, "generate_samples": 2, "generate_tokens": 2}
+    with raises("run.code-not-trusted", "score.py:same"):
+        tessera.train(recipe)
+    recipe["evaluation"]["functions"] = ["score.py:same"]
+    run = tessera.train(recipe, overwrite=True)
+    metrics = {name: value for row in run.metrics for name, value in row.items()}
+    assert (metrics["eval_colours"], metrics["eval_same"]) == (0.25, 0.25)
+    assert "eval_exact_match" not in metrics
+    rows = [*read_jsonl(run.folder / "answers-step-1.jsonl")]
+    assert [row["correct"] for row in rows] == [False, False]
+    assert evaluate(run.folder, device="cpu", out=tmp_path / "out", max_new_tokens=2).results[0].metric == "same"
+    (run.folder / "run-id").unlink()  # as in a run of somebody else
+    with raises("run.code-not-trusted", "evaluation.metric"):
+        evaluate(run.folder, device="cpu", out=tmp_path / "other", max_new_tokens=2)
+    named = evaluate(run.folder, metric="anls", device="cpu", out=tmp_path / "other", max_new_tokens=2)
+    assert named.results[0].metric == "anls"
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "code"),
+    [({"metric": "anls"}, "recipe.no-held-out-data"), ({"functions": ["a.py:b"]}, "recipe.no-task-files")],
+)
+def test_keys_of_the_evaluation_without_effect_are_refused(
+    tmp_path: Path, evaluation: dict[str, Any], code: str
+) -> None:
+    recipe = chat_recipe(write_chat_set(tmp_path / "chat", samples=2), tmp_path / "runs", steps=1)
+    del recipe["data"]["eval"]
+    with raises(code, "evaluation"):
+        tessera.train({**recipe, "evaluation": evaluation})
 
 
 def test_a_run_that_replaces_another_is_evaluated_anew(tmp_path: Path) -> None:

@@ -5,7 +5,11 @@ from __future__ import annotations
 import copy
 import csv
 import json
+import os
 import struct
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +26,7 @@ from tessera.evaluation.parity.recorder import Budget, moved_weights, record_cal
 from tessera.evaluation.parity.recording import RankRecord, Recording, TensorEntry, read_recording, write_recording
 from tessera.evaluation.parity.results import lines, write_results
 from tessera.parallel.sequence_sharding import SequenceSharding
+from tessera.runtime.scratch import scratch_folder
 from tessera.tools.parity.bisect import _first
 from tessera.tools.parity.lab import parity
 from tessera.tools.parity.runs import parse_steps, record
@@ -314,6 +319,32 @@ def test_weights_after_updates_that_agree_do_not_differ() -> None:
     assert (finding.step, finding.phase) == (2, "weight")
 
 
+def test_a_sign_of_a_mean_that_cancels_is_rounding_but_not_one_of_another_mean() -> None:
+    """Lion: the mean of earlier gradients cancels the gradient of one element up to rounding."""
+    chance = torch.Generator().manual_seed(3)
+    weight, gradient, mean = (torch.randn(50, generator=chance) for _ in range(3))
+    mean[7] = -gradient[7]
+    rounding = torch.finfo(torch.float32).eps * float(gradient.abs().max())
+
+    def record(apart: float, scale: float = 1.0) -> Recording:
+        rank, direction = RankRecord(0), (scale * mean + gradient) / 2
+        direction[7] += apart
+        update = -0.01 * direction.sign()
+        for moment, tensor in (
+            ("weight", weight),
+            ("gradient", gradient),
+            ("direction", direction),
+            ("update", update),
+        ):
+            tensor_entry(rank, moment, "layer.weight", tensor, order=float(len(rank.entries)))
+            rank.entries[-1].step = 2
+        return Recording("step", [rank])
+
+    assert first_of(record(rounding), record(-rounding)) is None
+    assert first_of(record(rounding), record(-0.1)) == ("update", "layer.weight")
+    assert first_of(record(rounding), record(rounding, scale=-1.0)) == ("update", "layer.weight")
+
+
 # ---------------------------------------------------------------------------------------------- files
 
 
@@ -446,6 +477,31 @@ def test_recording_a_recipe_writes_the_recording_alone(tmp_path: Path, capsys: p
     assert record(recipe, out=tmp_path / "recording", rounding=0).is_dir()
     assert "read again and compared" not in "".join(capsys.readouterr())  # an exported folder
     assert not (tmp_path / "runs").exists()
+
+
+def test_logs_of_compared_trainings_are_files(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    recipe = chat_recipe(write_chat_set(tmp_path), tmp_path / "runs")
+    result = parity(recipe, None, {"b.optim.lr": 0.5}, out=tmp_path / "out")
+    assert not result.same
+    printed = "".join(capfd.readouterr())
+    assert "recording a: a recipe" in printed
+    assert "recording b: a recipe optim.lr=0.5" in printed
+    assert "grad" not in printed
+    assert all("grad" in (tmp_path / "out" / f"{name}.log").read_text() for name in "ab")
+
+
+def test_folders_of_killed_processes_are_removed_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    code = "import os, signal, sys\nfrom tessera.runtime.scratch import scratch_folder\n"
+    code += "with scratch_folder('ours-'):\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(tmp_path)})
+    (abandoned,) = tmp_path.glob("ours-*")
+    (tmp_path / "ours-unlocked").mkdir()
+    (tmp_path / "ours-link").symlink_to(abandoned)
+    with scratch_folder("ours-") as first, scratch_folder("ours-") as second:
+        names = {path.name for path in tmp_path.iterdir()}
+        assert names == {"ours-unlocked", "ours-link", first.name, second.name}
+    assert {path.name for path in tmp_path.iterdir()} == {"ours-unlocked", "ours-link"}
 
 
 def test_the_first_step_is_found_in_curves() -> None:

@@ -201,7 +201,7 @@ def test_published_columns_prompts_and_metrics(name: str, tmp_path: Path) -> Non
         assert next(iter(benchmark.metric.summary(values).values())) == score, answer
     protocol = json.loads(json.dumps(benchmark.protocol()))
     assert protocol["prompt"] == ([*task.prompt] if isinstance(task.prompt, list) else task.prompt)
-    (digest,) = protocol["data"]["md5"].values()
+    (digest,) = protocol["data"]["md5"]
     assert digest == hashlib.md5((tmp_path / published).read_bytes()).hexdigest()
 
 
@@ -369,6 +369,16 @@ def write_rows(folder: Path, *rows: Mapping[str, Any]) -> None:
     (folder / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+def test_cells_of_images_may_be_empty_or_numbers_of_other_rows(tmp_path: Path) -> None:
+    write_rows(tmp_path, {"question": "q", "answer": "1", "paths": ""})
+    assert refused(open_task(user_task(tmp_path, columns={"image_paths": "paths"}))) == "evaluation.no-media"
+    image = base64.b64encode(picture()).decode()
+    rows = [{"index": 0, "image": image}, {"index": 1, "image": 0}]
+    write_rows(tmp_path, *({"question": "q", "answer": "1", **row} for row in rows))
+    task = open_task(user_task(tmp_path, columns={"images": ["image"]}))
+    assert sizes(question_at(task, 1)) == sizes(question_at(task, 0))
+
+
 def test_a_task_of_the_user_is_a_file_with_a_question_and_a_metric(tmp_path: Path) -> None:
     write_rows(tmp_path)
     benchmark = open_task(
@@ -412,6 +422,7 @@ def test_code_of_a_task_file_needs_trust(tmp_path: Path) -> None:
         ({"columns": {"answer": None}}, "evaluation.no-answer", ""),
         ({"variants": {"short": {"promt": "x"}}}, "recipe.unknown-key", "prompt"),
         ({"variants": {"short": {"name": "x"}}}, "evaluation.bad-variant", ""),
+        ({"columns": {"group": "{question}"}, "metric": "wer"}, "evaluation.metric-without-groups", "worst"),
         ({"data": {}}, "evaluation.no-data", ""),
         ({"data": {"path": "rows.json"}}, "data.no-such-file", "rows.jsonl"),
     ],

@@ -51,18 +51,23 @@ class MediaRequest(Section):
 def read_prompts(path: Path) -> list[str]:
     """Return the prompts in a text file, one per line, without empty lines."""
     prompts = [line.strip() for line in read_text(path, 64 << 20).splitlines() if line.strip()]
-    if not prompts:
+    check_prompt_count(len(prompts), path)
+    return prompts
+
+
+def check_prompt_count(count: int, path: Path) -> None:
+    """Raise if a file has no prompts, or too many."""
+    if not count:
         raise TesseraError(
             "the file has no prompts",
             where=str(path),
             fix="write one prompt per line",
             code="generation.no-prompts-in-file",
         )
-    if len(prompts) > MOST_PROMPTS:
+    if count > MOST_PROMPTS:
         raise TesseraError(
-            f"the file has {len(prompts)} prompts",
+            f"the file has {count} prompts",
             where=str(path),
             allowed=[f"up to {MOST_PROMPTS}"],
             code="generation.too-many-prompts",
         )
-    return prompts

@@ -59,6 +59,14 @@ class AnswerMetric:
     higher_is_better: bool = True
     code: str = ""  # hash of the file of a user's function: other code is another protocol
 
+    def score(self, values: Mapping[str, float]) -> float:
+        """Return the score of a single answer with these values."""
+        return float(next(iter(self.summary(values).values()), 0.0))
+
+    def is_right(self, score: float) -> bool:
+        """Return whether a report shows an answer with this score as right."""
+        return score >= 0.5 if self.higher_is_better else score <= 0.5
+
 
 class Benchmark(Protocol):
     """Declare what an evaluation reads from a benchmark: published ones, and the held-out data of a run."""

@@ -116,6 +116,8 @@ def _published(path: Path) -> Moments:
     symmetric = torch.allclose(tensors[1], tensors[1].T, rtol=1e-4, atol=1e-6 * float(tensors[1].abs().max()))
     if not all(bool(tensor.isfinite().all()) for tensor in tensors) or not symmetric:
         raise _not_features(path, "its covariance is not finite or not symmetric")
+    if bool((tensors[1].diagonal() < 0).any()):
+        raise _not_features(path, "its covariance has negative variances")
     return Moments(*tensors, None)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tessera.diffusion.sampling.request import MOST_PROMPTS
+from tessera.diffusion.sampling.request import check_prompt_count
 from tessera.errors import TesseraError, few_names
 from tessera.runtime.files import parse_row, read_bytes, read_json, read_jsonl, read_text
 
@@ -65,13 +65,6 @@ def read_suite(path: Path) -> list[SuitePrompt]:
         joined[DIMENSIONS] = list(dict.fromkeys([*joined.get(DIMENSIONS, []), *named]))
         if isinstance(columns.get(EXTRA), dict) and isinstance(joined.setdefault(EXTRA, {}), dict):
             joined[EXTRA] = {**columns[EXTRA], **joined[EXTRA]}
-    if not rows:
-        raise TesseraError(
-            "the file has no prompts",
-            where=str(path),
-            fix="write one prompt per line",
-            code="generation.no-prompts-in-file",
-        )
     return [SuitePrompt(text, columns) for text, columns in rows.items()]
 
 
@@ -92,13 +85,7 @@ def _entries(path: Path) -> Sequence[Any]:
         entries = [parse_row(line) for line in lines]
     else:
         entries = [line for line in read_text(path, _LIMIT).splitlines() if line.strip()]
-    if len(entries) > MOST_PROMPTS:
-        raise TesseraError(
-            f"the file has {len(entries)} prompts",
-            where=str(path),
-            allowed=[f"up to {MOST_PROMPTS}"],
-            code="generation.too-many-prompts",
-        )
+    check_prompt_count(len(entries), path)
     return entries
 
 

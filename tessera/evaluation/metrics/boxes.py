@@ -21,6 +21,7 @@ Unit = Literal["shares", "thousandths", "pixels", "loc", "any", "size"]
 _PLAIN = r"(-?\d+(?:\.\d+)?)"
 _BRACKETS = re.compile(rf"\[\s*{_PLAIN},\s*{_PLAIN},\s*{_PLAIN},\s*{_PLAIN}\s*\]")
 _RUN = re.compile(rf"{_PLAIN}\s*[,\s]\s*{_PLAIN}\s*[,\s]\s*{_PLAIN}\s*[,\s]\s*{_PLAIN}")
+_CORNERS = re.compile(rf"\(\s*{_PLAIN}\s*,\s*{_PLAIN}\s*\)\s*,?\s*\(\s*{_PLAIN}\s*,\s*{_PLAIN}\s*\)")
 _NUMBER = r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?"
 _LOOSE = re.compile(rf"\[\s*({_NUMBER})[\s,]+({_NUMBER})[\s,]+({_NUMBER})[\s,]+({_NUMBER})\s*\]")
 _LOC = re.compile(r"<loc(\d{4})>\s*<loc(\d{4})>\s*<loc(\d{4})>\s*<loc(\d{4})>")
@@ -60,7 +61,7 @@ def _is_box(data: Any) -> bool:
 
 
 def boxes_of(answer: str) -> list[Box]:
-    """Return the boxes of an answer in JSON; if there are none, every run of four numbers."""
+    """Return the boxes of an answer in JSON; if there are none, every run of four numbers, or every (x, y), (x, y)."""
     block = re.search(r"```(?:json)?\s*(.*?)```", answer, re.DOTALL | re.IGNORECASE)
     texts = [block[1]] if block else []
     texts += [answer, *(answer[answer.find(a) : answer.rfind(b) + 1] for a, b in ("[]", "{}") if a in answer)]
@@ -72,7 +73,8 @@ def boxes_of(answer: str) -> list[Box]:
         if boxes:
             return boxes
         break
-    return [_numbers(match) for match in _RUN.finditer(answer)][:_MAX_BOXES]
+    matches = [*_RUN.finditer(answer)] or _CORNERS.finditer(answer)
+    return [_numbers(match) for match in matches][:_MAX_BOXES]
 
 
 def _numbers(match: re.Match[str]) -> Box:
@@ -151,4 +153,8 @@ def _expected_box(question: BenchmarkQuestion, form: str) -> tuple[Box, int, int
         raise RecordError(what, where=question.id, code="evaluation.bad-box") from None
     if form == "xywh":
         x2, y2 = x1 + x2, y1 + y2
+    if not (all(map(math.isfinite, (x1, y1, x2, y2))) and x1 < x2 and y1 < y2 and width > 0 and height > 0):
+        raise RecordError(
+            "the expected box or its image has no area", where=question.id, code="evaluation.bad-box"
+        ) from None
     return (x1, y1, x2, y2), width, height

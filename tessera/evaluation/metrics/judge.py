@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
+import socket
+import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,6 +20,54 @@ from tessera.errors import TesseraError
 
 URL, MODEL, KEY = "TESSERA_JUDGE_URL", "TESSERA_JUDGE_MODEL", "TESSERA_JUDGE_KEY"
 _MAX_REPLY_BYTES = 1 << 20
+
+
+class _Connection(http.client.HTTPConnection):
+    """A connection that hands a copy of its socket to `on_connect`."""
+
+    on_connect: Callable[[socket.socket], None]
+
+    def connect(self) -> None:
+        super().connect()
+        self.on_connect(self.sock.dup())  # TLS will take the socket itself over
+
+
+class _SecureConnection(http.client.HTTPSConnection, _Connection):
+    pass
+
+
+class _Watched(urllib.request.HTTPSHandler, urllib.request.HTTPHandler):
+    """Open connections that are shut down at a deadline: a socket's own time limit holds for each part of a reply."""
+
+    def __init__(self, deadline: float, stack: contextlib.ExitStack) -> None:
+        super().__init__()
+        self._deadline, self._stack = deadline, stack
+
+    def http_open(self, request: urllib.request.Request) -> Any:
+        return self.do_open(self._making(_Connection), request)
+
+    def https_open(self, request: urllib.request.Request) -> Any:
+        return self.do_open(self._making(_SecureConnection), request)
+
+    def _making(self, kind: type[_Connection]) -> Callable[..., _Connection]:
+        def make(host: str, **options: Any) -> _Connection:
+            connection = kind(host, **options)
+            connection.on_connect = self._watch
+            return connection
+
+        return make
+
+    def _watch(self, connected: socket.socket) -> None:
+        timer = threading.Timer(max(0.0, self._deadline - time.monotonic()), _shut_down, (connected,))
+        timer.daemon = True
+        timer.start()
+        self._stack.callback(connected.close)
+        self._stack.callback(timer.cancel)
+
+
+def _shut_down(connected: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connected.shutdown(socket.SHUT_RDWR)
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
@@ -70,7 +122,9 @@ class Judge:
             f"{self.url.rstrip('/')}/chat/completions", json.dumps(body).encode(), headers, method="POST"
         )
         deadline = time.monotonic() + self.timeout_s
-        with urllib.request.build_opener(_NoRedirects).open(request, timeout=self.timeout_s) as answer:
+        with contextlib.ExitStack() as stack:
+            opener = urllib.request.build_opener(_NoRedirects, _Watched(deadline, stack))
+            answer = stack.enter_context(opener.open(request, timeout=self.timeout_s))
             content = b""
             while chunk := answer.read1(1 << 16):  # a server that sends one byte a second ends at the deadline, too
                 content += chunk

@@ -39,7 +39,7 @@ def _error_rate(name: str, pieces: Callable[[str], Sequence[str]]) -> AnswerMetr
         return Mark(answer.strip() or None, {"errors": float(errors), "length": float(length)})
 
     def summary(means: Mapping[str, float]) -> dict[str, float]:
-        return {name: means["errors"] / means["length"] if means.get("length") else 0.0}
+        return {name: means["errors"] / means["length"] if means.get("length") else float(means["errors"] > 0)}
 
     return AnswerMetric(name, mark, summary, higher_is_better=False)
 

@@ -13,12 +13,14 @@ from typing import Literal
 
 import numpy as np
 
+from tessera.data.sources.container import RecordError
 from tessera.errors import TesseraError
 from tessera.evaluation.benchmark import AnswerMetric, BenchmarkQuestion, Mark
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d)\.?)(?:[eE][-+]?\d+)?")
+_RANGE = re.compile(r"(?<=\w)-")  # the hyphen of 2-3 is no sign of a number
 _FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {0x3000: 0x20}
 
 
@@ -113,13 +115,21 @@ def last_number(text: str) -> float | None:
 def numeric(*, tolerance: float = 0.0, relative: float = 0.0) -> AnswerMetric:
     """Score 1 if the last number of the answer is within `tolerance`, or within `relative` x the expected number.
 
-    The answer is a number, or a text whose last number counts.
+    The answer and the expected answer are numbers, or texts whose last number counts.
     """
 
+    def read(text: str) -> float | None:
+        text = text.replace("\u2212", "-")  # the minus sign of mathematics
+        value = number_of(text)
+        return last_number(_RANGE.sub(" ", text)) if value is None else value
+
     def mark(answer: str, question: BenchmarkQuestion) -> Mark:
-        value = number_of(answer)
-        value = last_number(answer) if value is None else value
-        wanted = [number for text in question.expected if (number := number_of(text)) is not None]
+        value = read(answer)
+        wanted = [number for text in question.expected if (number := read(text)) is not None]
+        if not wanted:
+            raise RecordError(
+                "the expected answer of the row has no number", where=question.id, code="evaluation.no-answer"
+            )
         right = value is not None and any(abs(value - n) <= max(tolerance, relative * abs(n)) for n in wanted)
         return Mark(None if value is None else repr(value), {"accuracy": float(right)})
 

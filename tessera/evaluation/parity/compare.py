@@ -25,6 +25,8 @@ from tessera.evaluation.parity.judge import (
 from tessera.evaluation.parity.numbers import compare_numbers, compare_settings
 from tessera.evaluation.parity.recording import RecordedBatch, Recording
 
+DIRECTION = "direction"  # recorded to explain updates, and not compared
+
 
 def compare_recordings(a: Recording, b: Recording, pairs: Mapping[str, str] | None = None) -> Comparison:
     """Compare two recordings of the same steps. `pairs`: names of `a` -> names of `b`, if they differ."""
@@ -42,7 +44,8 @@ def compare_recordings(a: Recording, b: Recording, pairs: Mapping[str, str] | No
             code="parity.nothing-in-common",
         )
     judge = _Judge(a, b, ours, theirs)
-    findings = [finding for key in common for finding in judge.findings(key, ours[key], theirs[key])]
+    compared = [key for key in common if key[1] != DIRECTION]
+    findings = [finding for key in compared for finding in judge.findings(key, ours[key], theirs[key])]
     if names:
         missing = (key for key in ours if key[1] == "weight" and key not in theirs)
         judge.skipped += [f"weight {key[2]}: only the first side has it in this form" for key in missing]
@@ -171,6 +174,11 @@ class _Judge:
             gradients = filter(None, (self._parameter(step, "gradient", finding.name) for step in steps))
             largest = max(float(a.abs().max()), float(b.abs().max())) if a.numel() else 0.0
             changes = [change_of_update(*pair, largest) for pair in gradients if pair[0].shape == a.shape]
+            direction = self._parameter(finding.step, DIRECTION, finding.name)
+            if direction is not None and direction[0].shape == a.shape:
+                # It is a mean of gradients, so it differs by no more than they do. Their sum may be smaller than that.
+                limit = max(self._allowed(step, "gradient", finding.name) for step in steps)
+                changes.append(change_of_update(*direction, largest, limit))
             return torch.stack(changes).amax(0) if changes else None
         if finding.phase == "weight" and finding.step > self._first_step:
             before = [self._parameter(finding.step - 1, moment, finding.name) for moment in ("weight", "update")]
@@ -178,16 +186,29 @@ class _Judge:
             return torch.stack(sums).sum(0) if sums and all(part.shape == a.shape for part in sums) else None
         return None
 
+    def _allowed(self, step: int, moment: str, name: str) -> float:
+        """Return the largest difference of a parameter's tensor that rounding explains; 0: not both sides have it."""
+        sides, tensors = self._joined(step, moment, name), self._parameter(step, moment, name)
+        if sides is None or tensors is None or not tensors[0].numel():
+            return 0.0
+        size = tensors[0].double()
+        rounding = self._measured(*sides, eps_of(sides[0].entry.dtype, sides[1].entry.dtype))
+        return rounding.limits(float(size.abs().max()), float(size.square().mean().sqrt()))[0]
+
     def _parameter(self, step: int, moment: str, name: str) -> tuple[Tensor, Tensor] | None:
         """Return what both sides have of a parameter, unsharded and with the same stride; None: not both have it."""
+        sides = self._joined(step, moment, name)
+        if sides is None or sides[0].tensor is None or sides[1].tensor is None:
+            return None
+        a, b = _same_stride(*sides)
+        return (a, b) if a.shape == b.shape else None
+
+    def _joined(self, step: int, moment: str, name: str) -> tuple[JoinedTensor, JoinedTensor] | None:
         shards = [list(groups.get((step, moment, name, 0, 0), {}).values()) for groups in self._groups]
         if not all(len(group) == 1 for group in shards):
             return None
         first, second = (join(group, group[0].entry.whole or group[0].entry.shape) for (group,) in shards)
-        if first is None or second is None or first.tensor is None or second.tensor is None:
-            return None
-        a, b = _same_stride(first, second)
-        return (a, b) if a.shape == b.shape else None
+        return None if first is None or second is None else (first, second)
 
     def drift(self, step: int, module: str = "") -> float:
         """Return by how many roundings weights of a later step are apart, after updates that agreed.

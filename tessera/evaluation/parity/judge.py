@@ -116,15 +116,18 @@ def difference(a: Tensor, b: Tensor, rounding: Rounding, explained: Tensor | Non
     )
 
 
-def change_of_update(gradient: Tensor, other: Tensor, largest: float) -> Tensor:
+def change_of_update(gradient: Tensor, other: Tensor, largest: float, limit: float = math.inf) -> Tensor:
     """Return by how much the difference of two gradients lets each element of the update differ.
 
     Optimizers divide a gradient by its own size, so the update of an element whose gradient is mostly rounding has any
     sign. A relative change of the gradient changes the update by about the same share of its size (`largest`).
+    `limit`: a larger difference of the two is not rounding, and explains nothing.
     """
     first, second = gradient.double(), other.double()
     smaller = torch.minimum(first.abs(), second.abs())
-    share = ((first - second).abs() / smaller.clamp(min=torch.finfo(torch.float64).tiny)).nan_to_num(nan=0.0)
+    apart = (first - second).abs()
+    apart = torch.where(apart <= limit, apart, 0.0)
+    share = (apart / smaller.clamp(min=torch.finfo(torch.float64).tiny)).nan_to_num(nan=0.0)
     return 2 * largest * share.clamp(max=1.0)
 
 

@@ -34,7 +34,7 @@ MOST_RANKS = 65536
 _MAX_JSON = 1 << 30
 # data: a batch tensor; weight: before the step; output: of a module; output_gradient: of that output;
 # gradient: of a parameter; update: change of a parameter by the optimizer
-Moment = Literal["data", "weight", "output", "output_gradient", "gradient", "update"]
+Moment = Literal["data", "weight", "output", "output_gradient", "gradient", "direction", "update"]
 
 
 @dataclass

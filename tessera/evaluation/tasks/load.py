@@ -28,6 +28,7 @@ _FOLDER = Path(__file__).parent
 _SUFFIXES = (".yaml", ".yml")
 _REASONING = (("<think>", "</think>"), ("<analysis>", "</analysis>"))
 _WITHOUT_ANSWERS = ("ifeval", "boxes")
+_SUMS = ("wer", "cer", "bleu")  # their values are terms of sums, of which a group has no least
 _NOT_OF_THE_PROTOCOL = {"about", "variants", "categories", "default_variant", "name"}
 
 
@@ -66,7 +67,8 @@ class TaskBenchmark:
     def protocol(self) -> dict[str, Any]:
         """Return JSON of what scores depend on."""
         task = self.task.model_dump(mode="json", exclude=_NOT_OF_THE_PROTOCOL)
-        data = {"source": self.table.source, "md5": self.table.sums, "published": self.published}
+        names = [file.name for file in self.table.files]
+        data = {"source": self.table.source, "files": names, "md5": self.table.sums, "published": self.published}
         task["data"] = data | {key: value for key, value in task["data"].items() if key in ("where", "explode")}
         task |= {"max_new_tokens": self.max_new_tokens, "scored_by": self.metric.name}
         task |= {"metric_code": self.metric.code} if self.metric.code else {}
@@ -111,7 +113,7 @@ def read_task(name: str | Path, where: str = "task") -> tuple[TaskSection, str, 
             )
         data = merged(data, task.variants[variant])
     for variant, changes in task.variants.items():  # a misspelt key is found before it is used
-        build(TaskSection, merged(data, changes), f"{label}: variants.{variant}")
+        build(TaskSection, merged({**data, "variants": {}}, changes), f"{label}: variants.{variant}")
     task = build(TaskSection, data, f"{label}: variant {':'.join(variants)}")
     _check(task, label)
     return task, ":".join(variants) or task.default_variant, file.parent if is_path else None
@@ -211,6 +213,13 @@ def _check(task: TaskSection, where: str) -> None:
     if task.columns.answer is None and task.metric_name in METRICS and task.metric_name not in _WITHOUT_ANSWERS:
         raise TesseraError(
             f"the metric {task.metric_name} needs expected answers", where=where, code="evaluation.no-answer"
+        )
+    if task.columns.group is not None and task.metric_name in _SUMS:
+        raise TesseraError(
+            f"the metric {task.metric_name} cannot score groups of questions, of which the worst answer counts",
+            where=f"{where}: columns.group",
+            fix="leave columns.group out, or use another metric",
+            code="evaluation.metric-without-groups",
         )
     if any(key in changes for changes in task.variants.values() for key in ("variants", "name")):
         raise TesseraError(

@@ -180,7 +180,7 @@ class Rows:
             media = [image for name in columns.images for image in self._images(row, name)]
         if columns.video:
             media.append(Part("video", self._first_file([fill(each, row) for each in columns.video])))
-        if columns.media_needed and (columns.images or columns.video) and not any(media):
+        if columns.media_needed and (columns.images or columns.image_paths or columns.video) and not any(media):
             raise RecordError("the row has no image", code="evaluation.no-media")
         return media
 
@@ -190,6 +190,8 @@ class Rows:
         cell = row.get(name)
         if cell is None:
             return [None]
+        if isinstance(cell, (int, float)):  # the index of another row
+            cell = plain(cell)
         if isinstance(cell, str) and len(cell) <= _LONGEST_INDEX and media_kind(cell) is None:
             cell = self._shared(cell, name)
         values = cell if isinstance(cell, list) else [cell]

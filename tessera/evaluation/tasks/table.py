@@ -32,12 +32,12 @@ class Table:
     records: Container
     files: list[Path]
     root: Path  # folder that media paths are relative to
-    source: str  # hub id with its commit, or the name of the file
+    source: str  # hub id with its commit, or names of files
 
     @cached_property
-    def sums(self) -> dict[str, str]:
+    def sums(self) -> list[str]:
         """Return the MD5 sum of each file, which publishers of benchmarks list."""
-        return {file.name: _md5(file) for file in self.files}
+        return [_md5(file) for file in self.files]
 
     def column(self, name: str) -> Iterator[Any]:
         """Yield the values of a column in order; None where a record has none or is unreadable."""
@@ -126,7 +126,7 @@ def check_sums(table: Table, published: Sequence[str]) -> bool | None:
     """Return whether the file is the published one, and warn if it is not; None if no sum is published."""
     if not published or len(table.files) != 1:
         return None
-    actual = table.sums[table.files[0].name]
+    (actual,) = table.sums
     if actual not in published:
         log.warning(
             "%s is not the published file: its MD5 sum is %s, not %s. Scores may not be comparable",

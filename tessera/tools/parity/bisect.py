@@ -7,7 +7,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -25,6 +24,7 @@ from tessera.evaluation.parity.judge import ROUNDINGS
 from tessera.evaluation.parity.recorder import move_weights
 from tessera.evaluation.parity.recording import is_recording, read_recording
 from tessera.runtime.files import read_metrics
+from tessera.runtime.scratch import scratch_folder
 from tessera.tools.parity.runs import is_run, observe
 from tessera.training.run import resume_config
 from tessera.training.setup import resolve_precision
@@ -175,8 +175,7 @@ def first_commit(good: str, bad: str, command: str, repository: str | Path = "."
             fix="name the good commit first, then a later one",
             code="parity.no-commit-range",
         )
-    with _ended_by_exception(), tempfile.TemporaryDirectory(prefix="tessera-bisect-") as temporary:
-        work = Path(temporary)
+    with _ended_by_exception(), scratch_folder("tessera-bisect-") as work:
 
         def compared(number: int) -> Comparison:
             for at in (0, number):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,12 +15,15 @@ from tessera.evaluation.parity.recorder import Budget
 from tessera.evaluation.parity.recording import Recording, is_recording, read_recording
 from tessera.evaluation.parity.results import lines, write_results
 from tessera.hub.config import local_model
+from tessera.runtime import log
+from tessera.runtime.scratch import scratch_folder
 from tessera.tools.parity.bisect import FirstCommit, first_commit, first_step
 from tessera.tools.parity.models import LIBRARIES, record_beside
-from tessera.tools.parity.runs import parse_steps, record
+from tessera.tools.parity.runs import logged_to, parse_steps, record
 from tessera.tools.parity.tokens import TokenParity, compare_tokens
 
 ENGINE = "engine"
+_PREFIX = "tessera-parity-"
 Over = Literal["data", "steps", "commits"]
 Side = str | Path | Mapping[str, Any]
 
@@ -98,26 +100,36 @@ def parity(
     text: list[str] = []
     step: int | None = None
     if over == "steps":
-        search = first_step((a, sides[0]), (other, sides[1]), parse_steps(steps)[1], trust)
+        _say("training both sides, and the first one twice")
+        with scratch_folder(_PREFIX) as temporary, logged_to((temporary if out is None else Path(out)) / "steps.log"):
+            search = first_step((a, sides[0]), (other, sides[1]), parse_steps(steps)[1], trust)
         text = [search.line]
         if (step := search.step) is None:
             return ParityResult(text)
         steps = f"{max(1, step - 1)}-{step}"  # the update before it may be the cause
-    with tempfile.TemporaryDirectory(prefix="tessera-parity-") as temporary:
+    with scratch_folder(_PREFIX) as temporary:
         recordings: list[Recording] = []
         for name, side, changes, ranks in zip("ab", (a, other), sides, nproc, strict=True):
             if isinstance(side, (str, Path)) and is_recording(Path(side)):
                 recordings.append(read_recording(Path(side)))
                 continue
-            where = Path(temporary) / name
-            record(side, changes, out=where, steps=steps, nproc=ranks, budget=budget, trust=trust)
-            recordings.append(read_recording(where))
+            where = temporary / name
             words = " ".join(f"{key}={value}" for key, value in changes.items())
+            journal = (temporary if out is None else Path(out)) / f"{name}.log"
+            _say(f"recording {name}: {side if isinstance(side, (str, Path)) else 'a recipe'} {words}".rstrip())
+            record(side, changes, out=where, steps=steps, nproc=ranks, budget=budget, trust=trust, journal=journal)
+            recordings.append(read_recording(where))
             recordings[-1].label += f" {words}" if words else ""
         result = _result(compare_recordings(recordings[0], recordings[1]), out, over)
     result.text = [*text, *result.text]
     result.step = step
     return result
+
+
+def _say(line: str) -> None:
+    """Show what is done now. Each training sets the log up anew."""
+    with log.on_screen():
+        log.logger().info(line)
 
 
 def _overrides(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

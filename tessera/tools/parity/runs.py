@@ -8,9 +8,8 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,14 @@ from tessera.evaluation.parity.recorder import Budget
 from tessera.evaluation.parity.recording import check_target
 from tessera.runtime.collective import Ranks
 from tessera.runtime.distributed import environment_ranks
+from tessera.runtime.scratch import scratch_folder
 from tessera.tools.parity.steps import RecordSteps
 from tessera.training.run import resume, resume_config, train
 from tessera.training.setup import build_meta_model
 
 _SHARED = "TESSERA_RECORD_FOLDER"
+_PREFIX = "tessera-record-"
+_LAST_LINES = 8  # of a log, in an error
 _STEP = re.compile(r"step-(\d{8,12})")
 _QUIET: Mapping[str, Any] = {
     **{"checkpoint.at_end": False, "checkpoint.every": 0, "checkpoint.export": False},
@@ -56,11 +58,13 @@ def record(
     budget: Budget | None = None,
     rounding: int = 2,
     trust: bool = False,
+    journal: Path | None = None,
 ) -> Path:
     """Record steps of a recipe or a run into the folder `out`, and return the folder.
 
     A run is not changed: its newest checkpoint before the first step is resumed in a temporary copy. `nproc`: number of
-    ranks; with more than one, `recipe` must be a file or a run.
+    ranks; with more than one, `recipe` must be a file or a run. `journal`: file that gets the log of the training, in
+    place of the terminal.
     """
     folder, (first, last), budget = Path(out), parse_steps(steps), budget or Budget()
     check_target(folder)
@@ -75,13 +79,14 @@ def record(
         words = [f"{key}={_spelled(value)}" for key, value in (overrides or {}).items()]
         options = ["--steps", steps, "--rounding", str(rounding), "--elements", str(budget.elements)]
         options += ["--megabytes", str(budget.bytes >> 20), "--nproc", str(nproc), *(["--trust"] if trust else [])]
-        _command(["record", str(recipe), *words, "--out", str(folder), *options])
+        _command(["record", str(recipe), *words, "--out", str(folder), *options], journal)
         return folder
 
     def callback(plan: Any) -> Callback:
         return RecordSteps(folder, first, last, plan=plan, budget=budget, rounding=rounding, label=_label(recipe))
 
-    observe(recipe, overrides, first, callback, trust=trust)
+    with logged_to(journal):
+        observe(recipe, overrides, first, callback, trust=trust)
     if Ranks.current().rank == 0 and not folder.is_dir():
         raise TesseraError(
             f"the run ended before step {last}",
@@ -104,8 +109,8 @@ def observe(
     settings = {**(overrides or {}), **_QUIET}
     world = environment_ranks()[1]
     shared = os.environ.get(_SHARED)  # the launcher names one folder for all ranks
-    with tempfile.TemporaryDirectory(prefix="tessera-record-") as temporary:
-        out = Path(shared or temporary)
+    with scratch_folder(_PREFIX) as temporary:
+        out = temporary if shared is None else Path(shared)
         if isinstance(recipe, (str, Path)) and is_run(Path(recipe)):
             copy = out / "run"
             if int(os.environ.get("RANK", "0")) == 0:
@@ -145,21 +150,39 @@ def _link(source: str, target: str) -> None:
 @contextmanager
 def shared_folder() -> Iterator[None]:
     """Name a temporary folder in which all ranks that are started inside of the block train."""
-    with tempfile.TemporaryDirectory(prefix="tessera-record-") as shared:
-        os.environ[_SHARED] = shared
+    with scratch_folder(_PREFIX) as shared:
+        os.environ[_SHARED] = str(shared)
         try:
             yield
         finally:
             del os.environ[_SHARED]
 
 
-def _command(words: Sequence[str]) -> None:
-    done = subprocess.run([sys.executable, "-m", "tessera.cli.main", *words])
-    if done.returncode:
+@contextmanager
+def logged_to(journal: Path | None) -> Iterator[None]:
+    """Write log lines of this process to a file during the block; None: to the terminal."""
+    if journal is None:
+        yield
+        return
+    journal.parent.mkdir(parents=True, exist_ok=True)
+    with journal.open("a", encoding="utf-8") as file, redirect_stderr(file):
+        yield
+
+
+def _command(words: Sequence[str], journal: Path | None) -> None:
+    command, last = [sys.executable, "-m", "tessera.cli.main", *words], ""
+    if journal is None:
+        code = subprocess.run(command).returncode
+    else:
+        journal.parent.mkdir(parents=True, exist_ok=True)
+        with journal.open("ab") as file:
+            code = subprocess.run(command, stdout=file, stderr=file).returncode
+        last = "".join(f"\n    {line}" for line in journal.read_text(errors="replace").splitlines()[-_LAST_LINES:])
+    if code:
         raise TesseraError(
-            f"the recording failed with exit code {done.returncode}",
+            f"the recording failed with exit code {code}{last and ':'}{last}",
             where=" ".join(words[:2]),
-            fix="read the message above",
+            fix="read the messages above",
             code="parity.recording-failed",
         )
 

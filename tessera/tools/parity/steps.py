@@ -34,6 +34,7 @@ from tessera.evaluation.parity.recording import (
 )
 from tessera.observe.anomaly.attribution import kept_buffers
 from tessera.optim.adamw import AdamW
+from tessera.optim.lion import Lion
 from tessera.parallel.mesh import CONTEXT, DATA
 from tessera.parallel.plan import Plan
 from tessera.runtime import rng
@@ -270,6 +271,9 @@ class _RecordingUpdate(OptimizerStep):
             clip = min(1.0, most / (float(grad_norm) + 1e-6))
         for gradients in self._engine.gradients:
             scale_gradients(gradients.values(), torch.tensor(clip))
+        if isinstance(trainer.optimizer, Lion):
+            share = 1.0 if most is None else min(1.0, most / (float(grad_norm) + 1e-6))
+            recorder.add_parameters("direction", _directions(trainer.optimizer, parameters, share))
         moved = [self._moved(trainer.optimizer, parameters, before, grads) for grads in self._engine.gradients]
         self._engine.gradients = []
         outcome = self._inner.update(trainer, loss, grad_norm, microbatches)
@@ -306,6 +310,21 @@ class _RecordingUpdate(OptimizerStep):
                     parameter.grad = stored[name]
                     if name in before:
                         local_shard(parameter).copy_(before[name])
+
+
+@torch.no_grad()
+def _directions(optimizer: Lion, parameters: Mapping[str, nn.Parameter], clip: float) -> dict[str, Tensor]:
+    """Return what the next updates will be the signs of, where the optimizer has a mean of earlier gradients."""
+    betas = {id(p): group["betas"][0] for group in optimizer.param_groups for p in group["params"]}
+    directions: dict[str, Tensor] = {}
+    for name, parameter in parameters.items():
+        mean = optimizer.state.get(parameter, {}).get("exp_avg")
+        if mean is not None and parameter.grad is not None:
+            earlier = local_shard(mean)
+            gradient = local_shard(parameter.grad).to(earlier) * clip
+            directions[name] = parameter.detach().clone()
+            local_shard(directions[name]).copy_(torch.lerp(gradient, earlier, betas[id(parameter)]))
+    return directions
 
 
 def _changes(parameters: Mapping[str, nn.Parameter], before: Mapping[str, Tensor]) -> dict[str, Tensor]:
