@@ -95,7 +95,7 @@ def test_large_gradients_of_a_training_differ_by_rounding(family: str, tmp_path:
     comparison = Comparison(task)
     run = tessera.train(recipe(family, tmp_path, 50), callbacks=[comparison], task=task)
     assert comparison.steps == 8
-    assert max(line["grad_norm"] for line in run.metrics if line["kind"] == "train") > 50
+    assert max(line["grad_norm"] for line in run.metrics if line["kind"] == "train") > 40
 
 
 @pytest.mark.parametrize("first", ["torch", "mindspore"])

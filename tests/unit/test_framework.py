@@ -12,6 +12,7 @@ from tessera.config.run_config import LoraSection, RunConfig, load_config
 from tessera.errors import TesseraError
 from tessera.mindspore import limits
 from tessera.runtime.launcher import is_scheduler, read_msrun
+from tessera.training.run import train
 from tessera.training.setup import build_meta_model
 
 RECIPE: dict[str, Any] = {
@@ -144,6 +145,14 @@ def test_a_missing_or_untested_mindspore_is_refused(
     assert refused.value.code == code
 
 
+def test_ranks_of_msrun_are_not_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("MS_ROLE", "MS_SCHED")
+    with pytest.raises(TesseraError) as refused:
+        train({**RECIPE, "framework": "torch"})
+    assert refused.value.code == "framework.started-by-msrun"
+
+
 def test_variables_of_msrun_are_read_as_those_of_torchrun() -> None:
     rank = {"MS_ROLE": "MS_WORKER", "RANK_ID": "1", "RANK_SIZE": "2", "DEVICE_ID": "1", "MS_SCHED_HOST": "10.0.0.1"}
     rank |= {"MS_SCHED_PORT": "8118"}
@@ -152,6 +161,11 @@ def test_variables_of_msrun_are_read_as_those_of_torchrun() -> None:
         *("1", "2", "1"),
         *("10.0.0.1", "8119"),
     ]
+    for chosen, used in (("8118", "8119"), ("8200", "8200")):
+        exported = {name: rank[name] for name in ("MS_ROLE", "RANK_ID", "RANK_SIZE", "MS_SCHED_PORT")}
+        exported["MASTER_PORT"] = chosen  # by a script, which passes it to msrun, too
+        read_msrun(exported)
+        assert exported["MASTER_PORT"] == used
     scheduler = {"MS_ROLE": "MS_SCHED", "RANK_ID": "0", "RANK_SIZE": "2", "MS_SCHED_PORT": "8118"}
     read_msrun(scheduler)
     assert "RANK" not in scheduler
