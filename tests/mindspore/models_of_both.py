@@ -22,9 +22,9 @@ from tessera.parallel.engine import SimpleEngine
 from tessera.tasks.language import LanguageTask
 
 TEXTS: dict[str, dict[str, Any]] = {
-    "llama": text(2, 4, 2, 8, rope_scaling={"rope_type": "llama3", "factor": 8.0}),
+    "llama": text(2, 4, 2, 8, rope_scaling={"rope_type": "llama3", "factor": 8.0}, sandwich_norm=True),
     "qwen2": text(3, 4, 1, 8, attention_bias=True),
-    "qwen3": text(2, 4, 2, 12, qk_norm=True, head_dim=12),
+    "qwen3": text(2, 4, 2, 12, qk_norm=True, head_dim=12, partial_rotary_factor=0.5),
 }
 VISION = {
     "embed_dim": 16,
