@@ -69,7 +69,7 @@ MS_VENV := .venv-mindspore
 $(MS_VENV)/.ready: pyproject.toml constraints-mindspore.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] <= (3, 12) else "MindSpore needs Python 3.11 or 3.12; say make PYTHON=/path/to/it")'
 	$(PYTHON) -m venv $(MS_VENV)
-	@echo 'installing into $(MS_VENV): up to 8 GB, because torch of PyPI brings libraries for GPUs on x86-64'
+	@echo 'installing into $(MS_VENV): 4 GB, or 8 GB where pip finds no torch for CPUs (docs/how-to/mindspore.md)'
 	$(MS_VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints-mindspore.txt --config-settings editable_mode=compat -e '.[hf,mindspore]' pytest pytest-xdist hypothesis
 	@touch $@
 

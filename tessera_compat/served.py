@@ -199,7 +199,7 @@ SERVED: dict[str, tuple[str, ...]] = {
 # Package -> why its other modules are not provided. The longest matching package name is used.
 REASONS = {
     "mindspeed_mm.patchs": "nothing is patched here",
-    "mindspeed_mm.mindspore": "MindSpore is another framework; the ranks here run PyTorch",
+    "mindspeed_mm.mindspore": "nothing is patched for MindSpore: --ai-framework mindspore trains on it",
     "mindspeed_mm.fsdp": "the FSDP2 trainer is started as mindspeed_mm/fsdp/train/trainer.py of a workspace",
     "mindspeed_mm.tasks": "inference, evaluation and post-training are entry points: inference_vlm.py, evaluate_vlm.py",
     "mindspeed_mm.models": "its parts are built by VLModel, VLMModel or TransformersModel, or are not here yet",

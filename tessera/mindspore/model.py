@@ -149,11 +149,16 @@ class Network:
             q = rms_norm(q, weights[f"{path}.attn.q_norm.weight"], shape.norm_eps)
             k = rms_norm(k, weights[f"{path}.attn.k_norm.weight"], shape.norm_eps)
         q, k = rotate(q, sequence.cos, sequence.sin), rotate(k, sequence.cos, sequence.sin)
-        attended = attention(q, k, v, sequence.spans)
-        x = x + self._linear(weights, f"{path}.attn.o", attended)
+        attended = self._linear(weights, f"{path}.attn.o", attention(q, k, v, sequence.spans))
+        if shape.sandwich_norm:
+            attended = rms_norm(attended, weights[f"{path}.attn_out_norm.weight"], shape.norm_eps)
+        x = x + attended
         normed = rms_norm(x, weights[f"{path}.mlp_norm.weight"], shape.norm_eps)
         gate, up = (self._linear(weights, f"{path}.mlp.{name}", normed) for name in ("gate", "up"))
-        return x + self._linear(weights, f"{path}.mlp.down", silu(gate) * up)
+        update = self._linear(weights, f"{path}.mlp.down", silu(gate) * up)
+        if shape.sandwich_norm:
+            update = rms_norm(update, weights[f"{path}.mlp_out_norm.weight"], shape.norm_eps)
+        return x + update
 
     def _encode(self, weights: Mapping[str, Tensor], images: Images) -> Tensor:
         """Return the embeddings of the images' patches."""

@@ -28,7 +28,7 @@ _INTERVAL_S = 0.5
 def read_msrun(environment: MutableMapping[str, str]) -> None:
     """Set the variables of torchrun for a rank that msrun started, unless they are set.
 
-    The store of torch is at the port after that of MindSpore's scheduler; MASTER_PORT names another.
+    The store of torch is at the port after that of MindSpore's scheduler, unless MASTER_PORT names a third port.
     """
     rank, size = environment.get("RANK_ID"), environment.get("RANK_SIZE")
     port = environment.get("MS_SCHED_PORT", "")
@@ -38,7 +38,8 @@ def read_msrun(environment: MutableMapping[str, str]) -> None:
     environment.setdefault("WORLD_SIZE", size)
     environment.setdefault("LOCAL_RANK", environment.get("DEVICE_ID", "0"))
     environment.setdefault("MASTER_ADDR", environment.get("MS_SCHED_HOST", "127.0.0.1"))
-    environment.setdefault("MASTER_PORT", str(int(port) + 1))
+    if environment.get("MASTER_PORT", port) == port:
+        environment["MASTER_PORT"] = str(int(port) + 1)
 
 
 def is_scheduler(environment: Mapping[str, str]) -> bool:

@@ -162,6 +162,13 @@ def resume(
 
 def _start_framework(config: RunConfig) -> None:
     """Check the framework of the recipe, and take the place of this process among those that its launcher started."""
+    if config.framework == "torch" and "MS_ROLE" in os.environ and "RANK" not in os.environ:
+        raise TesseraError(
+            "msrun started this process, and the recipe trains on torch, whose ranks msrun does not describe",
+            where="framework=torch",
+            fix="start the ranks with tessera train --nproc N or torchrun, or train with framework=mindspore",
+            code="framework.started-by-msrun",
+        )
     if config.framework == "mindspore":
         check_installed()
         read_msrun(os.environ)

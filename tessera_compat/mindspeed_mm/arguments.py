@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import torch
 
 from tessera.errors import TesseraError, nearest
+from tessera.runtime.launcher import is_scheduler, read_msrun
 from tessera_compat.mindspeed_mm.config_files import ConfigReader, MissingKeyError, read_job_file, read_job_yaml
 from tessera_compat.mindspeed_mm.flags import FLAGS, Flag
 from tessera_compat.mindspeed_mm.fsdp2_file import FSDP2_KEYS
@@ -67,13 +68,14 @@ def parse_args(
     args_defaults: Mapping[str, Any] | None = None,
     allow_refused: bool = False,
     world_size: int | None = None,
+    mindspore: bool = False,
 ) -> Args:
     """Parse the arguments of a job.
 
     `argv`: words after the name of the script; default: the command line of this process. `extra_args_provider`: adds
     flags of the user to the parser, as in Megatron. `args_defaults`: values for missing arguments.
     `allow_refused`: raise no error for unsupported flags; a report lists them. `world_size`: number of ranks; default:
-    as the launcher has set it.
+    as the launcher has set it. `mindspore`: whether the job can run on MindSpore (`--ai-framework mindspore`).
     """
     words = list(sys.argv[1:] if argv is None else argv)
     parts: dict[str, Any] = {}
@@ -94,6 +96,13 @@ def parse_args(
     if not allow_refused:
         refuse_flags(args)
     _check_values(args)
+    if args.ai_framework == "mindspore" and not mindspore:
+        raise TesseraError(
+            "this job runs on PyTorch alone",
+            where="--ai-framework mindspore",
+            fix="leave the flag out; pretrain_vlm.py trains language and vision-language models on MindSpore",
+            code="job.other-framework",
+        )
     args.mm = _config_files(args, parts)
     _derive(args, world_size)
     _check(args)
@@ -267,7 +276,7 @@ def _config_files(args: Args, parts: Mapping[str, Any]) -> ConfigReader:
 
 def _derive(args: Args, world_size: int | None) -> None:
     """Set the values that Megatron derives from the flags and the environment."""
-    args.world_size = int(os.environ.get("WORLD_SIZE", 1)) if world_size is None else world_size
+    args.world_size = _started_ranks(args) if world_size is None else world_size
     args.rank = int(os.environ.get("RANK", 0))
     args.local_rank = int(os.environ.get("LOCAL_RANK", 0))
     args.params_dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
@@ -287,6 +296,15 @@ def _derive(args: Args, world_size: int | None) -> None:
         args.micro_batch_size = 1
     if args.global_batch_size is None:
         args.global_batch_size = args.micro_batch_size * args.data_parallel_size
+
+
+def _started_ranks(args: Args) -> int:
+    """Return the number of ranks that the launcher has started. The launcher of MindSpore is msrun."""
+    if args.ai_framework == "mindspore":
+        read_msrun(os.environ)
+        if is_scheduler(os.environ):
+            return int(os.environ["RANK_SIZE"])
+    return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def _check_values(args: Args) -> None:
@@ -373,6 +391,7 @@ def _check(args: Args) -> None:
             "\n    ".join(contradictions), where=WHERE, fix="keep one of each pair", code="job.contradicting-flags"
         )
     words = {
+        "ai_framework": ("pytorch", "mindspore"),
         "lr_decay_style": ("constant", "linear", "cosine"),
         "recompute_granularity": ("full", "selective", None),
         "recompute_method": ("uniform", "block", None),

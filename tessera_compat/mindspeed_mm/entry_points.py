@@ -53,7 +53,7 @@ def run_command(command: Callable[[Sequence[str]], None], argv: Sequence[str] | 
 
 def pretrain(argv: Sequence[str]) -> None:
     """Train by flags and JSON files, or by a YAML file that contains both."""
-    args = parse_args(argv)
+    args = parse_args(argv, mindspore=True)
     recipe, report = recipe_of(args)
     report.check()
     if recipe["train"].get("task") == "diffusion_dpo":

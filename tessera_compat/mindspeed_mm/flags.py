@@ -137,6 +137,11 @@ def _honoured_words() -> Iterator[Flag]:
         ("load", None, _MODEL_PATH),
         ("load-base-model", None, "model.path, with adapters from --load"),
         ("save", None, "out and name: the folder of the run"),
+        (
+            "ai-framework",
+            "pytorch",
+            "framework; mindspore: what MindSpore lacks is switched off or refused",
+        ),
         ("lr-decay-style", "linear", "optim.schedule.kind"),
         ("context-parallel-algo", "ulysses_cp_algo", "parallel.ulysses"),
         ("fsdp2-config-path", None, "parallel.fsdp2_config"),
@@ -310,9 +315,6 @@ def _not_supported() -> Iterator[Flag]:
         ints="profile-stage simulated-nnodes simulated-nproc-per-node",
     )
     yield from _refused("reinforcement learning is not among the tasks", strings="stage")
-    yield from _refused(
-        "MindSpore is another framework; the ranks here run PyTorch: leave the flag out", strings="ai-framework"
-    )
     yield from _refused(
         "Whisper, VideoAlign and WF-VAE trainers are not here",
         strings="data-config model-config tool-config processor-path mix-precision",

@@ -11,6 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from tessera.config.framework import FAMILIES, unsupported, without_unsupported
 from tessera.errors import TesseraError
 from tessera.inference.weight_source import run_exists
 from tessera_compat.mindspeed_mm.arguments import Args, flag_report
@@ -65,7 +66,7 @@ def recipe_of(args: Args) -> tuple[dict[str, Any], JobReport]:
         report.change("--load", "no run there yet: this one begins")
         args.load = None
     if is_generation(args.mm.model.to_dict()):
-        return generation_recipe(args, report), report
+        return _on_framework(generation_recipe(args, report), None, args, report), report
     model_source, data_source = args.mm_model or "section model", args.mm_data or "section data"
     for name, source in (("model", model_source), ("data", data_source)):
         if not args.mm.get(name).keys():
@@ -91,7 +92,27 @@ def recipe_of(args: Args) -> tuple[dict[str, Any], JobReport]:
     by_tokens = args.calculate_per_token_loss or args.calculate_token_loss
     note_behaviour(report, calculates_tokens=by_tokens, pairs=data.pairs)
     report.settle(recipe)
-    return recipe, report
+    return _on_framework(recipe, family, args, report), report
+
+
+def _on_framework(recipe: dict[str, Any], family: str | None, args: Args, report: JobReport) -> dict[str, Any]:
+    """Return the recipe for the framework of the job. What MindSpore lacks is switched off and reported.
+
+    Without some features the job would train something else. Such a job is refused.
+    """
+    if args.ai_framework == "pytorch":
+        return recipe
+    needed = [limit.what for limit in unsupported(recipe) if limit.essential]
+    if family is not None and family not in FAMILIES:
+        needed.append(f"{family} models are not written for MindSpore")
+    if needed:
+        report.change("--ai-framework", f"not available on MindSpore: {'; '.join(needed)}", "not supported")
+        return recipe
+    recipe, switched_off = without_unsupported({**recipe, "framework": args.ai_framework})
+    for limit, value in switched_off:
+        note = f"{limit.values[0]} in its place; not available on MindSpore: {limit.what}"
+        report.add("behaviour", limit.key, value, "differs", note)
+    return recipe
 
 
 def _has_weights(folder: Path) -> bool:

@@ -69,10 +69,22 @@ class MigratedJob:
         if self.commands:
             return "\n".join(command.replace(RECIPE, path) for command in self.commands)
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
-        words = ["tessera", "train", path, "--nproc", str(self.world_size // self.machines)]
+        ranks = str(self.world_size // self.machines)
+        if self.recipe.get("framework") == "mindspore":
+            return " ".join([*variables, *self._msrun(ranks), "tessera", "train", path])
+        words = ["tessera", "train", path, "--nproc", ranks]
         if self.machines > 1:
             words += ["--nnodes", str(self.machines), "--node-rank", "R", "--master", f"HOST:{self.port}"]
         return " ".join([*variables, *words])
+
+    def _msrun(self, ranks: str) -> list[str]:
+        """Return the words that start `ranks` ranks on each machine by msrun. A single rank needs no launcher."""
+        if self.world_size == 1:
+            return []
+        words = ["msrun", "--worker_num", str(self.world_size), "--local_worker_num", ranks, "--join", "True"]
+        if self.machines > 1:
+            words += ["--node_rank", "R", "--master_addr", "HOST", "--master_port", str(self.port)]
+        return [*words, "--log_dir", "msrun_log"]
 
     def text(self) -> str:
         """Return the recipe as YAML."""
@@ -228,7 +240,7 @@ def _with_environment(migrated: MigratedJob, launch: Launch) -> MigratedJob:
 
 
 def _by_flags(argv: list[str], world_size: int) -> MigratedJob:
-    args = parse_args(argv, allow_refused=True, world_size=world_size)
+    args = parse_args(argv, allow_refused=True, world_size=world_size, mindspore=True)
     return _checked(*recipe_of(args), world_size)
 
 

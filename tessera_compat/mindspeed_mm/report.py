@@ -42,9 +42,9 @@ class JobReport:
     def add(self, source: str, key: str, value: Any, outcome: Outcome, note: str) -> None:
         self.entries.append(ReportEntry(source, key, value, outcome, note))
 
-    def change(self, key: str, note: str) -> None:
-        """Change the entry of a key to "not needed", with the reason: it has no effect in this job."""
-        entries = [replace(one, outcome="not needed", note=note) if one.key == key else one for one in self.entries]
+    def change(self, key: str, note: str, outcome: Outcome = "not needed") -> None:
+        """Change the entry of a key to "not needed", or another outcome, with the reason."""
+        entries = [replace(one, outcome=outcome, note=note) if one.key == key else one for one in self.entries]
         self.entries = entries
 
     @property

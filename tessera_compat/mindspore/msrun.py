@@ -1,16 +1,18 @@
 """Start the ranks of an msrun command with torchrun: python -m tessera_compat.mindspore.msrun OPTIONS SCRIPT ARGUMENTS
 
-A command that asks for MindSpore by name (`--ai-framework mindspore`) is refused: the ranks here run PyTorch.
+A command that asks for MindSpore by name (`--ai-framework mindspore`) starts MindSpore's own msrun, unchanged.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from tessera.errors import TesseraError, nearest, reported
+from tessera.mindspore.limits import check_installed
 from tessera_compat.mindspeed_mm.shell.launch import MSRUN_RANKS, Launch
 
 _OPTIONS = {
@@ -34,7 +36,6 @@ def torchrun_command(words: Sequence[str]) -> tuple[list[str], dict[str, str], l
             code="job.script-starts-nothing",
         )
     options, job = _options(words[:at]), list(words[at:])
-    _check_framework(job)
     launch = Launch(Path("msrun"), 1, ["msrun", *words[:at]], job[0], job[1:], {})
     arguments = ["--nnodes", str(launch.machines), "--nproc_per_node", str(launch.ranks_per_machine)]
     arguments += ["--master_port", str(launch.port)]
@@ -75,20 +76,16 @@ def _options(words: Sequence[str]) -> dict[str, str]:
     return options
 
 
-def _check_framework(job: Sequence[str]) -> None:
-    for word, following in zip(job, [*job[1:], ""], strict=True):
-        name, _, value = word.partition("=")
-        if name.replace("_", "-") == "--ai-framework" and (value or following) == "mindspore":
-            raise TesseraError(
-                "the job asks for MindSpore by name, and the ranks here run PyTorch",
-                where="--ai-framework mindspore",
-                fix="leave --ai-framework out to train with PyTorch; use the msrun of MindSpore to train with it",
-                code="job.other-framework",
-            )
+def asks_for_mindspore(words: Sequence[str]) -> bool:
+    """Return whether a command line contains `--ai-framework mindspore`."""
+    return "--ai-framework=mindspore" in words or ("--ai-framework", "mindspore") in itertools.pairwise(words)
 
 
 def main() -> None:
     with reported():
+        if asks_for_mindspore(sys.argv):
+            check_installed()
+            os.execv(sys.executable, [sys.executable, "-m", "mindspore.parallel.cluster.run", *sys.argv[1:]])
         arguments, environment, notes = torchrun_command(sys.argv[1:])
     for note in notes:
         print(f"msrun: {note}", file=sys.stderr)

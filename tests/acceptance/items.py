@@ -30,7 +30,6 @@ SEEDS = {
 EVERYDAY = "the issue on everyday use"
 ANALYSIS = "the issue on migration analysis of other people's scripts"
 OMNI = "the issue on sound and speech"
-NATIVE = "jobs that ask for MindSpore by name are refused with the words to say instead; recipes have `framework`"
 MSRUN_TEST = "acceptance/test_seed_003.py::test_12_to_16_numbers_and_addresses_reach_msrun"
 NO_ASCEND = "no Ascend hardware has run it: runs, operators and collectives are tested on a stand-in for torch_npu"
 
@@ -98,18 +97,19 @@ ON_MINDSPORE = {
     5: _by("unit/test_docs_languages.py::"),
     6: {"refused": "MindSpore 2.10 and Python 3.11 or 3.12 are needed; `framework: mindspore` names them otherwise"},
     7: _by("unit/test_framework.py::test_a_missing_or_untested_mindspore_is_refused"),
+    11: _by(
+        "acceptance/test_seed_003.py::test_11_ai_framework_is_added_once",
+        "compat/test_mindspore_launch.py::test_an_msrun_job_becomes_a_recipe_for_the_framework_that_it_names",
+    ),
     23: _by("unit/test_framework.py::test_several_features_are_named_together_and_switched_off_with_a_report"),
+    25: _by("mindspore/test_mindspore_jobs.py::test_a_job_that_names_mindspore_trains_on_it"),
 }
 OPEN: dict[str, str | tuple[str, ...]] = {}
 
 
 def _launched(number: int) -> dict[str, str | tuple[str, ...]]:
     """Return the state of an item of seed 003 that the launch side does."""
-    if 13 <= number <= 16:
-        return _by(MSRUN_TEST)
-    if number == 11:
-        return {"lacks": NATIVE}
-    return {"refused": NATIVE} if number == 25 else OPEN
+    return _by(MSRUN_TEST) if 13 <= number <= 16 else OPEN
 
 
 ITEMS: list[Item] = [

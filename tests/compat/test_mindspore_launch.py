@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tessera.cli.main import app
+from tessera_compat.mindspeed_mm.entry_points import inference
 from tessera_compat.mindspeed_mm.migrate import lay_out, migrate
 from tessera_compat.mindspore.convert import convert
 from tessera_compat.mindspore.msrun import torchrun_command
@@ -87,7 +88,7 @@ def test_any_order_of_options_reaches_msrun() -> None:
 # ------------------------------------------------------------------------------------------ the way back
 
 
-def test_an_msrun_job_becomes_a_recipe_unless_it_asks_for_mindspore(
+def test_an_msrun_job_becomes_a_recipe_for_the_framework_that_it_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lay_out(tmp_path)
@@ -99,9 +100,45 @@ def test_an_msrun_job_becomes_a_recipe_unless_it_asks_for_mindspore(
     assert job.recipe == expected.recipe
     assert (job.world_size, job.machines, job.port) == (expected.world_size, expected.machines, expected.port)
     (tmp_path / "job.sh").write_text(ours)
-    refused = migrate(tmp_path / "job.sh").report.refused
-    assert [entry.key for entry in refused] == ["--ai-framework"]
-    assert "leave the flag out" in refused[0].note
+    job = migrate(tmp_path / "job.sh")
+    assert job.report.refused == []
+    assert job.recipe["framework"] == "mindspore"
+    assert job.recipe["model"] == expected.recipe["model"]
+    switched_off = [entry.key for entry in job.report.entries if "not available on MindSpore" in entry.note]
+    assert {"parallel.pp", "parallel.layers", "precision.compute"} < set(switched_off)
+    assert job.recipe["parallel"]["pp"] == 1
+    assert job.start(Path("r.yaml")).endswith(
+        "msrun --worker_num 8 --local_worker_num 8 --join True --log_dir msrun_log tessera train r.yaml"
+    )
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("examples/wan2.1/1.3b/t2v/pretrain.sh", "only the language objective"),
+        ("examples/qwen2vl/posttrain_qwen2vl_7b_dpo.sh", "only the language objective"),
+        ("examples/internvl3/finetune_internvl3_8b.sh", "internvl models are not written"),
+    ],
+)
+def test_a_job_that_mindspore_cannot_train_is_refused_with_the_reason(
+    script: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lay_out(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.sh").write_text(convert(Path(script).read_text(), script, "mm").text)
+    job = migrate(tmp_path / "job.sh")
+    assert [entry.key for entry in job.report.refused] == ["--ai-framework"]
+    assert reason in job.report.refused[0].note
+    assert "framework" not in job.recipe
+    with raises("job.refused-settings", "--ai-framework"):
+        job.report.check()
+
+
+def test_jobs_that_do_not_train_are_refused_on_mindspore() -> None:
+    with raises("job.other-framework", "mindspore"):
+        inference(["--ai-framework", "mindspore"])
+    with raises("job.flag-value", "mindspore"):
+        inference(["--ai-framework", "mindspor"])
 
 
 def test_msrun_of_the_workspace_starts_torchrun() -> None:
@@ -117,7 +154,6 @@ def test_msrun_of_the_workspace_starts_torchrun() -> None:
         (["train"], "job.script-starts-nothing"),
         (["--worker_nun", "2", "a.py"], "job.unknown-option"),
         (["--worker_num", "3", "--local_worker_num", "2", "a.py"], "job.launch-number"),
-        (["a.py", "--ai-framework", "mindspore"], "job.other-framework"),
     ):
         with raises(code):
             torchrun_command(bad)

@@ -13,6 +13,7 @@ from tessera.lora.modules import add_adapters
 from tessera.lora.select import Adapter
 from tessera.mindspore.build import prepare_process
 from tessera.mindspore.engine import MindSporeEngine
+from tessera.mindspore.functions import to_torch
 from tessera.mindspore.model import Network
 from tessera.mindspore.optimizer import MindSporeAdamW
 from tessera.mindspore.state import DeviceState
@@ -21,9 +22,9 @@ from tessera.parallel.engine import SimpleEngine
 from tessera.tasks.language import LanguageTask
 
 TEXTS: dict[str, dict[str, Any]] = {
-    "llama": text(2, 4, 2, 8, rope_scaling={"rope_type": "llama3", "factor": 8.0}),
+    "llama": text(2, 4, 2, 8, rope_scaling={"rope_type": "llama3", "factor": 8.0}, sandwich_norm=True),
     "qwen2": text(3, 4, 1, 8, attention_bias=True),
-    "qwen3": text(2, 4, 2, 12, qk_norm=True, head_dim=12),
+    "qwen3": text(2, 4, 2, 12, qk_norm=True, head_dim=12, partial_rotary_factor=0.5),
 }
 VISION = {
     "embed_dim": 16,
@@ -96,6 +97,13 @@ def torch_results(module: nn.Module, batches: list[Batch]) -> dict[str, torch.Te
     totals = SimpleEngine(module).step(LanguageTask(), [of_type(batch, module) for batch in batches])
     gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
     return {"loss": totals.loss().to(next(module.parameters()).dtype), **gradients}
+
+
+def mindspore_results(module: nn.Module, batches: list[Batch]) -> dict[str, torch.Tensor]:
+    """Return loss and gradients of MindSpore, by name."""
+    engine, state, _ = mindspore_of(module)
+    totals = engine.step(LanguageTask(), batches)
+    return {"loss": totals.loss().to(state.dtype), **{name: to_torch(g) for name, g in state.gradients.items()}}
 
 
 def of_type(batch: Batch, module: nn.Module) -> Batch:

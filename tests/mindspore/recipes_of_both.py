@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import torch
 from PIL import Image, ImageDraw
+from safetensors.torch import load_file, save_file
 from small_folders import small_folder
 
 WORDS = ("red", "blue", "tall", "small", "old")
@@ -30,13 +33,30 @@ def rows(folder: Path, images: bool) -> Path:
     return file
 
 
-def recipe(family: str, folder: Path, steps: int, **changes: Any) -> dict[str, Any]:
-    """Return a recipe with weight decay, clipping that acts and warm-up."""
+def initial_weights(folder: Path) -> None:
+    """Replace the weights of a folder by initial ones: norms are 1, and other weights have the usual spread of 0.02."""
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    for number, (name, weight) in enumerate(sorted(weights.items())):
+        if re.search(r"norm|ln_q", name):
+            weight.fill_(0.0 if name.endswith(".bias") else 1.0)
+        else:
+            weight.normal_(0.0, 0.02, generator=torch.Generator().manual_seed(number))
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+def recipe(family: str, folder: Path, steps: int, *, initial: bool = False, **changes: Any) -> dict[str, Any]:
+    """Return a recipe with weight decay, clipping that acts and warm-up.
+
+    `initial`: whether the model has initial weights; otherwise they are 15 times as large, with gradients to match.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     model = folder / "model"
     if not model.exists():
         small_folder(family, model)
         rows(folder, images=family == "qwen2_vl")
+        if initial:
+            initial_weights(model / "hf")
     source = {"path": str(folder / "rows.jsonl"), "root": str(folder)}
     nested: dict[str, Any] = {
         "out": str(folder / "runs"),

@@ -7,13 +7,12 @@ import math
 import needed  # noqa: F401
 import pytest
 import torch
-from models_of_both import NAMES, batch_of, mindspore_of, model_of, torch_results
+from models_of_both import NAMES, batch_of, mindspore_of, mindspore_results, model_of, torch_results
 
 from tessera.core.batch import Batch
-from tessera.mindspore.functions import from_torch, to_torch
+from tessera.mindspore.functions import from_torch
 from tessera.mindspore.optimizer import clipping
 from tessera.optim.adamw import AdamW
-from tessera.tasks.language import LanguageTask
 from tests.close import assert_as_close, distance, queries_for_keys, size
 
 pytestmark = pytest.mark.mindspore
@@ -27,12 +26,6 @@ def batches_of(family: str) -> list[Batch]:
     if family == "qwen2_vl":
         second = second.with_tensors(positions=second["positions"].expand(3, -1))
     return [batch_of(family, 1), second]
-
-
-def mindspore_results(module: torch.nn.Module, batches: list[Batch]) -> dict[str, torch.Tensor]:
-    engine, state, _ = mindspore_of(module)
-    totals = engine.step(LanguageTask(), batches)
-    return {"loss": totals.loss().to(state.dtype), **{name: to_torch(g) for name, g in state.gradients.items()}}
 
 
 @pytest.mark.parametrize("case", CASES)

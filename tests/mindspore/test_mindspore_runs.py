@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -12,12 +13,16 @@ from typing import Any
 import needed  # noqa: F401
 import pytest
 import torch
+from models_of_both import mindspore_results, torch_results
 from recipes_of_both import recipe
 from safetensors.torch import load_file
 
 import tessera
+from tessera.core.batch import Batch
 from tessera.core.callback import Callback, StepResult, TrainerHandle
 from tessera.errors import TesseraError
+from tessera.tasks.language import LanguageTask
+from tests.close import assert_as_close, queries_for_keys
 
 pytestmark = pytest.mark.mindspore
 CLOSE = 1e-3  # of losses, which are about 10 at first
@@ -40,22 +45,57 @@ class Stop(Callback):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "family",
-    [
-        *("qwen2", "llama", "qwen3"),
-        pytest.param("qwen2_vl", marks=pytest.mark.xfail(reason="1.3e-2 apart: gradients of norm 50 amplify rounding")),
-    ],
-)
+@pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3", "qwen2_vl"])
 def test_fifty_steps_have_the_curve_of_torch(family: str, tmp_path: Path) -> None:
     curves = [
-        losses(tessera.train(recipe(family, tmp_path, 50, name=framework, framework=framework)))
+        losses(tessera.train(recipe(family, tmp_path, 50, initial=True, name=framework, framework=framework)))
         for framework in ("torch", "mindspore")
     ]
     assert len(curves[1]) == 50
     assert curves[1][-1] < 0.9 * curves[1][0]
-    print(family, "largest difference", far(*curves))
     assert far(*curves) < CLOSE
+
+
+class Recorder(LanguageTask):
+    """Train like the task of recipes, and store the last batch."""
+
+    batch: Batch
+
+    def counts(self, batch: Batch) -> dict[str, int]:
+        self.batch = batch
+        return super().counts(batch)
+
+
+class Comparison(Callback):
+    """Compare gradients in every seventh step of a training on torch, at the weights that it has then."""
+
+    def __init__(self, task: Recorder) -> None:
+        self.task = task
+        self.steps = 0
+
+    def on_before_optim(self, trainer: TrainerHandle) -> None:
+        if trainer.step % 7:
+            return
+        self.steps += 1
+        batches, module = [self.task.batch], trainer.module
+        exact = torch_results(copy.deepcopy(module).double(), batches)
+        peer = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+        ours = mindspore_results(copy.deepcopy(module), batches)
+        for name, tensor in peer.items():
+            terms = exact[queries_for_keys(name)]
+            assert_as_close(ours[name], tensor, exact[name], k=8.0, roundings=2.0, what=name, terms=terms)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2", "qwen2_vl"])
+def test_large_gradients_of_a_training_differ_by_rounding(family: str, tmp_path: Path) -> None:
+    """Where gradients are large, weights that differ by a rounding lead to other curves: on torch, too. What must
+    agree is each step from the same weights."""
+    task = Recorder()
+    comparison = Comparison(task)
+    run = tessera.train(recipe(family, tmp_path, 50), callbacks=[comparison], task=task)
+    assert comparison.steps == 8
+    assert max(line["grad_norm"] for line in run.metrics if line["kind"] == "train") > 40
 
 
 @pytest.mark.parametrize("first", ["torch", "mindspore"])
