@@ -19,6 +19,7 @@ from tessera.core.sample import MediaSize, Part, PartKind, Sample, StoredTensors
 from tessera.core.spec import LanguageProcessor, Processor
 from tessera.data.media import audio, video
 from tessera.data.media.audio import AudioSampling
+from tessera.data.media.clips import AudioClip, AudioSamples
 from tessera.data.media.files import Limits, Target, folder_of, opened, refusing
 from tessera.data.media.images import check_pixels, decode_image, probe_image, smaller, to_rgb
 from tessera.data.media.video_frames import VideoSampling
@@ -102,7 +103,7 @@ def probe(
 
     With a `target`, also raise if the resized frames of a video are too large; otherwise `decode` does.
     """
-    decoded = _decoded_size(part, limits)
+    decoded = _decoded_size(part, limits, sampling)
     if decoded is not None:
         return decoded
     # Without a target: (0, 0), so that the limit on the resized frames of a video does not apply.
@@ -110,11 +111,12 @@ def probe(
     folder = folder_of(part.value, root) if part.kind == "video" else None
     if folder is not None:
         return video.probe_folder(folder, limits, sampling, wanted)
-    with opened(part.value, root, part.kind, limits.urls) as source:
+    clip = part.value if isinstance(part.value, AudioClip) else None
+    with opened(part.value if clip is None else clip.value, root, part.kind, limits.urls) as source:
         if part.kind == "image":
             return probe_image(source, limits)
         if part.kind == "audio":
-            return audio.probe(source, limits, _audio_of(sampling))
+            return audio.probe(source, limits, _audio_of(sampling), clip)
         return video.probe(source, limits, sampling, wanted)
 
 
@@ -152,19 +154,22 @@ def _decode(
     target: KindTarget | None,
 ) -> tuple[Any, MediaSize]:
     wanted: Target | None = None if target is None else partial(target, part.kind)
-    decoded = _decoded_size(part, limits)
+    decoded = _decoded_size(part, limits, sampling)
     if isinstance(part.value, StoredTensors):
         return part.value.load(), MediaSize(0, 0, 0)
+    if isinstance(part.value, AudioSamples):
+        return audio.resampled(part.value, _audio_of(sampling))
     if decoded is not None:
         return _shrunk(part.value, decoded, wanted), decoded
     folder = folder_of(part.value, root) if part.kind == "video" else None
     if folder is not None:
         return video.decode_folder(folder, limits, sampling, wanted)
-    with opened(part.value, root, part.kind, limits.urls) as source:
+    clip = part.value if isinstance(part.value, AudioClip) else None
+    with opened(part.value if clip is None else clip.value, root, part.kind, limits.urls) as source:
         if part.kind == "image":
             return decode_image(source, limits, wanted)
         if part.kind == "audio":
-            return audio.decode(source, limits, _audio_of(sampling))
+            return audio.decode(source, limits, _audio_of(sampling), clip)
         return video.decode(source, limits, sampling, wanted)
 
 
@@ -176,7 +181,7 @@ def _audio_of(sampling: VideoSampling) -> AudioSampling:
     return sampling.audio
 
 
-def _decoded_size(part: Part, limits: Limits) -> MediaSize | None:
+def _decoded_size(part: Part, limits: Limits, sampling: VideoSampling) -> MediaSize | None:
     """Return the size of media that is a decoded image or array already; None if it must be read from a file."""
     value = part.value
     if part.kind == "features":
@@ -197,6 +202,8 @@ def _decoded_size(part: Part, limits: Limits) -> MediaSize | None:
                 f"an audio array must be float32 [samples], not {value.dtype} {value.shape}", code="media.wrong-array"
             )
         return MediaSize(0, 0, 0, samples=len(value))
+    if part.kind == "audio" and isinstance(value, AudioSamples):
+        return audio.decoded_size(value, _audio_of(sampling))
     return None
 
 

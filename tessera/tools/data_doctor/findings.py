@@ -14,6 +14,7 @@ import numpy as np
 from PIL import Image
 
 from tessera.core.sample import PLAIN, Message, Part, Sample
+from tessera.data.media.clips import AudioClip, AudioSamples
 from tessera.data.media.files import ArchiveMember
 
 Severity = Literal["loss", "warning", "note"]
@@ -293,6 +294,10 @@ def hash_of(*values: str | bytes) -> int:
 def media_hash(part: Part, root: Path) -> int:
     """Return a hash of a media part: of its path, or of its content if the record contains it."""
     value: Any = part.value
+    if isinstance(value, AudioClip):
+        return hash_of(value.span, str(media_hash(Part(part.kind, value.value), root)))
+    if isinstance(value, AudioSamples):
+        return hash_of(repr(value.rate), value.mono().tobytes())
     if isinstance(value, (str, Path)):
         return hash_of(str(root), str(value))
     if isinstance(value, bytes):
@@ -320,6 +325,8 @@ def content_hash(sample: Sample, media: list[int]) -> int:
 
 def media_name(part: Part) -> str:
     """Return the path of a media part, or its name in an archive, for display."""
+    if isinstance(part.value, AudioClip):
+        return media_name(Part(part.kind, part.value.value)) + part.value.span
     if isinstance(part.value, (str, Path)):
         return str(part.value)
     return part.value.name if isinstance(part.value, ArchiveMember) else f"{part.kind} in the row"
