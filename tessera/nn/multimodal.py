@@ -3,7 +3,7 @@ names of tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -32,7 +32,8 @@ class Encoder:
 
     stream: Stream
     width: int  # width of an embedding
-    initial: Mapping[str, float] = field(default_factory=dict)  # suffix of a parameter's name -> its initial value
+    # Suffix of a parameter's name -> its initial value, or a function that makes initial values of the same shape.
+    initial: Mapping[str, float | Callable[[Tensor], Tensor]] = field(default_factory=dict)
 
     @property
     def prefix(self) -> str:
@@ -141,7 +142,7 @@ class MultimodalModel(CausalLMBase):
         for encoder in self.encoders:
             for end, value in encoder.initial.items():
                 if name.startswith(encoder.stream.module + ".") and name.endswith(end):
-                    tensor.fill_(value)
+                    tensor.copy_(value(tensor)) if callable(value) else tensor.fill_(value)
                     return
         super().initialize(name, tensor, generator)
 

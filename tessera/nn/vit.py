@@ -129,13 +129,15 @@ class VisionAttention(nn.Module):
         return projected
 
 
-class VisionMLP(FusedLayers):
-    def __init__(self, shape: VisionShape) -> None:
+class EncoderMLP(FusedLayers):
+    def __init__(
+        self, hidden: int, intermediate: int, activation: str, *, bias: bool = True, gated: bool = False
+    ) -> None:
         super().__init__()
-        self.gate = nn.Linear(shape.hidden, shape.intermediate, bias=shape.mlp_bias) if shape.gated else None
-        self.up = nn.Linear(shape.hidden, shape.intermediate, bias=shape.mlp_bias)
-        self.down = nn.Linear(shape.intermediate, shape.hidden, bias=shape.mlp_bias)
-        self.activation = ACTIVATIONS[shape.activation]
+        self.gate = nn.Linear(hidden, intermediate, bias=bias) if gated else None
+        self.up = nn.Linear(hidden, intermediate, bias=bias)
+        self.down = nn.Linear(intermediate, hidden, bias=bias)
+        self.activation = ACTIVATIONS[activation]
 
     def forward(self, x: Tensor) -> Tensor:
         if self._plain() and (zeros := tensor_core_padding(x, self.up.out_features)):
@@ -186,7 +188,9 @@ class VisionBlock(nn.Module):
         self.attn = VisionAttention(shape)
         self.attn_scale = None if shape.layer_scale is None else Scale(shape.hidden)
         self.mlp_norm = shape.make_norm()
-        self.mlp = VisionMLP(shape)
+        self.mlp = EncoderMLP(
+            shape.hidden, shape.intermediate, shape.activation, bias=shape.mlp_bias, gated=shape.gated
+        )
         self.mlp_scale = None if shape.layer_scale is None else Scale(shape.hidden)
 
     def forward(self, x: Tensor, angles: Angles | None, segments: Segments) -> Tensor:

@@ -100,6 +100,7 @@ BATCHES: dict[str, Callable[[Any], Batch]] = {
     "llama": text_batch,
     "llava": lambda config: FAMILIES.get("llava").example(config, 96),  # type: ignore[misc]
     "qwen2": text_batch,
+    "qwen2_audio": lambda config: FAMILIES.get("qwen2_audio").example(config, 96),  # type: ignore[misc]
     "qwen2_5_vl": windowed_batch,
     "qwen2_vl": language_batch,
     "qwen3": text_batch,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tessera.core.batch import Segments
-from tessera.nn.vit import VisionMLP, VisionShape
+from tessera.nn.vit import EncoderMLP
 from tessera.ops.attention import packed_attention
 from tessera.ops.cross_attention import packed_cross_attention
 from tessera.ops.linear import accumulate_matmul, tensor_core_padding
@@ -39,7 +39,7 @@ def test_half_products_are_added_to_single_numbers() -> None:
 @pytest.mark.parametrize("gated", [True, False])
 def test_widths_that_are_slow_are_computed_as_others(gated: bool) -> None:
     torch.manual_seed(0)
-    layer = VisionMLP(VisionShape(12, 64, 172, 1, 2, 2, "silu", gated=gated)).to("cuda", torch.bfloat16)
+    layer = EncoderMLP(64, 172, "silu", gated=gated).to("cuda", torch.bfloat16)
     x = torch.randn(96, 64, device="cuda", dtype=torch.bfloat16)
     assert tensor_core_padding(x, 172) == 20
 

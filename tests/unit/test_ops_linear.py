@@ -6,15 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from tessera.nn.vit import VisionMLP, VisionShape
+from tessera.nn.vit import EncoderMLP
 from tessera.ops.linear import accumulate_matmul, tensor_core_padding
 from tessera.runtime import device as devices
 
 
-def mlp(gated: bool, bias: bool) -> VisionMLP:
+def mlp(gated: bool, bias: bool) -> EncoderMLP:
     torch.manual_seed(0)
-    shape = VisionShape(12, 16, 44, 1, 2, 2, "silu" if gated else "gelu", gated=gated, mlp_bias=bias)
-    return VisionMLP(shape)
+    return EncoderMLP(16, 44, "silu" if gated else "gelu", bias=bias, gated=gated)
 
 
 @pytest.mark.parametrize("gated", [True, False])

@@ -13,6 +13,7 @@ and `<tool_call>`, are not control words: the tokenizer encodes them, and they d
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -57,13 +58,15 @@ class MediaWords:
     """Define the special tokens that represent an image or video.
 
     `word`: placeholder of a single token. `before` and `after`: tokens around all placeholders. `mark`: text that chat
-    templates of folders write instead, if the family's processor expands it later.
+    templates of folders write instead, if the family's processor expands it later. `label`: text before these tokens;
+    `{number}` in it counts the media of this kind in a conversation.
     """
 
     word: str
     before: str = ""
     after: str = ""
     mark: str = ""
+    label: str = ""
 
 
 _QWEN_MEDIA: Mapping[PartKind, MediaWords] = {
@@ -145,9 +148,10 @@ class ChatTemplate:
         turns = [number for number, message in enumerate(messages) if message.role in train_on]
         trained_turns = set(turns[-1:] if last_only else turns)
         before: Message | None = None
+        shown: Counter[PartKind] = Counter()
         for number, message in enumerate(messages):
             trained = number in trained_turns or message.role == PLAIN
-            content = self._content(message, trained, show or self.show, write)
+            content = self._content(message, trained, show or self.show, write, shown)
             if message.role == PLAIN:
                 spans += [*content, ChatSpan(self.end_of_text, PLAIN, True, special=True)]
                 before = message
@@ -202,7 +206,9 @@ class ChatTemplate:
         trained: bool,
         show: Callable[[Part, str], list[ChatSpan]],
         write: Callable[[Part, ChatSpan], list[ChatSpan]] | None,
+        shown: Counter[PartKind],
     ) -> list[ChatSpan]:
+        """Return the spans of a message. `shown`: counts the media of the conversation by kind."""
         spans: list[ChatSpan] = []
         parts = sorted(message.parts, key=lambda p: p.kind == "text") if self.media_first else message.parts
         for part in parts:
@@ -211,7 +217,9 @@ class ChatTemplate:
                 written = write(part, said) if part.regions and write is not None else [said]
                 spans += self._enclosed(written, message.role)
             else:  # placeholders of media are not trained
-                spans += show(part, message.role)
+                shown[part.kind] += 1
+                label = self.words_of(part).label.format(number=shown[part.kind])
+                spans += [*([ChatSpan(label, message.role)] if label else []), *show(part, message.role)]
         return spans
 
     def _text(self, text: str, role: str, trained: bool) -> list[ChatSpan]:
@@ -290,8 +298,11 @@ class ChatTemplate:
             said = _UNLESS_SYSTEM + _NO_TOOLS + " %}" + header + words + first.after + "{% endif %}"
         words = first.text_before + prompt + (JINJA_BLANK if prompt else "") + JINJA_LISTING + first.text_after
         said += _UNLESS_SYSTEM + " and tools %}" + header + words + first.after + "{% endif %}"
+        counted = [kind for kind, words in self.media.items() if words.label]
+        counts = f"{{% set shown = namespace({', '.join(f'{kind}=0' for kind in counted)}) %}}" if counted else ""
         return (
             JINJA_MACRO
+            + counts
             + self.begin
             + "{% for message in messages %}"
             + said
@@ -338,9 +349,12 @@ class ChatTemplate:
             return text
         out = ""
         for number, (kind, words) in enumerate(self.media.items()):
-            also = " or 'image_url' in part" if kind == "image" else ""
+            also = f" or '{kind}_url' in part" if kind in ("image", "audio") else ""
             word = "if" if number == 0 else "elif"
             written = words.mark or f"{words.before}{words.word}{words.after}"
+            if words.label:
+                count = f"{{% set shown.{kind} = shown.{kind} + 1 %}}"
+                written = count + words.label.format(number=f"{{{{ shown.{kind} }}}}") + written
             out += f"{{% {word} part.type == '{kind}' or '{kind}' in part{also} %}}{written}"
         if self.media_first:
             again = "{% endif %}{% endfor %}{% for part in message.content %}"

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isqrt
-from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +12,7 @@ from torch import Tensor
 
 from tessera.core.batch import Batch, Segments
 from tessera.core.spec import FULL, Training
-from tessera.models.text.costs import Measures, example_batch, text_work
+from tessera.models.text.costs import Measures, example_batch
 from tessera.models.vision.patches import block_positions
 from tessera.models.vision.processor import PATCHES
 from tessera.nn.vit import VisionShape
@@ -47,19 +45,6 @@ class VisionCosts:
             + encoder.first * 2 * patches * shape.patch_values * shape.hidden
         )
         return total
-
-
-def vision_language_work(
-    costs: Callable[[Any], VisionCosts],
-    config: Any,
-    measures: Measures,
-    training: Training = MappingProxyType({}),
-) -> dict[str, np.ndarray]:
-    """Return the FLOPs of each sample of a vision-language family, under the keys "text" and "vision"."""
-    return {
-        "text": text_work(config.text, measures, training),
-        "vision": costs(config).work(measures, training),
-    }
 
 
 def example_with_media(tokens: int, media: Mapping[str, Tensor], lengths: Sequence[int], axes: int = 1) -> Batch:

@@ -3,42 +3,24 @@
 from __future__ import annotations
 
 import functools
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from abc import abstractmethod
+from collections.abc import Iterable
 from dataclasses import replace
 from math import isqrt
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import nn
 
-from tessera.config.reader import Section
 from tessera.core.batch import Batch, Segments
-from tessera.core.model_plan import ModelPlan, PipelineUnit, StageActivation, Stream, TensorStyle
-from tessera.core.outputs import LANGUAGE_OUTPUTS
-from tessera.core.spec import Component, ModelSpec
-from tessera.models.family import load_processor
-from tessera.models.text.costs import batch_flops
-from tessera.models.text.decoder import (
-    ATTENTION,
-    BLOCKS,
-    TEXT_STREAM,
-    TextConfig,
-    build_head,
-    build_text,
-    language_weights,
-    layer_weights,
-    text_experts,
-    text_heads,
-    text_styles,
-    text_units,
-)
+from tessera.core.model_plan import PipelineUnit, StageActivation, Stream, TensorStyle
+from tessera.models.media_family import MediaFamily, Tower
+from tessera.models.text.decoder import TextConfig, language_weights, layer_weights
 from tessera.models.vision.config import GridVisionConfig
-from tessera.models.vision.costs import VisionCosts, example_with_images, vision_language_work
+from tessera.models.vision.costs import VisionCosts, example_with_images
 from tessera.models.vision.processor import PATCHES, VISION, VISION_STREAMS
-from tessera.nn.multimodal import Encoder, MultimodalModel
+from tessera.nn.multimodal import Encoder
 from tessera.nn.vit import VisionEncoder, VisionShape, blank_image
 from tessera.weights.map import Rule, WeightMap
 from tessera.weights.operations import GroupByHead, Reshape
@@ -47,19 +29,9 @@ VISION_BLOCKS = "vision.blocks.{*}"
 WEIGHT_AND_BIAS = "{weight,bias}"
 
 
-class VisionFamily(ABC):
-    """Declare a family with a vision encoder, a projector and a text decoder. Its folder sets `SPEC =
-    Family().spec()`."""
-
-    name: ClassVar[str]
-    config: ClassVar[type[Section]]  # it has the fields `text`, `vision`, `tie_word_embeddings` and `attention`
-    # Name of the processor class in the family's `processor.py`. It is imported late, because a model alone needs no
-    # tokenizer and no image library.
-    processor: ClassVar[str]
-    hf_types: ClassVar[tuple[str, ...]] = ()  # `model_type` of its folders; default: the family's name
-    # For folders in other formats than Hugging Face's: weight maps by format, readers of config.json by `model_type`.
-    other_weights: ClassVar[Mapping[str, Callable[[Any], WeightMap]]] = {}
-    originals: ClassVar[Mapping[str, Callable[[Path, Mapping[str, Any]], dict[str, Any]]]] = {}
+class VisionFamily(MediaFamily):
+    """Declare a family with a vision encoder, a projector and a text decoder. Its configuration has the field
+    `vision`."""
 
     # ------------------------------------------------------------------------------------------ what a family states
 
@@ -68,16 +40,6 @@ class VisionFamily(ABC):
 
     @abstractmethod
     def projector(self, config: Any, shape: VisionShape) -> nn.Module: ...
-
-    @abstractmethod
-    def weights(self, config: Any) -> WeightMap:
-        """Return the weight map of Hugging Face folders."""
-        ...
-
-    @abstractmethod
-    def example(self, config: Any, tokens: int) -> Batch:
-        """Return a batch of `tokens` tokens with images (see `ModelSpec.example`)."""
-        ...
 
     def tokens_of_patches(self, config: Any) -> tuple[int, int]:
         """Return how many patches (class token included) a block, tile or image has, and how many tokens they
@@ -95,41 +57,7 @@ class VisionFamily(ABC):
         """Return the usual number of patches per token, for the costs of pipeline stages."""
         return int(config.vision.spatial_merge_size**2)
 
-    def styles(self, config: Any) -> dict[str, TensorStyle]:
-        """Return tensor-parallel styles that differ from the defaults."""
-        return {}
-
     # ------------------------------------------------------------------------------------------ what follows
-
-    def spec(self, presets: Mapping[str, Mapping[str, Any]]) -> ModelSpec:
-        weights = {"hf": self.weights, **self.other_weights}
-        work = functools.partial(vision_language_work, self.costs)
-        return ModelSpec(
-            name=self.name,
-            config=self.config,
-            main=Component(self.build, self.plan, weights),
-            flops=functools.partial(batch_flops, work, VISION_STREAMS),
-            work=work,
-            example=self.example,
-            presets=presets,
-            processor=functools.partial(load_processor, self.name, self.processor),
-            task="language",
-            outputs=LANGUAGE_OUTPUTS,
-            hf_types=self.hf_types or (self.name,),
-            originals=self.originals,
-        )
-
-    def build(self, config: Any) -> MultimodalModel:
-        vision, text = VisionEncoder(self.shape(config)), build_text(config.text, config.attention)
-        shape = vision.shape
-        encoder = Encoder(
-            vision_stream(shape),
-            width=text.shape.hidden * (1 + len(shape.deepstack_blocks)),
-            initial={} if shape.layer_scale is None else {"_scale.weight": shape.layer_scale},
-        )
-        modules = {VISION: vision, "projector": self.projector(config, shape)}
-        head = build_head(text, config.tie_word_embeddings)
-        return MultimodalModel([encoder], modules, text, head, config.text.initializer_range)
 
     def costs(self, config: Any) -> VisionCosts:
         """Return the sizes that determine the FLOPs of encoder and projector."""
@@ -137,25 +65,30 @@ class VisionFamily(ABC):
         linear = sum(parameter.numel() for parameter in parameters if parameter.dim() == 2)
         return VisionCosts(self.shape(config), linear, *self.tokens_of_patches(config))
 
-    def plan(self, config: Any) -> ModelPlan:
-        text, tied = config.text, config.tie_word_embeddings
+    def towers(self, config: Any) -> dict[str, Tower]:
         costs, most = self.costs(config), self.most_patches(config)
         shape = costs.shape
+        stream = vision_stream(shape, most or 1)
+        encoder = Encoder(
+            stream,
+            width=config.text.hidden_size * (1 + len(shape.deepstack_blocks)),
+            initial={} if shape.layer_scale is None else {"_scale.weight": shape.layer_scale},
+        )
         used = VISION_BLOCKS if shape.num_blocks_used is None else f"vision.blocks.{{0-{shape.num_blocks_used - 1}}}"
         output = None if most is None else StageActivation(most, shape.width)
         projector = {f"projector.{name}": _projector_style(name) for name in _projector_parameters(self, config)}
-        return ModelPlan(
-            blocks=(used, BLOCKS),
-            tensor={**text_styles(text, tied), **vision_styles(shape), **projector, **self.styles(config)},
-            units=_units(text, costs, used, output, self.usual_patches(config)),
-            streams={VISION: vision_stream(shape, most or 1), "text": TEXT_STREAM},
-            experts=text_experts(text),
-            # Modules used outside of their blocks: the loss reads the head, and a tied head reads the embedding.
-            fsdp_root=("text.embed", "head"),
-            attention=(f"{used}.attn.core", ATTENTION),
-            heads={f"{VISION_BLOCKS}.attn.qkv": shape.heads, **text_heads(text)},
-            tied={"head": "text.embed"} if tied else {},
+        vision = Tower(
+            media=replace(VISION_STREAMS[VISION], stream=stream),
+            encoder=encoder,
+            build=lambda: {VISION: VisionEncoder(shape), "projector": self.projector(config, shape)},
+            blocks=used,
+            heads={f"{VISION_BLOCKS}.attn.qkv": shape.heads},
+            styles={**vision_styles(shape), **projector},
+            units=_units(config.text, costs, used, output, self.usual_patches(config)),
+            work=costs.work,
+            text_layers=len(shape.deepstack_blocks),
         )
+        return {VISION: vision, **super().towers(config)}
 
 
 class GridFamily(VisionFamily):
@@ -282,7 +215,7 @@ def _kinds(bias: bool) -> str:
 def _units(
     text: TextConfig, costs: VisionCosts, used: str, output: StageActivation | None, patches: int
 ) -> tuple[PipelineUnit, ...]:
-    """Return the pipeline units: the modules that can be put on different stages, in order.
+    """Return the pipeline units of the encoder: the modules that can be put on different stages, in order.
 
     The cost of a unit is the number of multiplications per visual token, divided by that of a text layer.
     """
@@ -296,7 +229,6 @@ def _units(
         PipelineUnit(used, patches * shape.block_weights / layer, VISION, output),
         *(PipelineUnit(f"vision.{name}", 0.0) for name in last),
         PipelineUnit("projector", patches / shape.merge**2 * costs.projector_weights / layer),
-        *text_units(text, whole=len(shape.deepstack_blocks)),
     )
 
 

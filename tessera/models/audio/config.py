@@ -1,0 +1,66 @@
+"""Configurations of audio encoders, and their form in the `audio_config` of config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from tessera.config.reader import Section
+from tessera.models.text.hf import Check, check_supported
+
+_NO_DROPOUT = ("dropout", "attention_dropout", "activation_dropout", "encoder_layerdrop")
+
+
+class AudioConfig(Section):
+    """Configure the blocks of an audio encoder, under the names of transformers."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {}  # defaults of transformers that differ from the defaults of a recipe
+    fixed: ClassVar[Mapping[str, Any]] = {}  # further fields that are written
+
+    num_mel_bins: int = Field(128, gt=0, le=1024)
+    encoder_layers: int = Field(32, gt=0, le=10**4)
+    encoder_attention_heads: int = Field(20, gt=0, le=10**8)
+    encoder_ffn_dim: int = Field(5120, gt=0, le=10**8)
+    d_model: int = Field(1280, ge=4, le=10**8)
+    activation_function: Literal["gelu", "gelu_pytorch_tanh", "quick_gelu", "silu"] = "gelu"
+
+    @model_validator(mode="after")
+    def _fits_heads(self) -> Self:
+        if self.d_model % self.encoder_attention_heads or self.d_model % 2:
+            raise ValueError(
+                f"d_model {self.d_model} must be even and a multiple of {self.encoder_attention_heads} heads"
+            )
+        return self
+
+    @classmethod
+    def read(cls, audio: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """Return the fields of this class from the `audio_config` of a config.json."""
+        checks: list[Check] = [(f"audio_config.{name}", audio.get(name) or 0.0, (0.0,)) for name in _NO_DROPOUT]
+        check_supported(checks, where)
+        present = {name: audio[name] for name in cls.model_fields if audio.get(name) is not None}
+        return {**cls.defaults, **present}
+
+    def write(self, model_type: str, initializer_range: float) -> dict[str, Any]:
+        """Return the `audio_config` of a config.json."""
+        dropouts = dict.fromkeys(_NO_DROPOUT, 0.0)
+        return {
+            "model_type": model_type,
+            **self.model_dump(mode="json"),
+            **dropouts,
+            "scale_embedding": False,
+            "initializer_range": initializer_range,
+            **self.fixed,
+        }
+
+
+class WhisperAudioConfig(AudioConfig):
+    """Configure an encoder with stored position embeddings, one for each element of its longest clip."""
+
+    max_source_positions: int = Field(1500, gt=0, le=10**6)
+
+    @property
+    def frames(self) -> int:
+        """Return the number of mel frames of the longest clip."""
+        return 2 * self.max_source_positions

@@ -1,0 +1,173 @@
+"""The audio stream of a batch, how clips are cut into elements, and the base class of processors that do it."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from tessera.config.reader import build
+from tessera.core.model_plan import Stream
+from tessera.core.sample import MediaSize, PartKind
+from tessera.data.media.audio import AudioSampling
+from tessera.data.media.read import MediaSampling
+from tessera.errors import TesseraError
+from tessera.models.audio.features import LogMel, cut_windows
+from tessera.models.files.side_files import BOTH_FILE, IMAGE_FILE
+from tessera.models.processing.chat import ChatTemplate
+from tessera.models.processing.conversation import (
+    ConversationProcessor,
+    TextOptions,
+    check_special_tokens,
+    with_system,
+)
+from tessera.models.processing.streams import MediaLayout, MediaStream, MediaStreams
+from tessera.models.processing.tokenizer import ChatEncoder, load_tokenizer
+from tessera.models.vision.preprocessor_files import read_json, write_json
+
+AUDIO = "audio"
+# Tensors of the elements in a batch. `audio_stream` adds the encoder's width and blank input.
+MEL = Stream(
+    tensors=("mel", "mel_positions"),
+    segments=AUDIO,
+    module=AUDIO,
+    projector="audio_projector",
+    slots="audio_slots",
+)
+AUDIO_STREAMS: MediaStreams = {AUDIO: MediaStream(MEL, (AUDIO,), "audio_frames", "audio_pairs")}
+
+
+@dataclass(frozen=True)
+class ClipCutter:
+    """Turn clips into the elements of an audio encoder. The convolutions see a chunk at once, attention a window."""
+
+    mel: LogMel
+    stride: int  # see `AudioShape`
+    reach: int
+    pool: int = 1  # elements that become one token
+    chunk: int = 3000  # mel frames of a chunk
+    window: int = 1  # chunks of an attention window
+    # Whether the last chunk of a clip is as long as the others; its further frames are read, but they are no elements.
+    fills: bool = True
+    silence: bool = True  # the sound is followed by silence up to the longest clip; else by frames of zeros
+    least: int = 0  # samples; shorter clips are filled up with silence
+
+    @property
+    def max_seconds(self) -> float:
+        """Return the length of the longest clip that the model takes."""
+        return float(self.mel.seconds) if self.silence else AudioSampling.max_seconds
+
+    def frames(self, samples: int) -> int:
+        """Return the number of mel frames of a clip."""
+        samples = max(samples, self.least)
+        return self.mel.frames(samples) if self.silence else samples // self.mel.hop
+
+    def layout(self, samples: int) -> MediaLayout:
+        if samples > self.max_seconds * self.mel.rate:
+            raise TesseraError(
+                f"the audio lasts {samples / self.mel.rate:.0f} s, and this model takes {self.max_seconds:g} s",
+                fix="cut the recording into shorter clips",
+                code="media.audio-too-long",
+            )
+        counts = [-(-frames // self.stride) for frames in self._chunks(samples)]
+        tokens = sum(counts) // self.pool
+        if not tokens:
+            raise TesseraError(
+                f"the audio has {samples} samples, which is too short for one token of this model",
+                fix="remove such samples",
+                code="media.audio-too-short",
+            )
+        return MediaLayout(
+            (tokens,),
+            tuple(sum(counts[at : at + self.window]) for at in range(0, len(counts), self.window)),
+            # The last element of an odd number is attended to, but it becomes no token.
+            selected=np.arange(tokens * self.pool) if self.pool > 1 else None,
+        )
+
+    def elements(self, sound: np.ndarray) -> dict[str, np.ndarray]:
+        chunks = self._chunks(len(sound))
+        padded = np.pad(sound, (0, max(0, self.least - len(sound))))
+        if self.silence:
+            total = self.mel.longest // self.mel.hop
+            read = sum(chunks) + self.reach if self.fills else sum(chunks)
+            mel = self.mel(padded, self.mel.longest, min(total, read))
+        else:
+            mel = self.mel(padded)
+        parts = [
+            cut_windows(
+                mel[self.chunk * number :][: self.chunk if self.fills else frames],
+                -(-frames // self.stride),
+                self.chunk if self.fills else frames,
+                self.stride,
+                self.reach,
+            )
+            for number, frames in enumerate(chunks)
+        ]
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+    def _chunks(self, samples: int) -> list[int]:
+        """Return the number of mel frames of each chunk."""
+        frames = self.frames(samples)
+        return [min(self.chunk, frames - start) for start in range(0, frames, self.chunk)]
+
+
+@dataclass(frozen=True, eq=False)
+class AudioProcessor(ConversationProcessor):
+    """Turn conversations with recordings into batches."""
+
+    axes: ClassVar[int] = 1
+    streams: ClassVar[MediaStreams] = AUDIO_STREAMS
+    chat: ClassVar[ChatTemplate]
+    processor_class: ClassVar[str]  # names in preprocessor_config.json
+    extractor_class: ClassVar[str] = "WhisperFeatureExtractor"
+
+    clips: ClipCutter
+
+    @classmethod
+    @abstractmethod
+    def cutter(cls, config: Any, data: Mapping[str, Any], where: str) -> ClipCutter:
+        """Return how clips are cut. `data`: content of preprocessor_config.json; empty if there is none."""
+        ...
+
+    @classmethod
+    def load(cls, config: Any, folder: Path, **options: Any) -> Self:
+        """Load the processor from a folder with tokenizer.json; preprocessor files are optional."""
+        folder = Path(folder)
+        chosen = build(TextOptions, options, "data.processor")
+        template = with_system(cls.chat, chosen, folder)
+        encoder = ChatEncoder(load_tokenizer(folder))
+        check_special_tokens(encoder, template, config.special_token_ids, config.text.vocab_size, folder)
+        clips = cls.cutter(config, read_extractor(folder), str(folder / IMAGE_FILE))
+        bins = config.audio.num_mel_bins
+        if clips.mel.bins != bins:
+            raise TesseraError(
+                f"the folder's features have {clips.mel.bins} mel bins, and the model's encoder reads {bins}",
+                where=str(folder / IMAGE_FILE),
+                fix=f"set feature_size to {bins}, or num_mel_bins of the model to {clips.mel.bins}",
+                code="media.audio-features-differ",
+            )
+        sampling = MediaSampling(audio=AudioSampling(clips.mel.rate, clips.max_seconds))
+        return cls(encoder, template, sampling, chosen.train_on, False, clips)
+
+    def fingerprint_fields(self) -> list[Any]:
+        return [asdict(self.clips)]
+
+    def layout(self, kind: PartKind, size: MediaSize) -> MediaLayout:
+        return self.clips.layout(size.samples)
+
+    def elements(self, kind: PartKind, media: Any, layout: MediaLayout) -> dict[str, np.ndarray]:
+        return self.clips.elements(np.asarray(media))
+
+    def save_preprocessor(self, folder: Path) -> None:
+        data = {"processor_class": self.processor_class, **self.clips.mel.write(self.extractor_class)}
+        write_json(folder / IMAGE_FILE, data)
+
+
+def read_extractor(folder: Path) -> dict[str, Any]:
+    """Return the settings of the feature extractor of a folder, from its own file or from processor_config.json."""
+    nested = read_json(folder / BOTH_FILE).get("feature_extractor")
+    return read_json(folder / IMAGE_FILE) or (nested if isinstance(nested, dict) else {})

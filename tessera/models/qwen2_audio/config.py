@@ -1,0 +1,69 @@
+"""The configuration of Qwen2-Audio, and its form in the config.json of Hugging Face folders."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from pydantic import Field, model_validator
+
+from tessera.config.reader import Section, build
+from tessera.models.audio.config import WhisperAudioConfig
+from tessera.models.text.decoder import TextConfig
+from tessera.models.text.hf import LANGUAGE_FORMATS, check_model_type, check_supported, language_format
+from tessera.ops.attention import AttentionBackend
+
+MODEL_TYPE, TOWER_TYPE = "qwen2_audio", "qwen2_audio_encoder"
+
+
+class Qwen2AudioConfig(Section):
+    tie_word_embeddings: ClassVar[bool] = False  # transformers' class has a head of its own
+
+    text: TextConfig
+    audio: WhisperAudioConfig = Field(default_factory=lambda: WhisperAudioConfig.model_validate({}))
+    audio_token_id: int = Field(151646, ge=0)
+    attention: AttentionBackend = Field("auto", description="implementation of attention")
+
+    @model_validator(mode="after")
+    def _fits(self) -> Qwen2AudioConfig:
+        if self.audio_token_id >= self.text.vocab_size:
+            raise ValueError(
+                f"audio_token_id {self.audio_token_id} is outside the vocabulary of {self.text.vocab_size}"
+            )
+        return self
+
+    @property
+    def special_token_ids(self) -> dict[str, int]:
+        return {"<|AUDIO|>": self.audio_token_id}
+
+    @classmethod
+    def from_hf(cls, data: Mapping[str, Any]) -> Qwen2AudioConfig:
+        kind = str(data.get("model_type"))
+        check_model_type(kind, (MODEL_TYPE,))
+        where = f"config.json ({kind})"
+        text, audio = dict(data.get("text_config") or {}), dict(data.get("audio_config") or {})
+        text_type = str(text.get("model_type", "qwen2"))
+        check_supported(
+            [
+                ("text_config.model_type", text_type, tuple(LANGUAGE_FORMATS)),
+                ("audio_config.model_type", audio.get("model_type", TOWER_TYPE), (TOWER_TYPE,)),
+            ],
+            where,
+        )
+        token = data.get("audio_token_index", data.get("audio_token_id"))
+        fields = {
+            "text": LANGUAGE_FORMATS[text_type].read(text, f"{where}: text_config"),
+            "audio": WhisperAudioConfig.read(audio, where),
+            **({} if token is None else {"audio_token_id": token}),
+        }
+        return build(cls, fields, where)
+
+    def to_hf(self) -> dict[str, Any]:
+        """Return the config.json that transformers 5 writes and reads."""
+        return {
+            "architectures": ["Qwen2AudioForConditionalGeneration"],
+            "model_type": MODEL_TYPE,
+            "audio_token_index": self.audio_token_id,
+            "text_config": {**language_format(self.text, "qwen2").write(self.text), "tie_word_embeddings": False},
+            "audio_config": self.audio.write(TOWER_TYPE, self.text.initializer_range),
+        }
