@@ -51,7 +51,7 @@ class AudioSamples:
         full = _FULL_SCALE.get(array.dtype)
         usable = array.ndim in (1, 2) and array.size > 0 and (full or array.dtype.kind == "f")
         sound = array.astype(np.float32) / (full or 1) if usable else np.empty(0)
-        if not usable or not np.isfinite(sound).all() or type(self.rate) is not int:
+        if not usable or not np.isfinite(sound).all() or type(self.rate) is not int or self.rate < 1:
             raise TesseraError(
                 f"audio samples must be finite floats or 16 or 32 bit integers, with their rate, not {array.dtype} "
                 f"{array.shape} at {self.rate!r:.20}",
