@@ -40,6 +40,13 @@ def probe(source: Opened, limits: Limits, sampling: AudioSampling, clip: AudioCl
         return MediaSize(0, 0, 0, samples=_sample_count(held, source.name, sampling, clip))
 
 
+def stored_rate(source: Opened, limits: Limits) -> int:
+    """Return the samples per second of a recording from its header."""
+    with container(source, "audio", limits) as held:
+        rate = _rate(_stream(held, source.name))
+    return _checked_rate(rate, source.name)
+
+
 def decode(
     source: Opened, limits: Limits, sampling: AudioSampling, clip: AudioClip | None = None
 ) -> tuple[np.ndarray, MediaSize]:
@@ -114,7 +121,7 @@ def _stream(held: Any, name: str) -> Any:
 def _sample_count(held: Any, name: str, sampling: AudioSampling, clip: AudioClip | None) -> int:
     stream = _stream(held, name)
     with refusing("unreadable audio", name):
-        rate = int(stream.codec_context.sample_rate) if stream.codec_context is not None else 0
+        rate = _rate(stream)
         guessed = bool(_GUESSED & set(held.format.name.split(",")))
         seconds = 0.0 if guessed else _stated_seconds(held, stream)
         if seconds <= 0 and clip is None and stream.time_base:
@@ -136,6 +143,16 @@ def _sample_count(held: Any, name: str, sampling: AudioSampling, clip: AudioClip
     return _checked_count(clip.end - clip.start, rate, name, sampling)
 
 
+def _rate(stream: Any) -> int:
+    return int(stream.codec_context.sample_rate) if stream.codec_context is not None else 0
+
+
+def _checked_rate(rate: int, name: str) -> int:
+    if rate not in _RATES:
+        raise refused("unreadable audio", name, f"{rate} samples per second")
+    return rate
+
+
 def _stated_seconds(held: Any, stream: Any) -> float:
     """Return the length in the header; 0 if there is none."""
     if stream.duration and stream.time_base:
@@ -145,8 +162,9 @@ def _stated_seconds(held: Any, stream: Any) -> float:
 
 def _checked_count(seconds: float, rate: int, name: str, sampling: AudioSampling) -> int:
     """Return how many samples a recording has after resampling. Raise if it is too long, or has none."""
-    if rate not in _RATES or seconds <= 0:
-        raise refused("unreadable audio", name, f"{seconds:.2f} s at {rate} samples per second")
+    _checked_rate(rate, name)
+    if seconds <= 0:
+        raise refused("unreadable audio", name, f"{seconds:.2f} s")
     if seconds > sampling.max_seconds:
         raise TesseraError(
             f"audio is too long: {name} lasts {seconds:.0f} s or more, the limit is {sampling.max_seconds:g} s",

@@ -173,6 +173,13 @@ def _decode(
         return video.decode(source, limits, sampling, wanted)
 
 
+def audio_rate(part: Part, root: Path, limits: Limits) -> int:
+    """Return the samples per second that a recording is stored with."""
+    value = part.value.value if isinstance(part.value, AudioClip) else part.value
+    with opened(value, root, part.kind, limits.urls) as source:
+        return audio.stored_rate(source, limits)
+
+
 def _audio_of(sampling: VideoSampling) -> AudioSampling:
     if not isinstance(sampling, MediaSampling):
         raise TesseraError(

@@ -117,6 +117,23 @@ KINDS: dict[str, Kind] = {
         "warning", "Same conversation more than once", "remove the copies, or set a weight of the data set instead"
     ),
     "one-answer": Kind("warning", "One answer for many questions", "check the export of the answers"),
+    "silent": Kind("warning", "Silent recordings", "remove them, unless silence is what they teach"),
+    "clipped": Kind("warning", "Clipped recordings", "record or export them at a lower volume"),
+    "long-transcript": Kind(
+        "warning",
+        "Texts that are much too long for their recordings",
+        "check that the text and the part of the recording belong together",
+    ),
+    "short-transcript": Kind(
+        "warning",
+        "Texts that are much too short for their recordings",
+        "check that the recording is cut where its text ends",
+    ),
+    "narrow-band": Kind(
+        "note",
+        "Recordings without the upper half of their frequencies",
+        "use the originals if there are any: these were stored or sent at a lower rate",
+    ),
     "enlarged": Kind(
         "note", "Images enlarged to min_pixels", "lower min_pixels: enlarged images cost tokens and add nothing"
     ),
@@ -139,6 +156,9 @@ SAMPLE_KINDS = (
     "box-outside",
     "box-unit",
     "box-swapped",
+    "silent",
+    "clipped",
+    "narrow-band",
 )
 
 # Kind of finding -> codes of the errors that make a record unusable. `ExaminedSet.kind_of_bad` decides other codes.
