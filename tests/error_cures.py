@@ -53,7 +53,7 @@ _CODES_BY_CURE = {
     "write one <image>, <video> or <audio> for each file that the row lists, and name the column of the files": """
         data.placeholder-count data.media-column-unknown""",
     "add what the message names to the row, or remove the row": """
-        data.no-answer data.no-caption data.no-media data.no-question data.no-rejected-answer data.no-role
+        data.no-answer data.no-audio data.no-caption data.no-media data.no-question data.no-rejected-answer data.no-role
         data.no-text data.no-text-file data.no-turns data.empty-caption data.empty-turn data.nothing-trained""",
     "use a known role, or name yours under `columns` of the data set": "data.unknown-speaker",
     "write the row as docs/reference/data-sets.md shows for its format": """
@@ -205,6 +205,7 @@ CURES = {code: cure for cure, codes in _CODES_BY_CURE.items() for code in codes.
 
 # code: cause, where the source has no words for it
 CAUSES = {
+    "data.damaged-transcripts": "a line of a file with texts of recordings is too long, or there are too many lines",
     "data.damaged-media": "an image, a video or a recording of a sample cannot be decoded",
     "data.processor-refuses": "the processor of transformers raised an error for this sample",
     "environment.affinity-invalid": "an entry of the variable for CPU affinity is not valid",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 HELP = {
     "/image PATH": "add an image to the next question",
     "/video PATH": "add a video to the next question",
+    "/audio PATH": "add a recording to the next question; a.wav#t=3,7.5 is a part of it",
     "/system TEXT": "set the system message; without a text, remove it",
     "/undo": "remove the last question and its answer",
     "/clear": "remove all questions and answers",
@@ -78,6 +79,7 @@ class Terminal:
     chat: Chat
     images: list[Path] = field(default_factory=list)  # sent with the next question
     videos: list[Path] = field(default_factory=list)
+    audios: list[Path] = field(default_factory=list)
 
     def run(self) -> None:
         """Answer questions until the input ends."""
@@ -103,8 +105,8 @@ class Terminal:
                 typer.echo(str(error), err=True)  # the conversation goes on after a mistake
 
     def _prompt(self) -> str:
-        count = len(self.images) + len(self.videos)
-        return f"({count} shown) > " if count else "> "
+        count = len(self.images) + len(self.videos) + len(self.audios)
+        return f"({count} added) > " if count else "> "
 
     def _take(self, line: str) -> None:
         if not line:
@@ -114,28 +116,31 @@ class Terminal:
             self._command(word, rest.strip())
             return
         try:
-            self.chat.ask(line, images=self.images, videos=self.videos, on_text=lambda text: typer.echo(text, nl=False))
+            media = {"images": self.images, "videos": self.videos, "audios": self.audios}
+            self.chat.ask(line, **media, on_text=lambda text: typer.echo(text, nl=False))
         except KeyboardInterrupt:
             typer.echo("\n(stopped; the question was removed)", err=True)
             return
         typer.echo("")
-        self.images, self.videos = [], []
+        self._forget_media()
 
     def _command(self, word: str, rest: str) -> None:
-        if word in ("/image", "/video"):
+        media = {"/image": self.images, "/video": self.videos, "/audio": self.audios}
+        if word in media:
             path = Path(rest.strip("'\"")).expanduser()
-            if not rest or not path.is_file():
+            file = Path(str(path).partition("#t=")[0]) if word == "/audio" else path
+            if not rest or not file.is_file():
                 raise TesseraError(
                     f"no such file: {rest or '(no path)'}", where=word, fix=f"{word} PATH", code="media.file-missing"
                 )
-            (self.images if word == "/image" else self.videos).append(path)
+            media[word].append(path)
         elif word == "/system":
             self.chat.system = rest or None
         elif word == "/undo":
             typer.echo("removed the last turn" if self.chat.undo() else "there is no turn to remove", err=True)
         elif word == "/clear":
             self.chat.clear()
-            self.images, self.videos = [], []
+            self._forget_media()
         elif word == "/save":
             self._save(rest)
         elif word == "/help":
@@ -149,6 +154,10 @@ class Terminal:
                 nearest=nearest(word, _WORDS),
                 code="generation.unknown-chat-command",
             )
+
+    def _forget_media(self) -> None:
+        for paths in (self.images, self.videos, self.audios):
+            paths.clear()
 
     def _save(self, name: str) -> None:
         if not name.endswith(".jsonl"):

@@ -32,7 +32,7 @@ Images = Annotated[
 
 # Argument names of this command: SHARED for all models, the others for one kind of model each.
 SHARED = ("model", "question", "image", "seed", "device", "trust", "family", "adapter", "strength")
-ANSWERS = ("video", "system", "max_new_tokens", "temperature", "top_k", "top_p")
+ANSWERS = ("video", "audio", "system", "max_new_tokens", "temperature", "top_k", "top_p")
 BATCH = (  # for the rows of --data
     *("model", "data", "out", "root", "overwrite", "nproc", "seed", "device", "trust", "family", "adapter", "strength"),
     *("system", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"),
@@ -58,6 +58,9 @@ def generate(
     adapter: AdapterOption = None,
     strength: StrengthOption = None,
     video: Annotated[list[Path] | None, typer.Option("--video", help="text: video to ask about")] = None,
+    audio: Annotated[
+        list[Path] | None, typer.Option("--audio", help="text: recording to ask about; a.wav#t=3,7.5 is a part of it")
+    ] = None,
     system: Annotated[str | None, typer.Option("--system", help="text: system prompt")] = None,
     max_new_tokens: Annotated[int | None, typer.Option("--max-new-tokens", help="text: 256 by default")] = None,
     temperature: Annotated[
@@ -257,13 +260,14 @@ def _answer(options: Mapping[str, Any], adapters: Mapping[Path, float]) -> None:
         options["question"],
         images=options.get("image", []),
         videos=options.get("video", []),
+        audios=options.get("audio", []),
         device=options["device"],
         trust=options.get("trust", False),
         family=options.get("family"),
         on_text=lambda text: typer.echo(text, nl=False),
         seed=options["seed"],
         adapters=adapters,
-        **{name: options[name] for name in ANSWERS if name in options and name != "video"},
+        **{name: options[name] for name in ANSWERS if name in options and name not in ("video", "audio")},
     )
     typer.echo()
 

@@ -20,6 +20,7 @@ RecordFormat = Literal[
     "query_response",
     "question_answer",
     "text",
+    "transcript",
     "preference",
     "unpaired_preference",
     "generation",
@@ -38,6 +39,9 @@ class SourceSection(Section):
     format: Literal["auto"] | RecordFormat = Field("auto", description="format of the records")
     columns: dict[str, str] = Field(
         default_factory=dict, description="standard name of a key or tag -> its name in these rows"
+    )
+    instruction: str | None = Field(
+        None, description="text of the user behind each recording, such as `Transcribe.`; for format: transcript"
     )
     weight: float | None = Field(
         None, ge=1e-9, le=1e9, description="relative number of samples from this set; for all sets or none"

@@ -14,6 +14,7 @@ from tessera.batch.answer import count_missing
 from tessera.batch.output import PartFile
 from tessera.batch.rows import error_row
 from tessera.core.sample import Sample
+from tessera.data.media.clips import AudioClip
 from tessera.data.media.files import ArchiveMember, opened, size_of
 from tessera.data.sources.container import RecordError
 from tessera.engine.request import Answer, Sampling
@@ -133,10 +134,11 @@ def media_row(sample: Sample, root: Path) -> Row:
     """Return a hash of the files of media of a question. The hash of its table does not contain them."""
     content, count = hashlib.sha256(), 0
     for part in sample.media():
-        if isinstance(part.value, (str, ArchiveMember)):
+        value = part.value.value if isinstance(part.value, AudioClip) else part.value
+        if isinstance(value, (str, ArchiveMember)):
             count += 1
             try:
-                with opened(part.value, root, part.kind) as media:
+                with opened(value, root, part.kind) as media:
                     hash_blocks(content, media.file, size_of(media.file))
             except TesseraError as error:  # a folder of frames, or a URL
                 content.update(str(error.code).encode())

@@ -56,15 +56,18 @@ class Chat:
         *,
         images: Sequence[Any] = (),
         videos: Sequence[Any] = (),
+        audios: Sequence[Any] = (),
         on_text: Callable[[str], None] | None = None,
     ) -> str:
         """Ask the next question and return the answer. `on_text` is called with each new part of the answer.
 
-        Images are paths, PIL images or bytes; videos are paths, bytes or arrays of frames. If generation fails or is
-        interrupted, the conversation is unchanged.
+        Images are paths, PIL images or bytes; videos are paths, bytes or arrays of frames; audios are paths, which may
+        name a part as in talk.flac#t=12.5,17.25, bytes, or {"array": samples, "sampling_rate": 16000}. If generation
+        fails or is interrupted, the conversation is unchanged.
         """
         media = [{"type": "image", "image": image} for image in images]
         media += [{"type": "video", "video": video} for video in videos]
+        media += [{"type": "audio", "audio": audio} for audio in audios]
         question = {"role": "user", "content": [*media, {"type": "text", "text": text}] if media else text}
         batch = self.processor([*self.messages, question])
         answer = self.model.generate(batch, self.max_new_tokens, on_text=on_text, turns=self.engine, **self.sampling)

@@ -330,6 +330,7 @@ def generate(
     *,
     images: Sequence[str | Path] = (),
     videos: Sequence[str | Path] = (),
+    audios: Sequence[str | Path] = (),
     system: str | None = None,
     max_new_tokens: int = 256,
     adapters: AdapterPaths | None = None,
@@ -348,7 +349,7 @@ def generate(
     loaded, processor = load(model, device=device, adapters=adapters, family=family, trust=trust)
     loaded.freeze()
     conversation = Chat(loaded, processor, system, max_new_tokens, sampling)
-    return conversation.ask(question, images=images, videos=videos, on_text=on_text)
+    return conversation.ask(question, images=images, videos=videos, audios=audios, on_text=on_text)
 
 
 def _over_ranks(

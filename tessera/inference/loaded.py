@@ -191,19 +191,20 @@ class LoadedModel(nn.Module):
         *,
         images: Sequence[Any] = (),
         videos: Sequence[Any] = (),
+        audios: Sequence[Any] = (),
         system: str | None = None,
         max_new_tokens: int = 512,
         on_text: Callable[[str], None] | None = None,
         **sampling: Any,
     ) -> str:
-        """Answer one question, with or without images: `model.chat("What is this?", "cat.jpg")`.
+        """Answer one question, with or without media: `model.chat("What is this?", "cat.jpg")`.
 
         `sampling`: temperature, top_k, top_p, seed, as in `generate`. See `tessera.chat` for several questions.
         """
         processor = LoadedProcessor(self._processor, self.spec, self._limits)
         all_images = [*([] if image is None else [image]), *images]
         conversation = Chat(self, processor, system, max_new_tokens, sampling)
-        return conversation.ask(text, images=all_images, videos=videos, on_text=on_text)
+        return conversation.ask(text, images=all_images, videos=videos, audios=audios, on_text=on_text)
 
     def save(
         self,
@@ -268,8 +269,8 @@ class LoadedProcessor:
     def __call__(self, messages: Sequence[Any], root: str | Path | None = None) -> Batch:
         """Return a batch for one conversation or several. A conversation is a list of {role, content}.
 
-        Images are paths, PIL images or bytes; videos are paths, bytes or arrays of frames. Relative paths are
-        relative to `root`; None: to the working folder.
+        Images are paths, PIL images or bytes; videos are paths, bytes or arrays of frames; audios are paths, bytes or
+        {"array": samples, "sampling_rate": 16000}. Relative paths are relative to `root`; None: to the working folder.
         """
         base = Path.cwd() if root is None else Path(root)
         samples = [sample_of(talk, str(number), base) for number, talk in enumerate(conversations(messages))]

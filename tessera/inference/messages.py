@@ -6,6 +6,7 @@ A path may point anywhere on this machine. The content of a file is untrusted.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 from PIL import Image
 
 from tessera.core.sample import Message, Part, PartKind, Sample
+from tessera.data.media.clips import AudioClip, AudioSamples, clip_of
 from tessera.data.media.data_urls import decode_data_url, is_data_url
 from tessera.data.media.files import resolve
 from tessera.data.sources.fields import ROLES
@@ -26,11 +28,12 @@ _KINDS: Mapping[str, PartKind] = {
     "video_url": "video",
     "audio": "audio",
     "audio_url": "audio",
+    "input_audio": "audio",
 }
 _DECODED: Mapping[str, tuple[type, str]] = {
     "image": (Image.Image, "a PIL image"),
     "video": (np.ndarray, "frames as a numpy array"),
-    "audio": (np.ndarray, "samples as a numpy array"),
+    "audio": (np.ndarray, 'samples as {"array": ..., "sampling_rate": ...}'),
 }
 
 
@@ -92,6 +95,8 @@ def _part(part: Any, where: str, base: Path) -> Part:
             code="generation.unknown-part",
         )
     value = next((part[key] for key in (word, kind, "path", "url") if key in part), None)
+    if kind == "audio" and isinstance(value, Mapping):
+        value = _audio(value, where)
     if isinstance(value, Mapping):  # the form {"image_url": {"url": ...}} of OpenAI
         value = value.get("url")
     if value is None:
@@ -108,9 +113,25 @@ def _part(part: Any, where: str, base: Path) -> Part:
     return Part(kind, value if kind == "text" else _media(kind, value, where, base))
 
 
+def _audio(value: Mapping[str, Any], where: str) -> Any:
+    """Return the audio of {"array", "sampling_rate"}, and of {"data", "format"} of OpenAI, as a recording or a URL."""
+    if "array" in value:
+        return AudioSamples(value["array"], value.get("sampling_rate", 0))
+    data, suffix = value.get("data"), value.get("format")
+    if data is None:
+        return value
+    if not isinstance(data, str) or not isinstance(suffix, str) or not suffix.isalnum():
+        raise TesseraError(
+            'input_audio must be {"data": ..., "format": "wav"}, with base64 as data',
+            where=where,
+            code="generation.bad-messages",
+        )
+    return f"data:audio/{suffix};base64,{data}"
+
+
 def _media(kind: PartKind, value: Any, where: str, base: Path) -> Any:
     decoded, its_name = _DECODED[kind]
-    if isinstance(value, (decoded, bytes, bytearray)):
+    if isinstance(value, (decoded, bytes, bytearray, AudioSamples)):
         return value
     if not isinstance(value, (str, Path)):
         raise TesseraError(
@@ -123,4 +144,7 @@ def _media(kind: PartKind, value: Any, where: str, base: Path) -> Any:
         return decode_data_url(value)
     if "://" in str(value):
         resolve(value, base)  # raises an error: URLs are not supported
-    return str((base / Path(value).expanduser()).resolve())
+    clip = clip_of(str(value)) if kind == "audio" else value
+    path = clip.value if isinstance(clip, AudioClip) else value
+    absolute = str((base / Path(path).expanduser()).resolve())
+    return replace(clip, value=absolute) if isinstance(clip, AudioClip) else absolute

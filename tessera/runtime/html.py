@@ -66,7 +66,7 @@ def page(title: str, body: Iterable[str], style: str = "") -> str:
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
+        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; media-src data:; '
         "style-src 'unsafe-inline'\">"
         f'<link rel="icon" href="data:,"><title>{escape(title)[:240]}</title><style>{STYLE}{style}</style></head>'
         f"<body>{''.join(body)}</body></html>"

@@ -35,6 +35,7 @@ from tessera.server.response_events import Event
 from tessera.server.routes_responses import ResponsesApi, sse_text
 from tessera.server.service import AnswerJob, Service, TokenPrompt
 from tessera.server.streams import EventStream, in_time, rejoined, to_json, while_connected
+from tessera.server.transcriptions import TRANSCRIPTIONS, TranscriptionApi
 from tessera.version import __version__
 
 B = TypeVar("B", bound=Body)
@@ -103,6 +104,12 @@ class Endpoints:
 
     async def _chat(self, fields: ChatRequest, request: Request) -> Result:
         return await self._answer(request, fields, fields.n, self.service.chat_job, chat_completion, chat_chunks)
+
+    async def transcribe(self, request: Request) -> Response:
+        """Answer /v1/audio/transcriptions."""
+        api = TranscriptionApi(self.run_chat, self.service.tokens.transcription_instruction)
+        with self.admission.body() as body:
+            return await api.create(await body.read(request, self.settings), request)
 
     async def completions(self, request: Request) -> Response:
         """Answer /v1/completions."""
@@ -320,6 +327,7 @@ def routes(endpoints: Endpoints) -> list[Route]:
         Route("/health", endpoints.health, methods=["GET"]),
         Route("/version", endpoints.version, methods=["GET"]),
         Route("/metrics", endpoints.metrics, methods=["GET"]),
+        Route(TRANSCRIPTIONS, endpoints.transcribe, methods=["POST"]),
         *ResponsesApi(endpoints.run_chat, read=endpoints.read, send=endpoints.send_events).routes(),
     ]
 
@@ -331,7 +339,12 @@ def make_app(service: Service) -> Starlette:
     paths = frozenset(route.path for route in listed)
     open_paths = frozenset({"/health", *(route.path for route in page)})
     guard = Middleware(
-        RequestGuard, settings=service.settings, metrics=service.metrics, paths=paths, open_paths=open_paths
+        RequestGuard,
+        settings=service.settings,
+        metrics=service.metrics,
+        paths=paths,
+        open_paths=open_paths,
+        form_paths=frozenset({TRANSCRIPTIONS}),
     )
 
     async def refused(request: Request, error: Exception) -> Response:

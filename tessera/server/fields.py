@@ -79,7 +79,7 @@ Url = Annotated[MediaUrl, BeforeValidator(_as_url)]
 
 class AudioData(Body):
     data: Text
-    format: Literal["wav", "mp3", "flac", "ogg"]
+    format: Literal["wav", "mp3", "flac", "ogg", "opus", "m4a", "mp4", "webm", "aac"]  # the content decides
 
 
 class TextPart(Body):

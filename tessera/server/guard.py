@@ -37,14 +37,24 @@ class RequestGuard:
     """Check the headers of every request, count answers by status, and answer errors in OpenAI's form."""
 
     def __init__(
-        self, app: ASGIApp, settings: Settings, metrics: Metrics, paths: frozenset[str], open_paths: frozenset[str]
+        self,
+        app: ASGIApp,
+        settings: Settings,
+        metrics: Metrics,
+        paths: frozenset[str],
+        open_paths: frozenset[str],
+        form_paths: frozenset[str] = frozenset(),
     ) -> None:
-        """Create the guard. `paths`: paths that are counted by their names. `open_paths`: paths that need no key."""
+        """Create the guard. `paths`: paths that are counted by their names. `open_paths`: paths that need no key.
+
+        `form_paths`: paths whose bodies are forms, not JSON.
+        """
         self._app = app
         self._settings = settings
         self._metrics = metrics
         self._paths = paths
         self._open_paths = open_paths
+        self._form_paths = form_paths
         self._local = settings.local_only and settings.api_key is None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -102,9 +112,11 @@ class RequestGuard:
         if self._settings.api_key is not None and scope["path"] not in self._open_paths:
             self._check_key(headers, self._settings.api_key)
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if scope["method"] == "POST" and kind != "application/json":
-            # Pages of other origins can send other types without asking the server first.
-            raise ApiError(415, "the Content-Type must be application/json", code="unsupported_content_type")
+        expected = "multipart/form-data" if scope["path"] in self._form_paths else "application/json"
+        if scope["method"] == "POST" and kind != expected:
+            # Pages of other origins can send other types, and forms, without asking the server first. The browser
+            # states the origin of a page that does, which is checked above.
+            raise ApiError(415, f"the Content-Type must be {expected}", code="unsupported_content_type")
 
     def _check_key(self, headers: Headers, key: str) -> None:
         scheme, _, value = headers.get("authorization", "").partition(" ")

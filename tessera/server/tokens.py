@@ -13,6 +13,7 @@ from tessera.core.batch import Batch
 from tessera.core.spec import LanguageProcessor
 from tessera.errors import TesseraError
 from tessera.models.processing.conversation import ConversationProcessor
+from tessera.models.processing.transcription import transcription_instruction
 
 
 class Tokens:
@@ -30,6 +31,10 @@ class Tokens:
             fix="use /v1/chat/completions",
             code="generation.no-plain-text",
         )
+
+    def transcription_instruction(self, language: str | None, prompt: str | None, timestamps: bool) -> str:
+        """Return the text of the user beside a recording that is to be transcribed."""
+        return transcription_instruction(self._processor, language, prompt, timestamps)
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:

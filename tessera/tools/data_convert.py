@@ -13,6 +13,7 @@ from typing import Any, TextIO
 
 from tessera.config.run_config import SourceSection
 from tessera.core.sample import PLAIN, BadSample, Part, Sample, count_codes
+from tessera.data.media.clips import AudioClip
 from tessera.data.media.files import ArchiveMember, resolve
 from tessera.data.sources.container import RecordError, bad_sample
 from tessera.data.sources.regions import objects_of
@@ -57,9 +58,10 @@ def convert(
 
     def row_of(sample: Sample) -> dict[str, Any]:
         for part in sample.media() if check_media else ():
-            if isinstance(part.value, str):
+            value = part.value.value if isinstance(part.value, AudioClip) else part.value
+            if isinstance(value, str):
                 try:
-                    resolve(part.value, source.root)
+                    resolve(value, source.root)
                 except TesseraError as error:
                     raise RecordError(error.what, where=sample.id, code=error.code) from None
         return _messages_row(sample)
@@ -127,9 +129,10 @@ def _plain_row(sample: Sample) -> dict[str, Any]:
 
 
 def _value(id: str, part: Part) -> str:
-    if isinstance(part.value, str):
-        return part.value
-    holder = "a tar file" if isinstance(part.value, ArchiveMember) else "the data file"
+    value, span = (part.value.value, part.value.span) if isinstance(part.value, AudioClip) else (part.value, "")
+    if isinstance(value, str):
+        return value + span
+    holder = "a tar file" if isinstance(value, ArchiveMember) else "the data file"
     what = f"{part.kind} inside {holder}: a row of text can only name files; train on this set as it is"
     raise RecordError(what, where=id, code="data.media-not-a-file")
 

@@ -23,31 +23,20 @@ from tessera.data.media.video_frames import VideoSampling
 from tessera.data.order.packed_rows import PackedRows
 from tessera.models import FAMILIES, resolve
 from tessera.models.processing.streams import media_size
-from tessera.models.processing.tokenizer import train_tokenizer, write_tokenizer
 from tessera.models.vision.processor import VISION_STREAMS
 from tests.errors import raises
 from tests.toys import media_zoo
 from tests.toys.two_encoders import SPEC, TwoEncoderConfig
-from tests.toys.two_encoders.processor import HOP, RATE, WORDS, TwoEncoderProcessor
+from tests.toys.two_encoders.processor import HOP, RATE, VOCAB, TwoEncoderProcessor, two_encoder_processor
 
-VOCAB = 300
 CONFIG = TwoEncoderConfig(vocab=VOCAB)
 IMAGE, AUDIO = VOCAB - 2, VOCAB - 1
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tokenizer")
-    tokenizer = train_tokenizer(["system user assistant What do you hear? A tone."] * 9, VOCAB, WORDS)
-    write_tokenizer(path, tokenizer.to_str(), chat_template=None, end="<|im_end|>", pad="<|endoftext|>")
-    return path
-
-
-@pytest.fixture(scope="module")
-def processor(folder: Path) -> TwoEncoderProcessor:
-    loaded = TwoEncoderProcessor.load(CONFIG, folder)
-    assert isinstance(loaded, TwoEncoderProcessor)
-    return loaded
+def processor(tmp_path_factory: pytest.TempPathFactory) -> TwoEncoderProcessor:
+    texts = ["system user assistant What do you hear? A tone."] * 9
+    return two_encoder_processor(tmp_path_factory.mktemp("tokenizer"), texts)
 
 
 def conversation(*kinds: str) -> Sample:

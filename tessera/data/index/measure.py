@@ -23,6 +23,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from tessera.core.sample import BadSample, MediaSize, Sample, StoredTensors
+from tessera.data.media.clips import AudioClip, AudioSamples
 from tessera.data.media.files import ArchiveMember, Limits
 from tessera.data.media.read import KindTarget, probe
 from tessera.data.media.video_frames import VideoSampling
@@ -89,15 +90,21 @@ def content_hash(sample: Sample) -> int:
         words.append(message.role)
         for part in message.parts:
             words.append(part.kind)
-            if isinstance(part.value, bytes):
-                crc = zlib.crc32(part.value, crc)
-            elif isinstance(part.value, str):
-                words.append(part.value)
+            value = part.value
+            if isinstance(value, AudioClip):
+                words.append(value.span)
+                value = value.value
+            if isinstance(value, bytes):
+                crc = zlib.crc32(value, crc)
+            elif isinstance(value, str):
+                words.append(value)
                 words += [repr(region) for region in part.regions]
-            elif isinstance(part.value, StoredTensors):
-                words.append(part.value.content)
-            elif isinstance(part.value, ArchiveMember):  # the spelling must stay: stored indexes have its hash
-                member = part.value
+            elif isinstance(value, StoredTensors):
+                words.append(value.content)
+            elif isinstance(value, AudioSamples):
+                crc = zlib.crc32(value.mono().tobytes(), crc)
+            elif isinstance(value, ArchiveMember):  # the spelling must stay: stored indexes have its hash
+                member = value
                 words.append(
                     f"Within(file={member.file!r}, start={member.start}, size={member.size}, name={member.name!r})"
                 )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from tessera.core.sample import MediaSize
+from tessera.data.media.clips import AudioClip, AudioSamples
 from tessera.data.media.containers import container, decoder
 from tessera.data.media.files import Limits, Opened, refused, refusing, size_of
 from tessera.errors import TesseraError
@@ -17,6 +19,7 @@ from tessera.errors import TesseraError
 _GUESSED = {"mp3", "aac", "amr", "amrnb", "amrwb", "ac3", "eac3"}
 _SLACK_SECONDS = 0.1  # tolerated difference from the length in the header: encoders add silence at both ends
 _SLACK_SHARE = 0.005
+_SEEK_SECONDS = 1.0  # decoded before the start of a clip: codecs such as MP3 and Opus depend on the audio before
 _RATES = range(1000, 768_001)
 _WAV_CHUNKS = 100  # limit of RIFF chunks before the samples
 _WAV_UNKNOWN = 0x7FFF0000  # bytes: programs that write to a pipe put a larger size into the header, for unknown
@@ -36,27 +39,66 @@ def has_sound(source: Opened, limits: Limits) -> bool:
         return bool(held.streams.audio)
 
 
-def probe(source: Opened, limits: Limits, sampling: AudioSampling) -> MediaSize:
+def probe(source: Opened, limits: Limits, sampling: AudioSampling, clip: AudioClip | None = None) -> MediaSize:
+    """Return the size of a recording, or of a clip of it, from the header."""
     _check_wav(source)
     with container(source, "audio", limits) as held:
-        return MediaSize(0, 0, 0, samples=_sample_count(held, source.name, sampling))
+        return MediaSize(0, 0, 0, samples=_sample_count(held, source.name, sampling, clip))
 
 
-def decode(source: Opened, limits: Limits, sampling: AudioSampling) -> tuple[np.ndarray, MediaSize]:
-    """Return float32 [samples] between -1 and 1, as many samples as `probe` returned, and the size."""
-    _check_wav(source)
+def stored_rate(source: Opened, limits: Limits) -> int:
+    """Return the samples per second of a recording from its header."""
     with container(source, "audio", limits) as held:
-        expected = _sample_count(held, source.name, sampling)
+        rate = _rate(_stream(held, source.name))
+    return _checked_rate(rate, source.name)
+
+
+def decode(
+    source: Opened, limits: Limits, sampling: AudioSampling, clip: AudioClip | None = None
+) -> tuple[np.ndarray, MediaSize]:
+    """Return float32 [samples] between -1 and 1, as many samples as `probe` returned, and the size.
+
+    Of a clip, only the recording from one second before its start to its end is decoded.
+    """
+    size = probe(source, limits, sampling, clip)
+    expected = size.samples
     slack = round(sampling.rate * _SLACK_SECONDS + expected * _SLACK_SHARE)
     with container(source, "audio", limits) as held, refusing("damaged audio", source.name):
-        chunks = list(_decoded_chunks(held, _stream(held, source.name), sampling.rate, expected + slack))
-    decoded = sum(len(chunk) for chunk in chunks)
-    if abs(decoded - expected) > slack:
-        length = "more" if decoded > expected else f"only {decoded / sampling.rate:.2f} s"
-        why = f"the header states {expected / sampling.rate:.2f} s, {length} could be decoded"
+        stream = _stream(held, source.name)
+        decoder(stream)
+        if clip is not None:
+            _seek(held, stream, clip.start)
+        frames, skipped = held.decode(stream), 0
+        if clip is not None:
+            frames, skipped = _from(frames, stream, clip.start, sampling.rate, source.name)
+        chunks = list(_without(skipped, _decoded_chunks(frames, sampling.rate, skipped + expected + slack)))
+    sound = np.concatenate([*chunks, np.empty(0)], dtype=np.float32)
+    if len(sound) < expected - slack or (clip is None and len(sound) > expected + slack):
+        length = "more" if len(sound) > expected else f"only {len(sound) / sampling.rate:.2f} s"
+        stated = "the header states" if clip is None else "the clip has"
+        why = f"{stated} {expected / sampling.rate:.2f} s, {length} could be decoded"
         raise refused("damaged audio", source.name, why)
-    sound = np.concatenate([*chunks, np.zeros(max(0, expected - decoded))], dtype=np.float32)[:expected]
-    return sound, MediaSize(0, 0, 0, samples=expected)
+    return np.concatenate([sound, np.zeros(max(0, expected - len(sound)), np.float32)])[:expected], size
+
+
+def resampled(samples: AudioSamples, sampling: AudioSampling) -> tuple[np.ndarray, MediaSize]:
+    """Return decoded audio as `decode` does."""
+    size = decoded_size(samples, sampling)
+    sound = samples.mono()
+    if samples.rate != sampling.rate:
+        from av import AudioFrame
+
+        frame = AudioFrame.from_ndarray(sound[None], format="flt", layout="mono")
+        frame.sample_rate = samples.rate
+        sound = np.concatenate(list(_decoded_chunks([frame], sampling.rate, size.samples)))
+    sound = np.concatenate([sound, np.zeros(max(0, size.samples - len(sound)), np.float32)])
+    return sound[: size.samples].astype(np.float32), size
+
+
+def decoded_size(samples: AudioSamples, sampling: AudioSampling) -> MediaSize:
+    """Return the size of decoded audio after resampling."""
+    count = len(samples.mono())
+    return MediaSize(0, 0, 0, samples=_checked_count(count / samples.rate, samples.rate, "audio in memory", sampling))
 
 
 def _check_wav(source: Opened) -> None:
@@ -82,44 +124,108 @@ def _stream(held: Any, name: str) -> Any:
     return held.streams.audio[0]
 
 
-def _sample_count(held: Any, name: str, sampling: AudioSampling) -> int:
+def _sample_count(held: Any, name: str, sampling: AudioSampling, clip: AudioClip | None) -> int:
     stream = _stream(held, name)
     with refusing("unreadable audio", name):
-        rate = int(stream.codec_context.sample_rate) if stream.codec_context is not None else 0
-        seconds = 0.0
-        if not _GUESSED & set(held.format.name.split(",")):
-            if stream.duration and stream.time_base:
-                seconds = float(stream.duration * stream.time_base)
-            elif held.duration and not held.streams.video:  # a video may be longer than its sound track
-                seconds = held.duration / 1e6
-        if seconds <= 0 and stream.time_base:
-            ticks = sum(packet.duration or 0 for packet in held.demux(stream) if packet.size)
+        rate = _rate(stream)
+        guessed = bool(_GUESSED & set(held.format.name.split(",")))
+        seconds = 0.0 if guessed else _stated_seconds(held, stream)
+        if seconds <= 0 and clip is None and stream.time_base:
+            most, ticks = (sampling.max_seconds + 1) / stream.time_base, 0
+            for packet in held.demux(stream):
+                ticks += (packet.duration or 0) if packet.size else 0
+                if ticks > most:
+                    break
             seconds = float(ticks * stream.time_base)
-    if rate not in _RATES or seconds <= 0:
-        raise refused("unreadable audio", name, f"{seconds:.2f} s at {rate} samples per second")
+    if clip is None:
+        return _checked_count(seconds, rate, name, sampling)
+    slack = _SLACK_SECONDS + (clip.end - clip.start) * _SLACK_SHARE
+    if seconds > 0 and clip.end > seconds + slack:
+        raise TesseraError(
+            f"the part {clip.start:g} to {clip.end:g} s ends after the recording: {name} lasts {seconds:.2f} s",
+            fix="correct start and end, which are seconds",
+            code="media.clip-outside",
+        )
+    return _checked_count(clip.end - clip.start, rate, name, sampling)
+
+
+def _rate(stream: Any) -> int:
+    return int(stream.codec_context.sample_rate) if stream.codec_context is not None else 0
+
+
+def _checked_rate(rate: int, name: str) -> int:
+    if rate not in _RATES:
+        raise refused("unreadable audio", name, f"{rate} samples per second")
+    return rate
+
+
+def _stated_seconds(held: Any, stream: Any) -> float:
+    """Return the length in the header; 0 if there is none."""
+    if stream.duration and stream.time_base:
+        return float(stream.duration * stream.time_base)
+    # A video may be longer than its sound track.
+    return held.duration / 1e6 if held.duration and not held.streams.video else 0.0
+
+
+def _checked_count(seconds: float, rate: int, name: str, sampling: AudioSampling) -> int:
+    """Return how many samples a recording has after resampling. Raise if it is too long, or has none."""
+    _checked_rate(rate, name)
+    if seconds <= 0:
+        raise refused("unreadable audio", name, f"{seconds:.2f} s")
     if seconds > sampling.max_seconds:
         raise TesseraError(
-            f"audio is too long: {name} lasts {seconds:.0f} s, the limit is {sampling.max_seconds:g} s",
-            fix="shorten the file, or raise max_seconds",
+            f"audio is too long: {name} lasts {seconds:.0f} s or more, the limit is {sampling.max_seconds:g} s",
+            fix="name a part of it by start and end in seconds, such as talk.flac#t=12.5,17.25",
             code="media.audio-too-long",
         )
     return max(1, round(seconds * sampling.rate))
 
 
-def _decoded_chunks(held: Any, stream: Any, rate: int, most: int) -> Iterator[np.ndarray]:
-    """Yield the decoded audio frame by frame. Stop after more than `most` samples."""
+def _seek(held: Any, stream: Any, start: float) -> None:
+    """Go to the last position before `start` that a decoder can begin at, with some audio before it."""
+    before = max(0.0, start - _SEEK_SECONDS)
+    if before > 0:
+        held.seek(round(before / stream.time_base) + (stream.start_time or 0), stream=stream)
+
+
+def _from(frames: Iterator[Any], stream: Any, start: float, rate: int, name: str) -> tuple[Iterator[Any], int]:
+    """Return the frames, and how many samples at `rate` precede `start` in them."""
+    first = next(frames, None)
+    if first is None or first.pts is None:
+        raise refused("damaged audio", name, f"nothing could be decoded at {start:g} s")
+    began = float((first.pts - (stream.start_time or 0)) * stream.time_base)
+    if began > start + _SLACK_SECONDS:
+        raise refused("damaged audio", name, f"{start:g} s cannot be reached, only {began:.2f} s")
+    return chain([first], frames), max(0, round((start - began) * rate))
+
+
+def _without(count: int, chunks: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+    """Yield chunks without the first `count` samples."""
+    for chunk in chunks:
+        if count < len(chunk):
+            yield chunk[count:]
+        count = max(0, count - len(chunk))
+
+
+def _decoded_chunks(frames: Iterable[Any], rate: int, most: int) -> Iterator[np.ndarray]:
+    """Yield the decoded audio frame by frame, one channel at `rate`. Stop after more than `most` samples."""
     from av import AudioResampler
 
-    decoder(stream)
-    # Channels are averaged below: FFmpeg's own mix adds them, which exceeds 1.
-    resampler = AudioResampler(format="fltp", rate=rate)
+    # Channels are averaged here: FFmpeg's own mix adds them, which exceeds 1. They are interleaved: PyAV crashes on
+    # eight or more separate ones.
+    resampler = AudioResampler(format="flt", rate=rate)
     decoded = 0
-    for frame in held.decode(stream):
+
+    def mixed(chunk: Any) -> np.ndarray:
+        sound: np.ndarray = chunk.to_ndarray().reshape(chunk.samples, -1).mean(axis=1)
+        return sound
+
+    for frame in frames:
         frame.pts = None  # otherwise the resampler fills gaps between timestamps
         for chunk in resampler.resample(frame):
             decoded += chunk.samples
-            yield chunk.to_ndarray().mean(axis=0)
+            yield mixed(chunk)
         if decoded > most:
             return
     for chunk in resampler.resample(None):
-        yield chunk.to_ndarray().mean(axis=0)
+        yield mixed(chunk)

@@ -20,6 +20,7 @@ from tessera.core.spec import LanguageProcessor, Processor
 from tessera.data.media import audio, video
 from tessera.data.media.animation import is_animation
 from tessera.data.media.audio import AudioSampling
+from tessera.data.media.clips import AudioClip, AudioSamples
 from tessera.data.media.files import Limits, Opened, Target, folder_of, opened, refusing
 from tessera.data.media.images import check_pixels, decode_image, probe_image, smaller, to_rgb
 from tessera.data.media.video_frames import VideoSampling
@@ -104,7 +105,7 @@ def probe(
 
     With a `target`, also raise if the resized frames of a video are too large; otherwise `decode` does.
     """
-    decoded = _decoded_size(part, limits)
+    decoded = _decoded_size(part, limits, sampling)
     if decoded is not None:
         return decoded
     # Without a target: (0, 0), so that the limit on the resized frames of a video does not apply.
@@ -112,11 +113,12 @@ def probe(
     folder = folder_of(part.value, root) if part.kind == "video" else None
     if folder is not None:
         return video.probe_folder(folder, limits, sampling, wanted)
-    with opened(part.value, root, part.kind, limits.urls) as source:
+    clip = part.value if isinstance(part.value, AudioClip) else None
+    with opened(part.value if clip is None else clip.value, root, part.kind, limits.urls) as source:
         if part.kind == "image":
             return probe_image(source, limits)
         if part.kind == "audio":
-            return audio.probe(source, limits, _audio_of(sampling))
+            return audio.probe(source, limits, _audio_of(sampling), clip)
         size = video.probe(source, limits, sampling, wanted)
         if _with_sound(source, limits, sampling):
             size = replace(size, samples=audio.probe(source, limits, _audio_of(sampling)).samples)
@@ -158,19 +160,22 @@ def _decode(
     target: KindTarget | None,
 ) -> tuple[Any, MediaSize]:
     wanted: Target | None = None if target is None else partial(target, part.kind)
-    decoded = _decoded_size(part, limits)
+    decoded = _decoded_size(part, limits, sampling)
     if isinstance(part.value, StoredTensors):
         return part.value.load(), MediaSize(0, 0, 0)
+    if isinstance(part.value, AudioSamples):
+        return audio.resampled(part.value, _audio_of(sampling))
     if decoded is not None:
         return _shrunk(part.value, decoded, wanted), decoded
     folder = folder_of(part.value, root) if part.kind == "video" else None
     if folder is not None:
         return video.decode_folder(folder, limits, sampling, wanted)
-    with opened(part.value, root, part.kind, limits.urls) as source:
+    clip = part.value if isinstance(part.value, AudioClip) else None
+    with opened(part.value if clip is None else clip.value, root, part.kind, limits.urls) as source:
         if part.kind == "image":
             return decode_image(source, limits, wanted)
         if part.kind == "audio":
-            return audio.decode(source, limits, _audio_of(sampling))
+            return audio.decode(source, limits, _audio_of(sampling), clip)
         frames, size = video.decode(source, limits, sampling, wanted)
         if not _with_sound(source, limits, sampling):
             return frames, size
@@ -184,6 +189,13 @@ def _with_sound(source: Opened, limits: Limits, sampling: VideoSampling) -> bool
     return wanted and not is_animation(source.file) and audio.has_sound(source, limits)
 
 
+def audio_rate(part: Part, root: Path, limits: Limits) -> int:
+    """Return the samples per second that a recording is stored with."""
+    value = part.value.value if isinstance(part.value, AudioClip) else part.value
+    with opened(value, root, part.kind, limits.urls) as source:
+        return audio.stored_rate(source, limits)
+
+
 def _audio_of(sampling: VideoSampling) -> AudioSampling:
     if not isinstance(sampling, MediaSampling):
         raise TesseraError(
@@ -192,7 +204,7 @@ def _audio_of(sampling: VideoSampling) -> AudioSampling:
     return sampling.audio
 
 
-def _decoded_size(part: Part, limits: Limits) -> MediaSize | None:
+def _decoded_size(part: Part, limits: Limits, sampling: VideoSampling) -> MediaSize | None:
     """Return the size of media that is a decoded image or array already; None if it must be read from a file."""
     value = part.value
     if part.kind == "features":
@@ -213,6 +225,8 @@ def _decoded_size(part: Part, limits: Limits) -> MediaSize | None:
                 f"an audio array must be float32 [samples], not {value.dtype} {value.shape}", code="media.wrong-array"
             )
         return MediaSize(0, 0, 0, samples=len(value))
+    if part.kind == "audio" and isinstance(value, AudioSamples):
+        return audio.decoded_size(value, _audio_of(sampling))
     return None
 
 

@@ -2,7 +2,8 @@
 
 Media is listed beside the text and placed by placeholders, or named in the text. A value is a path below the data root,
 bytes, a decoded image, `{"bytes", "path"}` as Hugging Face stores it, a `data:` URL in base64, or an http(s) URL, which
-is downloaded only if the recipe allows it.
+is downloaded only if the recipe allows it. Audio may also be `{"array", "sampling_rate"}`, or a part of a recording:
+talk.flac#t=12.5,17.25.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from PIL import Image
 
 from tessera.config.run_config import RecordFormat
 from tessera.core.sample import Message, Part, PartKind
+from tessera.data.media.clips import AudioClip, AudioSamples, clip_of
 from tessera.data.media.data_urls import decode_data_url, is_data_url
 from tessera.data.media.files import ArchiveMember
 from tessera.data.media.urls import is_url
@@ -57,8 +59,11 @@ _ASKED_BY: Mapping[RecordFormat, Mapping[str, str]] = {
 }
 _PAIR_KEYS = ("chosen", "rejected", "completion")
 _TEXT_KEYS = ("text", "content")
+_TRANSCRIPT_KEYS = ("text", "sentence", "transcription", "transcript", "normalized_text")
 _CAPTION_KEYS = ("cap", "caption", "text", "prompt", "content")
-COLUMNS = (*_KEYS, *_TAGS, *_ALPACA_KEYS, *_PAIR_KEYS, "label", "text", "path", "references")
+_TEXTS_OF: Mapping[RecordFormat, tuple[str, ...]] = {"generation": _CAPTION_KEYS, "transcript": _TRANSCRIPT_KEYS}
+_CLIP_KEYS = ("offset", "duration")
+COLUMNS = (*_KEYS, *_TAGS, *_ALPACA_KEYS, *_PAIR_KEYS, *_CLIP_KEYS, "label", "text", "path", "references")
 # Formats with one question and one answer.
 QUESTION_FORMATS: tuple[RecordFormat, ...] = ("alpaca", "query_response", "question_answer")
 WORSE_ANSWERS = ("rejected_response", "rejected_messages")
@@ -85,6 +90,8 @@ class ColumnMap:
     text: tuple[str, ...] = _TEXT_KEYS
     path: str = "path"  # path of an image or a video; the suffix decides which
     references: str = "references"  # images to edit
+    offset: str = "offset"  # seconds before the part of a recording that is transcribed
+    duration: str = "duration"  # seconds of this part
     chosen: str = "chosen"
     rejected: str = "rejected"
     completion: str = "completion"  # an answer that is labelled good or bad
@@ -96,14 +103,14 @@ def column_map(record_format: RecordFormat, columns: Mapping[str, str]) -> Colum
     """Return the keys of a record format, renamed by `columns`. `check_columns` must have accepted these."""
     renamed: dict[str, Any] = {
         key: columns[key]
-        for key in ("id", "system", "tools", "objects", *_ALPACA_KEYS, *_PAIR_KEYS, "path", "references")
+        for key in ("id", "system", "tools", "objects", *_ALPACA_KEYS, *_PAIR_KEYS, *_CLIP_KEYS, "path", "references")
         if key in columns
     }
     for ours, theirs in _ASKED_BY.get(record_format, {}).items():
         renamed.setdefault(ours, theirs)
     chat = record_format in ("sharegpt", "llava")
     speakers = {**_SPEAKERS, **{columns[tag]: role for tag, role in _TAGS.items() if tag in columns}}
-    texts = _CAPTION_KEYS if record_format == "generation" else _TEXT_KEYS
+    texts = _TEXTS_OF.get(record_format, _TEXT_KEYS)
     callers = (*_CALLERS, *([columns["function_tag"]] if "function_tag" in columns else []))
     columns_of_format = ColumnMap(
         messages=columns.get("messages", "conversations" if chat else "messages"),
@@ -121,7 +128,8 @@ def column_map(record_format: RecordFormat, columns: Mapping[str, str]) -> Colum
 def _media_keys(record_format: RecordFormat, kind: PartKind, columns: Mapping[str, str]) -> tuple[str, ...]:
     if f"{kind}s" in columns:
         return (columns[f"{kind}s"],)
-    return (kind,) if record_format == "llava" else (f"{kind}s", kind)
+    named = ("audio_filepath",) if record_format == "transcript" and kind == "audio" else ()
+    return (kind,) if record_format == "llava" else (*named, f"{kind}s", kind)
 
 
 def check_columns(columns: Mapping[str, str], where: str) -> None:
@@ -164,6 +172,8 @@ class RecordSchema:
                 if any(has(record, key) for keys in self.names[record_format].media.values() for key in keys):
                     return "sharegpt" if self._media_named else record_format
             return None
+        if not self._is_illustrated(record) and self.fits(record, "transcript"):
+            return "transcript"
         formats: tuple[RecordFormat, ...] = (*QUESTION_FORMATS, "text")
         return next((fitting for fitting in formats if self.fits(record, fitting)), None)
 
@@ -180,11 +190,21 @@ class RecordSchema:
             return any(has(record, key) for key in names.label)
         if record_format == "generation":  # keys are not checked: a record without them is a bad record of this format
             return True
+        if record_format == "transcript":
+            heard = any(has(record, key) for key in names.media["audio"])
+            return heard and any(has(record, key) for key in names.text)
         if record_format == "text":
             return any(has(record, key) for key in names.text)
         if record_format in QUESTION_FORMATS:
             return has(record, names.prompt) and (has(record, names.response) or not names.answered)
         return "messages" in self.columns and has(record, names.messages)
+
+    def _is_illustrated(self, record: Mapping[str, Any]) -> bool:
+        """Return whether a record is a question, or a text with other media or placeholders, not a transcription."""
+        names = self.names["text"]
+        others = any(has(record, key) for kind in ("image", "video") for key in names.media[kind])
+        placed = any("<audio>" in text for key in names.text if isinstance(text := record.get(key), str))
+        return others or placed or any(self.fits(record, asked) for asked in QUESTION_FORMATS)
 
     def _speaks(self, turns: Any) -> bool:
         first = turns[0] if isinstance(turns, list) and turns else None
@@ -243,8 +263,11 @@ class RecordMedia:
     def _tagged(self, tag: str, value: str) -> Part | None:
         """Return the media between a pair of tags; None if the content is not a path of this kind of media."""
         kind = _MEDIA_TAGS[tag]
-        names_media = is_url(value) or is_data_url(value) or media_kind(value) == kind
-        return Part(kind, value_of(value, tag)) if names_media else None
+        part = media_part(kind, value)
+        name = part.value.value if isinstance(part.value, AudioClip) else value
+        fitting = ("audio", "video") if kind == "audio" else (kind,)  # audio: also the sound track of a video
+        names_media = is_url(name) or is_data_url(name) or media_kind(name) in fitting
+        return media_part(kind, value_of(value, tag)) if names_media else None
 
     def _placed(self, name: str) -> Part | None:
         kind = next((kind for kind in self.listed if kind == name), None)
@@ -259,7 +282,7 @@ class RecordMedia:
         listed, at = self.listed.get(kind, []), self.used.get(kind, 0)
         self.used[kind] = at + 1
         # `used` also counts placeholders beyond the listed files: `check_used` compares it with the number of files.
-        return Part(kind, listed[at] if at < len(listed) else None)
+        return media_part(kind, listed[at] if at < len(listed) else None)
 
     def rest_if_none_used(self) -> list[Part]:
         """Return all listed media, to be put before the text, if no placeholder was used; otherwise an empty list."""
@@ -279,15 +302,31 @@ class RecordMedia:
                 fail("data.placeholder-count", f"the text has {used} <{kind}> placeholders, the row {count} {kind}s")
 
 
+def media_part(kind: PartKind, value: Any, span: tuple[float, float] | None = None) -> Part:
+    """Return a media part. `value`: as `value_of` returns it; a path to audio may name a part of the recording.
+
+    `span`: start and end in seconds of the part of a recording that is meant.
+    """
+    try:
+        return Part(kind, AudioClip(value, *span) if span else clip_of(value) if kind == "audio" else value)
+    except TesseraError as error:
+        fail(str(error.code), error.what)
+
+
 def values_of(value: Any, key: str) -> list[Any]:
     listed = value if isinstance(value, list) else [] if isinstance(value, str) and not value else [value]
     return [value_of(item, key) for item in listed]
 
 
 def value_of(value: Any, key: str) -> Any:
-    """Return a path, a URL or the media itself. {"bytes", "path"} is the form of Hugging Face data sets."""
+    """Return a path, a URL or the media itself.
+
+    {"bytes", "path"} and {"array", "sampling_rate"} are forms of Hugging Face data sets.
+    """
     if isinstance(value, dict) and ("bytes" in value or "path" in value):
         value = value["bytes"] if value.get("bytes") is not None else value.get("path")
+    elif isinstance(value, dict) and "array" in value and "sampling_rate" in value:
+        return AudioSamples(value["array"], value["sampling_rate"])
     if isinstance(value, (bytes, ArchiveMember, Image.Image)) or hasattr(value, "__array__"):
         return value
     if isinstance(value, PurePath):

@@ -7,6 +7,8 @@ alpaca     {"instruction": "ask", "input": "about", "output": "answer", "history
 query_response   {"query": "<image>ask", "response": "answer", "history": [["ask", "answer"], ...], "images": ["a.jpg"]}
 question_answer  {"question": "ask", "answer": "answer", "image": "a.jpg"}
 text       {"text": "a document", "images": ["a.jpg"]}
+transcript {"audio_filepath", "audios" or "audio": "a.wav", "text", "sentence" or "transcription": "the words",
+    "offset": 12.5, "duration": 4.75}, of which the last two name a part of a recording, in seconds
 preference a question with a chosen and a rejected answer: docs/how-to/train-from-preferences.md lists the spellings
 unpaired_preference  a conversation whose answer has a label, true for a good and false for a bad answer: listed there
 generation a caption with its image or video, or with a chosen and a rejected one, in one of these spellings:
@@ -22,6 +24,7 @@ from typing import Any
 
 from tessera.config.run_config import RecordFormat
 from tessera.core.sample import PLAIN, Message, Part, StoredTensors
+from tessera.data.media.clips import AudioClip
 from tessera.data.sources.container import fail
 from tessera.data.sources.fields import (
     MEDIA,
@@ -33,6 +36,7 @@ from tessera.data.sources.fields import (
     has,
     has_worse_answer,
     media_kind,
+    media_part,
     text_of,
     value_of,
     values_of,
@@ -115,6 +119,31 @@ def _parse_text(record: Mapping[str, Any], names: ColumnMap) -> tuple[Message, .
     parts = [*media.rest_if_none_used(), *parts]
     media.check_used()
     return (Message(PLAIN, tuple(parts)),)
+
+
+def _parse_transcript(record: Mapping[str, Any], names: ColumnMap) -> tuple[Message, ...]:
+    """Return the recording as the question, with the words of the user if there are any, and its text as the answer."""
+    text = next((record[key] for key in names.text if has(record, key)), None)
+    if not isinstance(text, str) or not text.strip():
+        fail("data.no-text", f"no text under {' or '.join(map(repr, names.text))}")
+    recordings = [media_part("audio", value) for value in _listed(record, names.media["audio"])]
+    if not recordings:
+        fail("data.no-audio", f"no recording under {' or '.join(map(repr, names.media['audio']))}")
+    if has(record, names.offset):
+        if len(recordings) > 1 or isinstance(recordings[0].value, AudioClip):
+            fail("media.bad-clip", f"{names.offset!r} is for one recording without a part of its own")
+        start, length = (_seconds(record, key) for key in (names.offset, names.duration))
+        recordings = [media_part("audio", recordings[0].value, (start, round(start + length, 9)))]
+    instruction = record.get(names.prompt)
+    words = (Part("text", text_of(instruction)),) if instruction else ()
+    return (Message("user", (*recordings, *words)), Message("assistant", (Part("text", text_of(text).strip()),)))
+
+
+def _seconds(record: Mapping[str, Any], key: str) -> float:
+    try:
+        return float(record[key])
+    except (KeyError, TypeError, ValueError):
+        fail("media.bad-clip", f"{key} must be a number of seconds, got {record.get(key)!r:.40}")
 
 
 def _parse_preference(record: Mapping[str, Any], names: ColumnMap) -> tuple[Message, ...]:
@@ -280,6 +309,7 @@ _PARSERS: dict[RecordFormat, Callable[[Mapping[str, Any], ColumnMap], tuple[Mess
     "query_response": _parse_alpaca,
     "question_answer": _parse_alpaca,
     "text": _parse_text,
+    "transcript": _parse_transcript,
 }
 
 
@@ -327,13 +357,23 @@ def _part(item: Any, media: RecordMedia) -> Part:
     named = item.get("type")
     if named == "text":
         return Part("text", text_of(item.get("text")))
+    if named == "input_audio":
+        return _input_audio(item.get("input_audio"))
     kind = next((kind for kind in MEDIA if named in (kind, f"{kind}_url")), None)
     if kind is None:
-        fail("data.bad-part", f"unknown type of part {named!r} (known: text, {', '.join(MEDIA)})")
+        fail("data.bad-part", f"unknown type of part {named!r} (known: text, {', '.join(MEDIA)}, input_audio)")
     value = _first(item, (kind, "path", "url", f"{kind}_url"))
     if value is None and media.listed.get(kind):
         return media.next(kind)  # a part without a path stands for the next file of the record's list
-    return Part(kind, value_of(value, kind))
+    return media_part(kind, value_of(value, kind))
+
+
+def _input_audio(content: Any) -> Part:
+    """Return the recording of {"data": base64, "format": "wav"}, as OpenAI's API has it."""
+    data, suffix = (content.get("data"), content.get("format")) if isinstance(content, dict) else (None, None)
+    if not isinstance(data, str) or not isinstance(suffix, str) or not suffix.isalnum():
+        fail("data.bad-part", 'input_audio must be {"data": ..., "format": "wav"}, with base64 as data')
+    return Part("audio", value_of(f"data:audio/{suffix};base64,{data}", "input_audio"))
 
 
 def _first(item: dict[str, Any], keys: Iterable[str]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -14,6 +14,7 @@ import numpy as np
 
 from tessera.config.run_config import RecordFormat, SourceSection
 from tessera.core.sample import Message, Part, Sample
+from tessera.data.media.clips import AudioClip
 from tessera.data.media.files import ArchiveMember
 from tessera.data.sources.container import FOLDERS, Container, Joined, NothingUsable, RawRecord, RecordError
 from tessera.data.sources.fields import RecordSchema, check_columns, media_kind
@@ -22,6 +23,7 @@ from tessera.data.sources.file_names import source_files
 from tessera.data.sources.formats import parse
 from tessera.data.sources.parquet import open_parquet
 from tessera.data.sources.regions import with_regions
+from tessera.data.sources.speech_folders import has_transcripts, is_kaldi, open_kaldi, open_transcripts
 from tessera.data.sources.text import TextKind, open_text_file
 from tessera.errors import TesseraError
 from tessera.hub.config import local_source
@@ -55,6 +57,7 @@ class Source:
     record_format: RecordFormat
     schema: RecordSchema
     format_given: bool  # whether the recipe sets the format
+    instruction: str | None = None  # text of the user behind each recording of transcripts
 
     def __len__(self) -> int:
         return len(self.records)
@@ -87,6 +90,7 @@ class Source:
             "root": str(self.root.resolve()),
             "form": self.record_format,
             "columns": self.schema.columns,
+            **({"instruction": self.instruction} if self.instruction else {}),
         }
 
     @cached_property
@@ -102,6 +106,10 @@ class Source:
         detected = self.schema.decide(content)
         if chosen in KIND_OF_FORMAT and not self.schema.fits(content, chosen):
             detected = next((other for other in KIND_OF_FORMAT if self.schema.fits(content, other)), detected)
+        if chosen == "transcript" and detected == "text":  # a row without a recording is a bad one
+            detected = chosen
+        if self.instruction and not content.get(names.prompt):
+            content = {**content, names.prompt: self.instruction}
         fits = detected is None or detected == chosen or (self.format_given and self.schema.fits(content, chosen))
         if not fits and not self._others_fit:
             assert detected is not None, "a record of no known format fits any"
@@ -128,8 +136,12 @@ def _with_members(messages: tuple[Message, ...], members: Mapping[str, ArchiveMe
     """Replace media paths by members of the record's archive with the same name."""
 
     def replaced(part: Part) -> Part:
-        member = members.get(part.value) if part.kind != "text" and isinstance(part.value, str) else None
-        return part if member is None else Part(part.kind, member)
+        clip = part.value if isinstance(part.value, AudioClip) else None
+        name = part.value if clip is None else clip.value
+        member = members.get(name) if part.kind != "text" and isinstance(name, str) else None
+        if member is None:
+            return part
+        return Part(part.kind, member if clip is None else replace(clip, value=member))
 
     return tuple(Message(message.role, tuple(map(replaced, message.parts))) for message in messages)
 
@@ -153,7 +165,15 @@ def open_source(section: SourceSection, cache_folder: Path | None = None, *, ans
         )
     schema = RecordSchema(section.columns, answered)
     record_format = _detect(section.path, records, schema) if section.format == "auto" else section.format
-    return Source(section.path, root, records, record_format, schema, format_given=section.format != "auto")
+    if section.instruction and record_format != "transcript":
+        raise TesseraError(
+            f"`instruction` is for transcripts, and these records have the format {record_format!r}",
+            where=where,
+            fix="leave it out: questions are in the records",
+            code="data.instruction-without-effect",
+        )
+    format_given = section.format != "auto"
+    return Source(section.path, root, records, record_format, schema, format_given, section.instruction)
 
 
 def _open_all(paths: list[Path], base: Path, section: SourceSection, cache_folder: Path | None) -> Container:
@@ -235,7 +255,12 @@ def _open_folder(folder: Path, section: SourceSection, cache_folder: Path | None
     files = [entry for entry in here if suffix_of(entry.name) in _RECORD_FILES]
     if any(suffix_of(entry.name) != "json" for entry in files):
         return _open_all(_inside(files), folder, section, cache_folder)
-    if any(media_kind(name) for name, _ in walk(folder)):
+    if is_kaldi(folder):
+        return open_kaldi(folder, limit, cache_folder)
+    first = next((name for name, _ in walk(folder) if media_kind(name)), None)
+    if first is not None and has_transcripts((folder / first).parent):
+        return open_transcripts(folder, limit, cache_folder)
+    if first is not None:
         return open_files(folder, "media", limit, cache_folder, columns)
     if files:
         return _open_all(_inside(files), folder, section, cache_folder)
@@ -248,6 +273,8 @@ def _open_folder(folder: Path, section: SourceSection, cache_folder: Path | None
             "metadata.jsonl or metadata.csv",
             "JSON, JSONL, Parquet, CSV, TSV or tar files",
             "a.jpg with a.txt or a.json",
+            "1-2-0000.flac with 1-2.trans.txt",
+            "wav.scp and text",
             "*.txt",
         ],
         code="data.empty-folder",
@@ -290,6 +317,7 @@ def _detect(path: Path, records: Container, schema: RecordSchema) -> RecordForma
             "query_response (query, response)",
             "question_answer (question, answer)",
             "text (text or content)",
+            "transcript (audio_filepath or audio, text)",
         ],
         fix="if only the names of keys differ, map them: columns: {messages: dialogue, role_tag: speaker}",
         code="data.unknown-format",

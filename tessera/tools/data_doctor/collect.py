@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from tessera.core.sample import Sample
+from tessera.core.sample import MediaSize, Sample
 from tessera.data.index.measure import BadRow, Measured, bad_rows
 from tessera.data.index.split import SourceIndex, Truncate
 from tessera.data.kinds import Work
@@ -29,8 +29,10 @@ from tessera.tools.data_doctor.findings import (
 )
 from tessera.tools.data_doctor.histogram import Histogram, histogram
 from tessera.tools.data_doctor.look import Look
+from tessera.tools.data_doctor.sound import odd_lengths
 
 ONE_ANSWER = 0.3  # a larger share of samples with the same answer is a finding
+_ODD_TRANSCRIPTS = ("long-transcript", "short-transcript")
 FEW = 20  # with fewer samples, shares such as ONE_ANSWER are not reported
 PACKED = 200_000  # a forecast packs at most so many samples, and extrapolates to all
 # Histograms as (title, unit, column of measures).
@@ -38,6 +40,7 @@ _WITH_TOKENS = (
     ("Length of a sample", "tokens", "tokens"),
     ("Trained on in a sample", "tokens", "trained"),
     ("Patches of a sample", "patches", "patches"),
+    ("Audio frames of a sample", "frames", "audio_frames"),
     ("Text of a sample", "embeddings", "text"),
     ("Length of videos", "seconds", "seconds"),
 )
@@ -140,6 +143,11 @@ class Collection:
         """Return one measure of all samples; zeros if the data sets do not have it."""
         return self.columns.get(name, np.zeros(int(self.starts[-1]), np.int64))
 
+    @property
+    def seconds(self) -> np.ndarray:
+        """Return the length of the recordings of each sample."""
+        return self.column("sound_ms") / 1000
+
     def locate(self, at: int) -> tuple[ExaminedSet, int]:
         """Return the data set of a sample, and the index of its record in the data set."""
         number = int(np.searchsorted(self.starts, at, side="right")) - 1
@@ -170,6 +178,7 @@ class Collection:
         count, groups = _repeated(self.column("hash_content"))
         _set(findings, "repeated-content", count, [self._again(*group) for group in groups])
         self._find_one_answer(findings)
+        self._find_odd_transcripts(findings)
         return worst_first(findings)
 
     def _bad_records(self) -> dict[str, Finding]:
@@ -200,10 +209,32 @@ class Collection:
             detail = f"{tokens:,} tokens, a row has {self.length:,}"
         elif kind == "long-caption":
             detail = f"{int(self.column('text')[at]):,} embeddings are read of it"
+        elif kind in _ODD_TRANSCRIPTS:
+            characters, seconds = int(self.column("answer_characters")[at]), self.seconds[at]
+            detail = f"{characters:,} characters in {seconds:.2f} s: {characters / seconds:.1f} per second"
         else:
             sizes = None if sample is None else examined.look.sizes(sample)
-            detail = "" if sample is None or sizes is None else examined.look.problems(sample, sizes).get(kind, "")
+            detail = "" if sample is None or sizes is None else self._problems(examined, sample, sizes).get(kind, "")
         return SampleLocation(examined.source.location(row), "" if sample is None else sample.id, detail)
+
+    @staticmethod
+    def _problems(examined: ExaminedSet, sample: Sample, sizes: Sequence[MediaSize]) -> dict[str, str]:
+        """Return the problems of a sample with their details, which are not stored."""
+        look = examined.look
+        return look.problems(sample, sizes, look.sounds(sample, sizes) if look.decode else ())
+
+    def _find_odd_transcripts(self, findings: dict[str, Finding]) -> None:
+        """Add findings about texts that are much too long or too short for their recordings."""
+        is_odd = {kind: np.zeros(len(self.seconds), bool) for kind in _ODD_TRANSCRIPTS}
+        for number, examined in enumerate(self.sets):
+            samples = np.arange(self.starts[number], self.starts[number + 1])
+            samples = samples[self.seconds[samples] > 0]
+            if examined.source.record_format == "transcript" and len(samples) >= FEW:
+                odd = odd_lengths(self.column("answer_characters")[samples], self.seconds[samples])
+                for kind, of_set in zip(_ODD_TRANSCRIPTS, odd, strict=True):
+                    is_odd[kind][samples] = of_set
+        for kind in _ODD_TRANSCRIPTS:
+            self._add(findings, kind, np.flatnonzero(is_odd[kind]))
 
     def _again(self, first: int, again: int, times: int) -> SampleLocation:
         (before, row), (examined, number) = self.locate(first), self.locate(again)
@@ -258,6 +289,13 @@ def histograms(collected: Collection, work: Work | None) -> list[Histogram]:
         for title, unit, name in (*(_WITH_TOKENS if tokens else _WITHOUT_TOKENS), *_ALWAYS)
         if (values := collected.column(name)).any()
     ]
+    heard = collected.seconds > 0
+    if heard.any():
+        seconds = collected.seconds[heard]
+        drawn.append(histogram("Recordings of a sample", "seconds", seconds))
+        if any(examined.source.record_format == "transcript" for examined in collected.sets):
+            speed = collected.column("answer_characters")[heard] / seconds
+            drawn.append(histogram("Text of a second of sound", "characters", speed, adds_up=False))
     if tokens and work is not None and len(collected.long):
         drawn += [
             histogram(f"Work in {stream}", "FLOPs", values)

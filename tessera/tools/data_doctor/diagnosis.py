@@ -84,9 +84,10 @@ class Diagnosis:
         """Return sentences about the limits of this examination."""
         said = [] if self.length is not None else [WITHOUT_A_MODEL]
         if self.decoded:
-            said.append("Every image and video was decoded.")
+            said.append("Every image and video was decoded, and the first minute of every recording was examined.")
         elif self.total("media"):
-            said.append("Only headers of media were read; --decode decodes all media.")
+            heard = ", and finds silent and clipped recordings" if self.total("audios") else ""
+            said.append(f"Only headers of media were read; --decode decodes all media{heard}.")
         return said
 
     def sets_table(self) -> tuple[list[str], list[list[str]]]:
@@ -226,6 +227,7 @@ mark{background:var(--trained);color:inherit;border-radius:3px}
 .media{background:var(--media);border-radius:3px;padding:0 4px}.problem{color:var(--loss)}
 .thumb .drawn{display:inline-block}.thumb .drawn img{margin:0}
 .thumbs{display:flex;flex-wrap:wrap;gap:10px;margin:0 0 10px}.thumb{font-size:12px;text-align:center;max-width:152px}
+.thumb.sound{max-width:296px}.thumb.sound img{max-width:288px}.sound audio{width:288px;height:32px;display:block}
 .thumb img,.none{display:block;max-width:144px;max-height:144px;margin:0 auto 2px;border-radius:6px;
 border:1px solid var(--line)}.none{padding:20px 12px;color:var(--soft)}
 @media(max-width:560px){h3 .soft{margin-left:0}}
@@ -305,7 +307,10 @@ def _thumb(thumb: Thumb) -> str:
     if thumb.uri and thumb.shapes:
         image = f'<div class="drawn">{image}{html.overlay(*thumb.pixels, thumb.shapes)}</div>'
     tokens = "" if thumb.tokens is None else f"<br>{thumb.tokens:,} tokens"
+    if thumb.sound:
+        image += f'<audio controls preload="none" src="{escape(thumb.sound)}"></audio>'
+    kind = "thumb sound" if thumb.uri and thumb.pixels == (0, 0) else "thumb"
     return (
-        f'<div class="thumb" title="{escape(thumb.name)}">{image}'
+        f'<div class="{kind}" title="{escape(thumb.name)}">{image}'
         f'<div class="soft">{escape(thumb.size)}{tokens}</div></div>'
     )

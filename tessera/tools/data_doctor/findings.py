@@ -14,6 +14,7 @@ import numpy as np
 from PIL import Image
 
 from tessera.core.sample import PLAIN, Message, Part, Sample
+from tessera.data.media.clips import AudioClip, AudioSamples
 from tessera.data.media.files import ArchiveMember
 
 Severity = Literal["loss", "warning", "note"]
@@ -116,6 +117,23 @@ KINDS: dict[str, Kind] = {
         "warning", "Same conversation more than once", "remove the copies, or set a weight of the data set instead"
     ),
     "one-answer": Kind("warning", "One answer for many questions", "check the export of the answers"),
+    "silent": Kind("warning", "Silent recordings", "remove them, unless silence is what they teach"),
+    "clipped": Kind("warning", "Clipped recordings", "record or export them at a lower volume"),
+    "long-transcript": Kind(
+        "warning",
+        "Texts that are much too long for their recordings",
+        "check that the text and the part of the recording belong together",
+    ),
+    "short-transcript": Kind(
+        "warning",
+        "Texts that are much too short for their recordings",
+        "check that the recording is cut where its text ends",
+    ),
+    "narrow-band": Kind(
+        "note",
+        "Recordings without the upper half of their frequencies",
+        "use the originals if there are any: these were stored or sent at a lower rate",
+    ),
     "enlarged": Kind(
         "note", "Images enlarged to min_pixels", "lower min_pixels: enlarged images cost tokens and add nothing"
     ),
@@ -138,6 +156,9 @@ SAMPLE_KINDS = (
     "box-outside",
     "box-unit",
     "box-swapped",
+    "silent",
+    "clipped",
+    "narrow-band",
 )
 
 # Kind of finding -> codes of the errors that make a record unusable. `ExaminedSet.kind_of_bad` decides other codes.
@@ -293,6 +314,10 @@ def hash_of(*values: str | bytes) -> int:
 def media_hash(part: Part, root: Path) -> int:
     """Return a hash of a media part: of its path, or of its content if the record contains it."""
     value: Any = part.value
+    if isinstance(value, AudioClip):
+        return hash_of(value.span, str(media_hash(Part(part.kind, value.value), root)))
+    if isinstance(value, AudioSamples):
+        return hash_of(repr(value.rate), value.mono().tobytes())
     if isinstance(value, (str, Path)):
         return hash_of(str(root), str(value))
     if isinstance(value, bytes):
@@ -320,6 +345,8 @@ def content_hash(sample: Sample, media: list[int]) -> int:
 
 def media_name(part: Part) -> str:
     """Return the path of a media part, or its name in an archive, for display."""
+    if isinstance(part.value, AudioClip):
+        return media_name(Part(part.kind, part.value.value)) + part.value.span
     if isinstance(part.value, (str, Path)):
         return str(part.value)
     return part.value.name if isinstance(part.value, ArchiveMember) else f"{part.kind} in the row"

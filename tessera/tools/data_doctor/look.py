@@ -23,6 +23,7 @@ from tessera.data.kinds.preference import PairProcessor
 from tessera.data.media.audio import AudioSampling
 from tessera.data.media.files import Limits
 from tessera.data.media.read import ChatProcessor, MediaSampling, decode, probe, read_media
+from tessera.data.media.sound_preview import draw, play
 from tessera.data.media.video_frames import VideoSampling
 from tessera.data.sources.container import RecordError, bad_sample
 from tessera.data.sources.formats import CHOSEN, REJECTED
@@ -33,6 +34,7 @@ from tessera.errors import TesseraError
 from tessera.models.vision.processor import VisionProcessor
 from tessera.runtime import html
 from tessera.tools.data_doctor.findings import (
+    KINDS,
     SAMPLE_KINDS,
     check_texts,
     content_hash,
@@ -40,6 +42,7 @@ from tessera.tools.data_doctor.findings import (
     media_hash,
     media_name,
 )
+from tessera.tools.data_doctor.sound import LONGEST, Sound, listen, milliseconds
 from tessera.workers.pool import Note
 from tessera.workers.worker import time_limit
 
@@ -76,9 +79,11 @@ class Look:
         return isinstance(self.processor, GenerationProcessor)
 
     def __call__(self, sample: Sample, sizes: Sequence[MediaSize]) -> dict[str, int]:
+        sounds: list[Sound] = []
         if self.decode:
             try:
                 self.media(sample)
+                sounds = self.sounds(sample, sizes)
             except (TesseraError, OSError) as error:
                 reason = bad_sample(sample.id, error).reason
                 raise TesseraError(f"cannot be decoded: {reason}", code="data.damaged-media") from error
@@ -86,7 +91,7 @@ class Look:
         spoken, parts = _as_spoken(sample), sample.media()
         texts = check_texts(spoken)
         marks = [media_hash(part, self.root) for part in parts]
-        problems = self.problems(sample, sizes)
+        problems = self.problems(sample, sizes, sounds)
         columns = {
             "problems": sum(1 << SAMPLE_KINDS.index(kind) for kind in problems),
             "characters": texts.characters,
@@ -96,6 +101,7 @@ class Look:
             "media": len(parts),
             "frames": sum(size.frames for part, size in zip(parts, sizes, strict=True) if part.kind == "video"),
             "seconds": math.ceil(sum(size.total / size.rate for size in sizes if size.rate)),
+            "sound_ms": milliseconds(parts, sizes, self.audio_rate),
             "pixels": max((size.width * size.height for size in sizes), default=0),
         }
         columns |= {f"{kind}s": sum(part.kind == kind for part in parts) for kind in MEDIA_KINDS}
@@ -103,8 +109,8 @@ class Look:
             columns["trained"] = sum(message.role in ("assistant", PLAIN) for message in spoken.messages)
         return columns
 
-    def problems(self, sample: Sample, sizes: Sequence[MediaSize]) -> dict[str, str]:
-        """Return the problems of a usable sample as kind of finding -> detail."""
+    def problems(self, sample: Sample, sizes: Sequence[MediaSize], sounds: Sequence[Sound] = ()) -> dict[str, str]:
+        """Return the problems of a usable sample as kind of finding -> detail. `sounds`: its decoded recordings."""
         spoken = _as_spoken(sample)
         problems = check_texts(spoken).problems
         if self.captions:
@@ -123,7 +129,23 @@ class Look:
                 detail = f"{media_name(part)}: {size.width}x{size.height} to {target[0]}x{target[1]}"
                 if ratio > ENLARGED or ratio < SHRUNK:
                     problems.setdefault("enlarged" if ratio > ENLARGED else "shrunk", detail)
+        for sound in sounds:
+            for kind, detail in sound.problems():
+                problems.setdefault(kind, detail)
         return problems
+
+    @property
+    def audio_rate(self) -> int:
+        """Return the samples per second that the sizes of recordings count."""
+        sampling = self.sampling
+        return sampling.audio.rate if isinstance(sampling, MediaSampling) else NO_FAMILY.audio.rate
+
+    def sounds(self, sample: Sample, sizes: Sequence[MediaSize]) -> list[Sound]:
+        """Return the beginnings of all recordings of a sample."""
+        pairs = zip(sample.media(), sizes, strict=True)
+        return [
+            listen(part, size, self.audio_rate, self.root, self.limits) for part, size in pairs if part.kind == "audio"
+        ]
 
     def sizes(self, sample: Sample) -> list[MediaSize] | None:
         """Return the sizes of a sample's media; None if a header cannot be read."""
@@ -173,6 +195,7 @@ class Thumb:
     uri: str | None  # data URI of a thumbnail
     shapes: tuple[html.Shape, ...] = ()  # boxes and points in the image
     pixels: tuple[int, int] = (0, 0)  # width and height of the image
+    sound: str | None = None  # data URI of the beginning of a recording; `uri` is a drawing of it
 
 
 @dataclass(frozen=True)
@@ -215,7 +238,8 @@ class ShowSamples:
         processor = look.processor if isinstance(look.processor, ChatProcessor) else None
         try:
             with time_limit(self.timeout_s):
-                return show(location, sample, *look.media(sample), processor)
+                media, sizes = look.media(sample)
+                return show(location, sample, media, sizes, processor, look.sounds(sample, sizes))
         except (TesseraError, OSError) as error:
             return show(location, sample, [], [], None, problem=_problem(error))
 
@@ -232,17 +256,25 @@ def show(
     media: Sequence[Any],
     sizes: Sequence[MediaSize],
     processor: ChatProcessor | None,
+    sounds: Sequence[Sound] = (),
     problem: str | None = None,
 ) -> Shown:
-    """Prepare a sample for display. Without a processor, messages of the assistant are marked as trained."""
+    """Prepare a sample for display. Without a processor, messages of the assistant are marked as trained.
+
+    `sounds`: the beginnings of all recordings, in their order.
+    """
     parts = sample.media()
     thumbs = []
+    recordings = iter(sounds)
     shapes = _shapes(sample, sizes, processor) if media else {}
     for number, part in enumerate(parts[:MOST_MEDIA]):
         name = media_name(part)[-80:]
         if number < len(media):
             size = sizes[number]
             tokens = None if processor is None else _media_tokens(processor, part, size)
+            if part.kind == "audio":
+                thumbs.append(_sound_thumb(name, next(recordings), tokens))
+                continue
             drawn = tuple(shapes.get(number, ()))
             text = _size_text(part, size)
             thumbs.append(Thumb(name, text, tokens, _uri(media[number]), drawn, (size.width, size.height)))
@@ -336,15 +368,21 @@ def _shortened(text: str) -> str:
     return f"{text[:half]} … {len(text) - 2 * half:,} more characters … {text[-half:]}"
 
 
+def _sound_thumb(name: str, sound: Sound, tokens: int | None) -> Thumb:
+    """Return the drawing and the beginning of a recording."""
+    problems = "".join(f"; {KINDS[kind].title.lower()}: {detail}" for kind, detail in sound.problems())
+    part = f", of which {LONGEST:g} s are drawn" if sound.seconds > LONGEST else ""
+    text = f"{sound.seconds:.2f} s at {sound.rate:,} Hz{part}{problems}"
+    return Thumb(name, text, tokens, draw(sound.samples), sound=play(sound.samples, sound.rate))
+
+
 def _size_text(part: Part, size: MediaSize) -> str:
-    if part.kind == "audio":
-        return f"{size.samples:,} audio samples"
     frames = f", {size.frames} frames" if part.kind == "video" else ""
     return f"{size.width} x {size.height}{frames}"
 
 
 def _uri(media: Any) -> str | None:
-    """Return a thumbnail of an image, or of the first frame of a video, as a data URI; None for audio."""
+    """Return a thumbnail of an image, or of the first frame of a video, as a data URI; None for other media."""
     image = media
     if isinstance(media, np.ndarray):
         if media.ndim != 4 or not len(media):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,7 +17,7 @@ from tessera.data.media.read import MediaSampling
 from tessera.models.processing.chat import ChatTemplate, MediaWords
 from tessera.models.processing.conversation import ConversationProcessor, TextOptions, check_special_tokens
 from tessera.models.processing.streams import MediaLayout, MediaStream, MediaStreams
-from tessera.models.processing.tokenizer import ChatEncoder, load_tokenizer
+from tessera.models.processing.tokenizer import ChatEncoder, load_tokenizer, train_tokenizer, write_tokenizer
 from tests.toys.two_encoders import PER_SLOT, TwoEncoderConfig, streams
 
 RATE = 24_000
@@ -28,6 +29,9 @@ TEMPLATE = ChatTemplate(
     system=None,
 )
 _STREAMS = streams(TwoEncoderConfig())
+
+
+VOCAB = 300
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,3 +67,10 @@ class TwoEncoderProcessor(ConversationProcessor):
         assert isinstance(media, Image.Image)
         small = np.asarray(media.resize((count, self.values // 3)), dtype=np.float32) / 255
         return {"patches": np.ascontiguousarray(small.swapaxes(0, 1).reshape(count, self.values))}
+
+
+def two_encoder_processor(folder: Path, texts: Sequence[str]) -> TwoEncoderProcessor:
+    """Return a processor with a tokenizer that is trained on texts and written to a folder."""
+    tokenizer = train_tokenizer(texts, VOCAB, WORDS)
+    write_tokenizer(folder, tokenizer.to_str(), chat_template=None, end="<|im_end|>", pad="<|endoftext|>")
+    return TwoEncoderProcessor.load(TwoEncoderConfig(vocab=VOCAB), folder)

@@ -1,0 +1,72 @@
+"""Parts of recordings, and recordings that are decoded already."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tessera.errors import TesseraError
+
+# A part of a recording as text: talk.flac#t=12.5,17.25, as in media fragments of the W3C.
+_SPAN = re.compile(r"#t=(\d{1,9}(?:\.\d{1,9})?),(\d{1,9}(?:\.\d{1,9})?)$")
+_FULL_SCALE = {np.dtype(np.int16): 1 << 15, np.dtype(np.int32): 1 << 31}
+
+
+@dataclass(frozen=True)
+class AudioClip:
+    """Name the part of a recording from `start` to `end`, in seconds. `value`: the recording, as in `Part.value`."""
+
+    value: Any
+    start: float
+    end: float
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.start) and math.isfinite(self.end) and 0 <= self.start < self.end):
+            raise TesseraError(
+                f"not a part of a recording: {self.start:g} to {self.end:g} s",
+                fix="write the start and the end in seconds, such as talk.flac#t=12.5,17.25",
+                code="media.bad-clip",
+            )
+
+    @property
+    def span(self) -> str:
+        """Return start and end as text, as they are written after a path."""
+        return f"#t={_seconds(self.start)},{_seconds(self.end)}"
+
+
+@dataclass(frozen=True, eq=False)
+class AudioSamples:
+    """Hold decoded audio: [samples], or with channels, as floats between -1 and 1 or as 16 or 32 bit integers."""
+
+    array: Any
+    rate: int  # samples per second
+
+    def mono(self) -> np.ndarray:
+        """Return float32 [samples], the mean of all channels. Raise for other arrays."""
+        array = np.asarray(self.array)
+        full = _FULL_SCALE.get(array.dtype)
+        usable = array.ndim in (1, 2) and array.size > 0 and (full or array.dtype.kind == "f")
+        sound = array.astype(np.float32) / (full or 1) if usable else np.empty(0)
+        if not usable or not np.isfinite(sound).all() or type(self.rate) is not int or self.rate < 1:
+            raise TesseraError(
+                f"audio samples must be finite floats or 16 or 32 bit integers, with their rate, not {array.dtype} "
+                f"{array.shape} at {self.rate!r:.20}",
+                code="media.wrong-array",
+            )
+        # Channels are the shorter dimension: soundfile puts them last, torchaudio first.
+        mono: np.ndarray = sound if sound.ndim == 1 else sound.mean(axis=int(np.argmin(sound.shape)))
+        return mono.astype(np.float32)
+
+
+def clip_of(value: Any) -> Any:
+    """Return the `AudioClip` that a path with a span names, such as talk.flac#t=12.5,17.25. Return others unchanged."""
+    match = _SPAN.search(value) if isinstance(value, str) else None
+    return value if match is None else AudioClip(value[: match.start()], float(match[1]), float(match[2]))
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.9f}".rstrip("0").rstrip(".")

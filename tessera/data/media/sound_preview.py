@@ -1,0 +1,82 @@
+"""Draw recordings, and encode short previews of them, for pages that contain all that they show."""
+
+from __future__ import annotations
+
+import base64
+import io
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+PREVIEW_SECONDS = 10.0
+_PREVIEW_RATE = 16_000
+_PREVIEW_BITS = 32_000  # per second
+_WIDTH, _WAVE, _SPECTRUM = 288, 48, 96  # pixels: of the drawing, of the waveform, of the spectrogram below it
+_WINDOW = 512  # samples of a Fourier transform
+_RANGE = 8.0  # powers of ten that the spectrogram shows
+_BACKGROUND, _LINE = (20, 23, 28), (125, 162, 255)
+# Colours of the spectrogram, from no to the largest power.
+_COLOURS = np.array([(20, 23, 28), (80, 18, 123), (182, 54, 121), (251, 136, 97), (252, 253, 191)], np.float64)
+
+
+def draw(sound: np.ndarray) -> str:
+    """Return the waveform above the spectrogram of a recording, as a data URI of a JPEG. `sound`: float32 [samples]."""
+    out = io.BytesIO()
+    Image.fromarray(np.concatenate([_waveform(sound), _spectrogram(sound)])).save(out, "JPEG", quality=80)
+    return f"data:image/jpeg;base64,{base64.b64encode(out.getvalue()).decode()}"
+
+
+def play(sound: np.ndarray, rate: int) -> str | None:
+    """Return the beginning of a recording, as a data URI of an MP3 file; None if this FFmpeg writes none."""
+    import av
+
+    if "libmp3lame" not in av.codecs_available:
+        return None
+    data = np.clip(sound[: round(PREVIEW_SECONDS * rate)], -1, 1).astype(np.float32)
+    held = io.BytesIO()
+    with av.open(held, "w", format="mp3") as container:
+        stream: Any = container.add_stream("libmp3lame", rate=_PREVIEW_RATE, layout="mono")
+        stream.bit_rate = _PREVIEW_BITS
+        frame = av.AudioFrame.from_ndarray(data[None], format="flt", layout="mono")
+        frame.sample_rate, frame.pts, frame.time_base = rate, 0, Fraction(1, rate)
+        context = stream.codec_context
+        resampler = av.AudioResampler(context.format, "mono", _PREVIEW_RATE, context.frame_size or 1152)
+        for piece in [*resampler.resample(frame), *resampler.resample(None)]:
+            container.mux(stream.encode(piece))
+        container.mux(stream.encode())
+    return f"data:audio/mpeg;base64,{base64.b64encode(held.getvalue()).decode()}"
+
+
+def _columns(count: int) -> np.ndarray:
+    """Return the first sample of each column of pixels, and the number of samples behind the last one."""
+    return np.linspace(0, count, _WIDTH + 1).astype(np.int64)
+
+
+def _waveform(sound: np.ndarray) -> np.ndarray:
+    """Return the lowest and the highest sample of each column as a line; full scale is the height."""
+    drawn = np.full((_WAVE, _WIDTH, 3), _BACKGROUND, np.uint8)
+    bounds = _columns(len(sound))
+    rows = np.arange(_WAVE)
+    for column, start in enumerate(bounds[:-1].tolist()):
+        samples = sound[start : max(start + 1, int(bounds[column + 1]))]
+        high, low = float(np.clip(samples.max(), -1, 1)), float(np.clip(samples.min(), -1, 1))
+        top, bottom = ((1 - value) / 2 * (_WAVE - 1) for value in (high, low))
+        drawn[(rows >= round(top)) & (rows <= round(bottom)), column] = _LINE
+    return drawn
+
+
+def _spectrogram(sound: np.ndarray) -> np.ndarray:
+    """Return the power at each time and frequency, from 0 at the bottom to half of the rate at the top."""
+    padded = np.concatenate([sound, np.zeros(_WINDOW, np.float32)])
+    windows = np.stack([padded[start : start + _WINDOW] for start in _columns(len(sound))[:-1].tolist()])
+    power = np.abs(np.fft.rfft(windows * np.hanning(_WINDOW), axis=1)) ** 2
+    bands = np.linspace(0, power.shape[1] - 1, _SPECTRUM).round().astype(np.int64)
+    decades = np.log10(power[:, bands[::-1]].T + 1e-12)
+    # Full scale is 1; a quiet recording is drawn from its own largest power.
+    largest = max(float(decades.max()), -_RANGE / 2)
+    level = np.clip((decades - largest + _RANGE) / _RANGE, 0, 1) * (len(_COLOURS) - 1)
+    below = np.minimum(level.astype(np.int64), len(_COLOURS) - 2)
+    part = (level - below)[..., None]
+    return (_COLOURS[below] * (1 - part) + _COLOURS[below + 1] * part).astype(np.uint8)

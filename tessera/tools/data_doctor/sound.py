@@ -1,0 +1,82 @@
+"""Listen to recordings for the data doctor: silence, clipping, a missing upper half of the frequencies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tessera.core.sample import MediaSize, Part
+from tessera.data.media.audio import AudioSampling
+from tessera.data.media.clips import AudioClip, AudioSamples
+from tessera.data.media.files import Limits
+from tessera.data.media.read import MediaSampling, audio_rate, decode
+
+LONGEST = 60.0  # seconds of a recording that are examined, from its beginning
+SILENT = 1e-3  # largest sample of a silent recording; full scale is 1
+CLIPPED = 1e-3  # larger share of samples at a flat top: clipped
+_FLAT_TOP = 0.99  # of the largest sample
+_EQUAL = 2e-5  # difference of neighbours at a flat top: less than a step of 16 bits
+_SHORTEST = 0.5  # seconds; the spectrum of a shorter recording says little
+_EMPTY_ABOVE = 0.28  # of the rate: just above half of the frequencies, where resamplers let some power through
+_EMPTY = 1e-6  # share of the power
+_FACTOR, _SPREADS = 4.0, 6.0  # see `odd_lengths`
+
+
+@dataclass(frozen=True)
+class Sound:
+    """Hold the beginning of a recording at its own rate."""
+
+    samples: np.ndarray  # float32 [samples]
+    rate: int
+    seconds: float  # of the full recording
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield kinds of findings with their details."""
+        peak = float(np.abs(self.samples).max())
+        if peak < SILENT:
+            yield "silent", "no sound" if peak == 0 else f"the largest sample is {peak:.1e} of full scale"
+            return
+        top = np.abs(self.samples) >= _FLAT_TOP * peak
+        flat = top[1:] & top[:-1] & (np.abs(np.diff(self.samples)) <= _EQUAL)
+        share = float(flat.mean()) if len(flat) else 0.0
+        if share > CLIPPED:
+            yield "clipped", f"{share:.1%} of the samples are at a flat top"
+        if len(self.samples) >= _SHORTEST * self.rate:
+            power = np.abs(np.fft.rfft(self.samples.astype(np.float64))) ** 2
+            above = power[round(_EMPTY_ABOVE * 2 * (len(power) - 1)) :].sum()
+            if above < _EMPTY * power[1:].sum():
+                yield "narrow-band", f"nothing above {self.rate / 4000:g} kHz in a file of {self.rate / 1000:g} kHz"
+
+
+def listen(part: Part, size: MediaSize, rate: int, root: Path, limits: Limits) -> Sound:
+    """Return the beginning of a recording at its own rate. `size`: at `rate`."""
+    value, seconds = part.value, size.samples / rate
+    if isinstance(value, np.ndarray):
+        return Sound(value[: round(LONGEST * rate)], rate, seconds)
+    if isinstance(value, AudioSamples):
+        return Sound(value.mono()[: round(LONGEST * value.rate)], value.rate, seconds)
+    clip = value if isinstance(value, AudioClip) else AudioClip(value, 0.0, seconds)
+    clip = AudioClip(clip.value, clip.start, min(clip.end, clip.start + LONGEST))
+    own_rate = audio_rate(part, root, limits)
+    sampling = MediaSampling(audio=AudioSampling(own_rate, LONGEST + 1))
+    return Sound(decode(Part("audio", clip), root, limits, sampling), own_rate, seconds)
+
+
+def odd_lengths(characters: np.ndarray, seconds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return which texts are much too long, and much too short, for their recordings.
+
+    The characters per second of a text are compared with those of the set: they must differ by a factor of `_FACTOR`
+    and by `_SPREADS` times the spread of the set.
+    """
+    speed = np.log((characters + 1) / (seconds + 0.5))
+    middle = np.median(speed)
+    limit = max(np.log(_FACTOR), _SPREADS * 1.4826 * float(np.median(np.abs(speed - middle))))
+    return speed > middle + limit, speed < middle - limit
+
+
+def milliseconds(parts: Sequence[Part], sizes: Sequence[MediaSize], rate: int) -> int:
+    """Return the milliseconds of all recordings of a sample."""
+    return sum(size.samples for part, size in zip(parts, sizes, strict=True) if part.kind == "audio") * 1000 // rate
