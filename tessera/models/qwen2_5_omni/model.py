@@ -7,6 +7,7 @@ transformers' modules are also read.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +20,7 @@ from tessera.models.qwen2_5_omni.config import FULL_MODEL, THINKER, Qwen25OmniCo
 from tessera.models.qwen2_5_vl.model import Qwen25VL
 from tessera.models.qwen2_vl.model import RENAMES
 from tessera.nn.audio import AudioShape, PooledProjector
+from tessera.weights.layouts import CONFIG_FILE, folder_layout
 from tessera.weights.map import Rule
 from tessera.weights.operations import GroupByHead
 
@@ -46,6 +48,15 @@ class Qwen25Omni(AudioFamily, Qwen25VL):
     )
 
     unread: ClassVar[tuple[str, ...]] = ("talker.", "token2wav.")
+
+    def untrained_parts(self, folder: Path) -> str | None:
+        fields = folder_layout(folder).config() if (folder / CONFIG_FILE).is_file() else {}
+        if fields.get("model_type") != FULL_MODEL or not fields.get("enable_audio_output", True):
+            return None
+        return (
+            f"only the thinker of {folder} is trained: its talker reads the hidden states of the thinker, so its "
+            "speech may not follow the texts of the tuned thinker"
+        )
 
     def audio_shape(self, config: Qwen25OmniConfig) -> AudioShape:
         audio = config.audio
