@@ -251,6 +251,7 @@ NAMES = {
     "sd3": "Stable Diffusion 3",
     "transformers": "transformers",
     "wan": "Wan",
+    "whisper": "Whisper",
 }
 
 
