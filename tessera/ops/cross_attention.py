@@ -35,14 +35,21 @@ def packed_cross_attention(
 ) -> Tensor:
     """Return attention [T, H, D] of segment i of `q` [T, H, D] to segment i of `k`, `v` [L, H, D]."""
     assert q_segments.bounds.shape == k_segments.bounds.shape, "queries and keys have segments of the same samples"
-    lengths = zip(q_segments.lengths, k_segments.lengths, strict=True)
-    if q.shape[0] == 0 or k.shape[0] == 0 or (q_segments.lengths and not any(a and b for a, b in lengths)):
+    if q.shape[0] == 0 or k.shape[0] == 0 or _apart(q_segments, k_segments):
         # A rank may have only padding. Its keys stay in the autograd graph, because other ranks wait for their
         # gradients.
         return q * 0 + k[:0].sum() + v[:0].sum()
     run = PACKED_CROSS_ATTENTION.choose(implementation, "plain", q.device, q.dtype)
     out: Tensor = run(q, k, v, q_segments, k_segments, q.shape[-1] ** -0.5 if scale is None else scale)
     return out
+
+
+def _apart(q_segments: Segments, k_segments: Segments) -> bool:
+    """Return whether no segment has queries and keys, if the host knows it. Compiled code computes zeros as well: it
+    would be compiled again for every number of segments."""
+    if torch.compiler.is_compiling() or not q_segments.lengths:
+        return False
+    return not any(a and b for a, b in zip(q_segments.lengths, k_segments.lengths, strict=True))
 
 
 def _eager(q: Tensor, k: Tensor, v: Tensor, q_segments: Segments, k_segments: Segments, scale: float) -> Tensor:

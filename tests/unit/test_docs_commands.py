@@ -254,6 +254,7 @@ NAMES = {
     "sd3": "Stable Diffusion 3",
     "transformers": "transformers",
     "wan": "Wan",
+    "whisper": "Whisper",
 }
 
 

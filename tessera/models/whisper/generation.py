@@ -44,8 +44,8 @@ def generate(
     `max_new_tokens`: largest number of tokens of each window. A stop token separates the windows of a recording.
     """
     rules = _Rules.of(batch)
-    prompts = [part.tolist() for part in torch.split(batch["tokens"], batch.segments["text"].lengths)]
-    lengths = batch.segments[MEMORY].lengths
+    prompts = [part.tolist() for part in torch.split(batch["tokens"], list(batch.segments["text"].lengths))]
+    lengths = list(batch.segments[MEMORY].lengths)
     # The second column of `mel_positions` is the number of frames of a recording.
     counts = [int(part[0, 1]) for part in torch.split(batch["mel_positions"], lengths)]
     recordings = [frames_of(part)[:n] for part, n in zip(torch.split(batch["mel"], lengths), counts, strict=True)]
