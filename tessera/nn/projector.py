@@ -45,18 +45,25 @@ class PatchMerger(nn.Module):
 
 
 class MLPProjector(nn.Module):
-    """Project each feature to an embedding.
+    """Project each feature to an embedding. `inner`: inner width; default: width of the embedding.
 
     `newline`: put a learned embedding, which ends a line of an image, before all others; `media_index` 0 selects it.
     """
 
     def __init__(
-        self, features: int, hidden: int, *, activation: str = "gelu", bias: bool = True, newline: bool = False
+        self,
+        features: int,
+        hidden: int,
+        *,
+        inner: int | None = None,
+        activation: str = "gelu",
+        bias: bool = True,
+        newline: bool = False,
     ) -> None:
         super().__init__()
-        self.up = nn.Linear(features, hidden, bias=bias)
+        self.up = nn.Linear(features, inner or hidden, bias=bias)
         self.activation = ACTIVATIONS[activation]
-        self.down = nn.Linear(hidden, hidden, bias=bias)
+        self.down = nn.Linear(inner or hidden, hidden, bias=bias)
         self.newline = nn.Parameter(torch.empty(hidden)) if newline else None
 
     def forward(self, x: Tensor) -> Tensor:

@@ -104,6 +104,7 @@ BATCHES: dict[str, Callable[[Any], Batch]] = {
     "qwen2_5_vl": windowed_batch,
     "qwen2_vl": language_batch,
     "qwen3": text_batch,
+    "qwen3_asr": lambda config: FAMILIES.get("qwen3_asr").example(config, 96),  # type: ignore[misc]
     "qwen3_vl": table_batch,
 }
 

@@ -71,18 +71,9 @@ class LogMel:
                 fix="set dither to 0.0, as in published folders",
                 code="media.audio-dither",
             )
-        settings: dict[str, int] = {}
-        for ours, theirs in _FIELDS.items():
-            value = data.get(theirs)
-            if value is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= _MOST[ours]:
-                raise TesseraError(
-                    f"{theirs} = {value!r} must be a whole number from 1 to {_MOST[ours]}",
-                    where=where,
-                    code="media.preprocessor-value",
-                )
-            settings[ours] = value
+        settings = {
+            ours: whole_number(data, theirs, getattr(cls, ours), _MOST[ours], where) for ours, theirs in _FIELDS.items()
+        }
         return cls(**settings)
 
     def write(self, extractor: str = "WhisperFeatureExtractor") -> dict[str, Any]:
@@ -107,6 +98,20 @@ _FIELDS = {
     "seconds": "chunk_length",
 }
 _MOST = {"bins": 1024, "rate": 768_000, "fft": 1 << 16, "hop": 1 << 16, "seconds": 86_400}
+
+
+def whole_number(data: Mapping[str, Any], name: str, default: int, most: int, where: str, least: int = 1) -> int:
+    """Return a number of a preprocessor file."""
+    value = data.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise TesseraError(
+            f"{name} = {value!r} must be a whole number from {least} to {most}",
+            where=where,
+            code="media.preprocessor-value",
+        )
+    return value
 
 
 @functools.lru_cache(maxsize=4)

@@ -163,8 +163,12 @@ class AudioProcessor(ConversationProcessor):
         return self.clips.elements(np.asarray(media))
 
     def save_preprocessor(self, folder: Path) -> None:
-        data = {"processor_class": self.processor_class, **self.clips.mel.write(self.extractor_class)}
-        write_json(folder / IMAGE_FILE, data)
+        fields = {**self.clips.mel.write(self.extractor_class), **self.extractor_fields()}
+        write_json(folder / IMAGE_FILE, {"processor_class": self.processor_class, **fields})
+
+    def extractor_fields(self) -> dict[str, Any]:
+        """Return further fields of preprocessor_config.json."""
+        return {}
 
 
 def read_extractor(folder: Path) -> dict[str, Any]:

@@ -1,0 +1,127 @@
+"""The configuration of Qwen3-ASR, and its form in the config.json of Hugging Face folders."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from tessera.config.reader import Section, build
+from tessera.models.audio.config import AudioConfig
+from tessera.models.qwen3 import Qwen3TextConfig
+from tessera.models.text.hf import LANGUAGE_FORMATS, QWEN3, check_model_type, check_supported, language_format
+from tessera.ops.attention import AttentionBackend
+
+MODEL_TYPE, TOWER_TYPE = "qwen3_asr", "qwen3_asr_encoder"
+STRIDE = 8  # mel frames per token
+CHUNK_TOKENS = 13  # transformers counts this many tokens for each chunk
+# Defaults of transformers for a folder whose `text_config` lacks these fields.
+_TEXT_DEFAULTS: Mapping[str, Any] = {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 65536,
+}
+
+
+class Qwen3AudioConfig(AudioConfig):
+    """Configure an encoder with 2D convolutions over chunks of a clip, and attention within windows of several."""
+
+    encoder_layers: int = Field(24, gt=0, le=10**4)
+    encoder_attention_heads: int = Field(16, gt=0, le=10**8)
+    encoder_ffn_dim: int = Field(4096, gt=0, le=10**8)
+    d_model: int = Field(1024, ge=4, le=10**8)
+    n_window: int = Field(50, gt=0, le=10**6, description="half of the mel frames of a chunk")
+    n_window_infer: int = Field(800, gt=0, le=10**8, description="mel frames of an attention window")
+    downsample_hidden_size: int = Field(480, gt=0, le=10**6, description="channels of the convolutions")
+    max_position_embeddings: int = Field(CHUNK_TOKENS, gt=0, le=10**6)
+
+    @property
+    def chunk(self) -> int:
+        """Return the number of mel frames of a chunk."""
+        return 2 * self.n_window
+
+    @model_validator(mode="after")
+    def _fits_chunks(self) -> Qwen3AudioConfig:
+        tokens = -(-self.chunk // STRIDE)
+        if tokens != CHUNK_TOKENS or self.max_position_embeddings < tokens:
+            raise ValueError(
+                f"a chunk of {self.chunk} mel frames has {tokens} tokens and {self.max_position_embeddings} positions; "
+                f"transformers' class supports {CHUNK_TOKENS} tokens only"
+            )
+        if self.n_window_infer % self.chunk:
+            raise ValueError(f"n_window_infer {self.n_window_infer} is not a multiple of a chunk of {self.chunk}")
+        return self
+
+
+class Qwen3ASRConfig(Section):
+    text: Qwen3TextConfig
+    audio: Qwen3AudioConfig = Field(default_factory=lambda: Qwen3AudioConfig.model_validate({}))
+    tie_word_embeddings: bool = True
+    audio_token_id: int = Field(151676, ge=0)
+    timestamp_token_id: int = Field(151705, ge=0, description="kept for exports: the model does not use it")
+    attention: AttentionBackend = Field("auto", description="implementation of attention")
+
+    @model_validator(mode="after")
+    def _fits(self) -> Qwen3ASRConfig:
+        if self.audio_token_id >= self.text.vocab_size:
+            raise ValueError(
+                f"audio_token_id {self.audio_token_id} is outside the vocabulary of {self.text.vocab_size}"
+            )
+        return self
+
+    @property
+    def special_token_ids(self) -> dict[str, int]:
+        return {"<|audio_pad|>": self.audio_token_id}
+
+    @classmethod
+    def from_hf(cls, data: Mapping[str, Any]) -> Qwen3ASRConfig:
+        kind = str(data.get("model_type"))
+        check_model_type(kind, (MODEL_TYPE,))
+        where = f"config.json ({kind})"
+        text = {**_TEXT_DEFAULTS, **(data.get("text_config") or {})}
+        audio = dict(data.get("audio_config") or {})
+        text_type = str(text.get("model_type", QWEN3.model_type))
+        width = audio.get("output_dim", 3584)
+        check_supported(
+            [
+                ("text_config.model_type", text_type, tuple(LANGUAGE_FORMATS)),
+                ("audio_config.model_type", audio.get("model_type", TOWER_TYPE), (TOWER_TYPE,)),
+                ("audio_config.output_dim", width, (text["hidden_size"],)),
+            ],
+            where,
+        )
+        tied = data.get("tie_word_embeddings")
+        fields = {
+            **{name: data[name] for name in ("audio_token_id", "timestamp_token_id") if data.get(name) is not None},
+            "tie_word_embeddings": True if tied is None else tied,
+            "text": LANGUAGE_FORMATS[text_type].read(text, f"{where}: text_config"),
+            "audio": Qwen3AudioConfig.read(audio, where),
+        }
+        return build(cls, fields, where)
+
+    def to_hf(self) -> dict[str, Any]:
+        """Return the config.json that transformers 5 writes and reads."""
+        text = self.text
+        ids = text.model_dump(mode="json", include={"pad_token_id", "eos_token_id"})
+        return {
+            "architectures": ["Qwen3ASRForConditionalGeneration"],
+            "model_type": MODEL_TYPE,
+            "audio_token_id": self.audio_token_id,
+            "timestamp_token_id": self.timestamp_token_id,
+            **{name: ids[name] for name in ("pad_token_id", "eos_token_id") if ids[name] is not None},
+            "initializer_range": text.initializer_range,
+            "tie_word_embeddings": self.tie_word_embeddings,
+            "text_config": {
+                **language_format(text, QWEN3.model_type).write(text),
+                "tie_word_embeddings": self.tie_word_embeddings,
+            },
+            "audio_config": {
+                **self.audio.write(TOWER_TYPE, text.initializer_range),
+                "output_dim": text.hidden_size,
+            },
+        }

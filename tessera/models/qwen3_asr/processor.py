@@ -1,0 +1,51 @@
+"""The processor of Qwen3-ASR: conversations with recordings to batches, and tokens back to text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from tessera.models.audio.features import LogMel, whole_number
+from tessera.models.audio.processor import AudioProcessor, ClipCutter
+from tessera.models.processing.chat import ChatTemplate, MediaWords
+from tessera.models.qwen3_asr.config import STRIDE, Qwen3ASRConfig
+
+CHAT = ChatTemplate(
+    special=("<|im_start|>", "<|im_end|>", "<|audio_start|>", "<|audio_end|>"),
+    media={"audio": MediaWords("<|audio_pad|>", "<|audio_start|>", "<|audio_end|>")},
+    system="",  # conversations begin with an empty system message
+)
+LEAST = 8000  # samples
+
+
+@dataclass(frozen=True, eq=False)
+class Qwen3ASRProcessor(AudioProcessor):
+    version: ClassVar[str] = "qwen3_asr 1"
+    chat: ClassVar[ChatTemplate] = CHAT
+    processor_class: ClassVar[str] = "Qwen3ASRProcessor"
+    extractor_class: ClassVar[str] = "Qwen3ASRFeatureExtractor"
+
+    @classmethod
+    def cutter(cls, config: Qwen3ASRConfig, data: Mapping[str, Any], where: str) -> ClipCutter:
+        audio = config.audio
+        least = whole_number(data, "min_length", LEAST, 1 << 30, where, least=0)
+        return ClipCutter(
+            LogMel.read({"feature_size": audio.num_mel_bins, **data}, where),
+            stride=STRIDE,
+            reach=STRIDE - 1,
+            chunk=audio.chunk,
+            window=audio.n_window_infer // audio.chunk,
+            silence=False,
+            least=least,
+        )
+
+    def extractor_fields(self) -> dict[str, Any]:
+        return {"n_window": self.clips.chunk // 2, "min_length": self.clips.least}
+
+    def named_tokens(self) -> dict[str, str]:
+        return {
+            "audio_token": "<|audio_pad|>",
+            "audio_bos_token": "<|audio_start|>",
+            "audio_eos_token": "<|audio_end|>",
+        }
