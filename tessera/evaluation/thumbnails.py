@@ -1,4 +1,4 @@
-"""Write small copies of the images of questions into the folder of an evaluation, for its report."""
+"""Write small copies of the images and recordings of questions into the folder of an evaluation, for its report."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from typing import Any
 
 from tessera.data.media.files import Limits, opened
 from tessera.data.media.images import TINY, decode_image, small_copy
+from tessera.data.media.sound_preview import beginning, encode_preview
 from tessera.errors import TesseraError
 from tessera.evaluation.answers import Row
 from tessera.evaluation.benchmark import AnswerMetric, Benchmark, BenchmarkQuestion
+from tessera.observe.report.answers import RECORDING
 from tessera.runtime.files import read_json_mapping, replace_file
 
 MOST_CARDS = 600  # answers of a benchmark that a report shows
 MOST_IMAGES = 240  # of a benchmark
+_MOST_RECORDINGS = 60  # of a benchmark
 _PER_QUESTION = 6
 _FOLDER = "images"
 
@@ -32,25 +35,29 @@ def chosen_rows(rows: Sequence[Row], scores: Sequence[float], higher_is_better: 
 
 
 def write_thumbnails(out: Path, benchmark: Benchmark, rows: Sequence[Row], metric: AnswerMetric) -> None:
-    """Copy the images of the questions that the report shows. Images that cannot be read are left out."""
+    """Copy the images and recordings of the questions that the report shows. Unreadable ones are left out."""
     marked = [row for row in rows if "unusable" not in row]
     chosen = chosen_rows(marked, [metric.score(row["values"]) for row in marked], metric.higher_is_better)
     copies: dict[str, list[Any]] = {}
-    count = 0
+    count = recordings = 0
     for row in chosen:
-        if count >= MOST_IMAGES:
+        if count >= MOST_IMAGES or recordings >= _MOST_RECORDINGS:
             break
         for _, question in benchmark.questions(range(row["index"], row["index"] + 1)):
             if isinstance(question, BenchmarkQuestion):
                 images = [*_copies(out, question, question.root or benchmark.root)]
-                copies[str(row["index"])] = images
-                count += len(images)
+                sounds = [*_recordings(out, question, question.root or benchmark.root)]
+                copies[str(row["index"])] = [*images, *sounds]
+                count, recordings = count + len(images), recordings + len(sounds)
     (out / _FOLDER).mkdir(exist_ok=True)
     replace_file(_list_of(out, benchmark.title), json.dumps(copies).encode())
 
 
 def read_thumbnails(out: Path, title: str) -> dict[str, list[tuple[str, tuple[int, int]]]]:
-    """Return the copies of each question by its index: file name, and width and height of the image."""
+    """Return the copies of each question by its index: file name, and width and height of the image.
+
+    Recordings follow the images, and have the size 0 x 0.
+    """
     path = _list_of(out, title)
     if not path.exists():
         return {}
@@ -59,6 +66,8 @@ def read_thumbnails(out: Path, title: str) -> dict[str, list[tuple[str, tuple[in
         for image in images if isinstance(images, list) else ():
             if not isinstance(image, dict) or not isinstance(image.get("file"), str):
                 continue
+            if image["file"].endswith(RECORDING):
+                copies.setdefault(str(index), []).append((image["file"], (0, 0)))
             sizes = [side for side in (image.get("width"), image.get("height")) if type(side) is int]
             if len(sizes) == 2 and all(0 < side < 1 << 31 for side in sizes):
                 copies.setdefault(str(index), []).append((image["file"], (sizes[0], sizes[1])))
@@ -75,12 +84,26 @@ def _copies(out: Path, question: BenchmarkQuestion, root: Path) -> Iterable[dict
             continue
         width, height = image.size
         suffix = "png" if max(image.size) <= TINY else "jpg"
-        content = small_copy(image)[0]
-        name = f"{_FOLDER}/{hashlib.sha256(content).hexdigest()[:20]}.{suffix}"
-        if not (out / name).exists():
-            (out / _FOLDER).mkdir(exist_ok=True)
-            replace_file(out / name, content)
-        yield {"file": name, "width": width, "height": height}
+        yield {"file": _written(out, small_copy(image)[0], f".{suffix}"), "width": width, "height": height}
+
+
+def _recordings(out: Path, question: BenchmarkQuestion, root: Path) -> Iterable[dict[str, Any]]:
+    for part in [part for part in question.sample.media() if part.kind == "audio"][:_PER_QUESTION]:
+        try:
+            content = encode_preview(*beginning(part, root, Limits()))
+        except (TesseraError, OSError):
+            continue
+        if content is not None:
+            yield {"file": _written(out, content, RECORDING)}
+
+
+def _written(out: Path, content: bytes, suffix: str) -> str:
+    """Write a copy and return its name, which is a hash of the content."""
+    name = f"{_FOLDER}/{hashlib.sha256(content).hexdigest()[:20]}{suffix}"
+    if not (out / name).exists():
+        (out / _FOLDER).mkdir(exist_ok=True)
+        replace_file(out / name, content)
+    return name
 
 
 def _list_of(out: Path, title: str) -> Path:

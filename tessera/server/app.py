@@ -107,7 +107,7 @@ class Endpoints:
 
     async def transcribe(self, request: Request) -> Response:
         """Answer /v1/audio/transcriptions."""
-        api = TranscriptionApi(self.run_chat, self.service.tokens.transcription_instruction)
+        api = TranscriptionApi(self.run_chat, self.service.tokens)
         with self.admission.body() as body:
             return await api.create(await body.read(request, self.settings), request)
 

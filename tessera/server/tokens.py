@@ -13,7 +13,7 @@ from tessera.core.batch import Batch
 from tessera.core.spec import LanguageProcessor
 from tessera.errors import TesseraError
 from tessera.models.processing.conversation import ConversationProcessor
-from tessera.models.processing.transcription import transcription_instruction
+from tessera.models.processing.transcription import transcript, transcription_instruction
 
 
 class Tokens:
@@ -35,6 +35,10 @@ class Tokens:
     def transcription_instruction(self, language: str | None, prompt: str | None, timestamps: bool) -> str:
         """Return the text of the user beside a recording that is to be transcribed."""
         return transcription_instruction(self._processor, language, prompt, timestamps)
+
+    def transcript(self, answer: str) -> str:
+        """Return the transcript in an answer."""
+        return transcript(self._processor, answer)
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from tessera.errors import TesseraError
+from tessera.models.processing.transcription import Transcriber
 from tessera.server.errors import ApiError, of_tessera, of_validation
 from tessera.server.fields import Body, Text
 from tessera.server.multipart import FormPart, read_form
@@ -21,8 +22,6 @@ TRANSCRIPTIONS = "/v1/audio/transcriptions"
 RunChat: TypeAlias = Callable[
     [dict[str, Any], Request], Awaitable[dict[str, Any] | AsyncGenerator[dict[str, Any], None]]
 ]
-# Returns the text of the user beside a recording, of: language, prompt, whether time stamps are asked for.
-Instruction: TypeAlias = Callable[[str | None, str | None, bool], str]
 
 _REFUSED = {
     "chunking_strategy": "cut the recording into shorter ones",
@@ -63,9 +62,9 @@ class Segment:
 class TranscriptionApi:
     """Answer /v1/audio/transcriptions."""
 
-    def __init__(self, run_chat: RunChat, instruction: Instruction) -> None:
+    def __init__(self, run_chat: RunChat, transcriber: Transcriber) -> None:
         self._run_chat = run_chat
-        self._instruction = instruction
+        self._transcriber = transcriber
 
     async def create(self, body: bytes, request: Request) -> Response:
         """Answer a request with its body, which is within the limits."""
@@ -73,7 +72,7 @@ class TranscriptionApi:
         fields = _fields_of(form)
         result = await self._run_chat(self._chat(fields, form["file"]), request)
         assert isinstance(result, dict), "the chat completion is not streamed"
-        answer = str(result["choices"][0]["message"]["content"] or "")
+        answer = self._transcriber.transcript(str(result["choices"][0]["message"]["content"] or ""))
         if fields.response_format == "json":
             usage = result["usage"]
             counts = {
@@ -98,7 +97,7 @@ class TranscriptionApi:
     def _chat(self, fields: TranscriptionRequest, file: FormPart) -> dict[str, Any]:
         """Return the body of the chat completion that transcribes a file."""
         try:
-            text = self._instruction(fields.language, fields.prompt, fields.timed)
+            text = self._transcriber.transcription_instruction(fields.language, fields.prompt, fields.timed)
         except TesseraError as error:
             raise of_tessera(error) from None
         url = f"data:application/octet-stream;base64,{base64.b64encode(file.content).decode()}"

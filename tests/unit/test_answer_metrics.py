@@ -6,6 +6,7 @@ import contextlib
 import http.server
 import json
 import math
+import random
 import socket
 import threading
 import time
@@ -21,6 +22,7 @@ from tessera.evaluation.metrics import judge
 from tessera.evaluation.metrics.boxes import iou, predicted
 from tessera.evaluation.metrics.choice import by_mmmu, by_vlmevalkit, chance_letter
 from tessera.evaluation.metrics.ifeval import UNVERIFIED
+from tessera.evaluation.metrics.overlap import whisper_basic
 from tessera.evaluation.metrics.registry import METRICS, metric_of
 from tessera.evaluation.metrics.texts import edit_distance, number_of
 from tests.errors import raises
@@ -84,6 +86,8 @@ def first(name: str, answer: str, question: BenchmarkQuestion, **options: Any) -
         ("wer", {}, "The  CAT, sat", ["the cat sat"], 0),
         ("wer", {}, "cat sat down", ["the cat sat"], 2 / 3),
         ("wer", {"normalise": "none"}, "The cat", ["the cat"], 0.5),
+        ("wer", {"normalise": "whisper"}, "It's (coughs) here. <noise>", ["it s here"], 0),
+        ("cer", {"normalise": "whisper"}, "Ab-c!", ["ab d"], 1 / 3),
     ],
 )
 def test_scores_follow_their_definitions(
@@ -492,3 +496,14 @@ def test_functions_of_the_user(tmp_path: Path) -> None:
 def test_marks_of_a_group_are_the_least() -> None:
     marks = [Mark("A", {"accuracy": 1.0}), Mark("B", {"accuracy": 0.0, "other": 1.0})]
     assert together(marks) == Mark("A", {"accuracy": 0.0, "other": 0.0})
+
+
+def test_whisper_normalisation_equals_that_of_transformers() -> None:
+    whisper = pytest.importorskip("transformers.models.whisper.english_normalizer")
+    reference = whisper.BasicTextNormalizer()
+    letters = [*"aB ()<>[]'’.,-$%é\u0301ﬁß\u00a0\u3000你好！ıİ\t\n", "(a)", "<b>", "()", "((", "))", "Mr. "]
+    chance = random.Random(0)
+    for _ in range(500):
+        text = "".join(chance.choices(letters, k=chance.randint(0, 24)))
+        assert whisper_basic(text) == reference(text).strip(), repr(text)
+    assert whisper_basic("<" * 200_000 + "(" * 200_000) == ""  # in linear time

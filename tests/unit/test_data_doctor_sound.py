@@ -89,7 +89,7 @@ def rows(tmp_path: Path) -> Path:
     return write_jsonl(tmp_path / "rows.jsonl", listed)
 
 
-def found(diagnosis: Diagnosis) -> dict[str, list[str]]:
+def locations(diagnosis: Diagnosis) -> dict[str, list[str]]:
     return {kind: [location.id for location in finding.locations] for kind, finding in diagnosis.findings.items()}
 
 
@@ -100,9 +100,9 @@ def test_findings(rows: Path) -> None:
         "long-transcript": ["too much"],
         "short-transcript": ["too little"],
     }
-    assert {k: v for k, v in found(examine([section], workers=0)).items() if k != "one-answer"} == by_headers
+    assert {k: v for k, v in locations(examine([section], workers=0)).items() if k != "one-answer"} == by_headers
     decoded = examine([section], workers=0, decode=True)
-    assert {k: v for k, v in found(decoded).items() if k != "one-answer"} == {
+    assert {k: v for k, v in locations(decoded).items() if k != "one-answer"} == {
         **by_headers,
         "silent": ["silent"],
         "clipped": ["clipped"],

@@ -22,13 +22,15 @@ from starlette.testclient import TestClient
 
 import tessera
 from tessera.inference.loaded import LoadedProcessor
-from tessera.models.processing.transcription import transcription_instruction
+from tessera.models.processing.transcription import transcript, transcription_instruction
+from tessera.models.qwen3_asr.processor import Qwen3ASRProcessor
 from tessera.server.app import make_app
 from tessera.server.errors import ApiError
 from tessera.server.multipart import read_form
 from tessera.server.settings import Settings
 from tessera.server.start import ModelOptions, start_service
 from tessera.server.transcriptions import TranscriptionApi, segments_of, subtitles
+from tests.errors import raises
 from tests.toys import speech
 from tests.toys.audio_folder import audio_folder
 from tests.toys.chat_service import make_service
@@ -127,6 +129,16 @@ def test_bad_recordings_cost_only_their_request(client: TestClient) -> None:
     assert transcribe(client).status_code == 200
 
 
+class Own:
+    """A processor with a form of its own."""
+
+    def transcription_instruction(self, language: str | None, prompt: str | None, timestamps: bool) -> str:
+        return f"{language} {prompt} {timestamps}"
+
+    def transcript(self, answer: str) -> str:
+        return answer.removeprefix("heard: ")
+
+
 STAMPED = "<|0.00|> Good evening.<|1.52|><|1.52|> Hello\n\n-->there<|3.00|>"
 
 
@@ -136,9 +148,9 @@ def test_formats_with_time_stamps() -> None:
     async def run_chat(values: dict[str, Any], request: Request) -> dict[str, Any]:
         chats.append(values)
         usage = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
-        return {"choices": [{"message": {"content": STAMPED}}], "usage": usage}
+        return {"choices": [{"message": {"content": f"heard: {STAMPED}"}}], "usage": usage}
 
-    api = TranscriptionApi(run_chat, lambda language, prompt, timestamps: f"{language} {timestamps}")
+    api = TranscriptionApi(run_chat, Own())
 
     async def answer(request: Request) -> Response:
         return await api.create(await request.body(), request)
@@ -154,7 +166,7 @@ def test_formats_with_time_stamps() -> None:
         assert [segment["text"] for segment in verbose["segments"]] == ["Good evening.", "Hello\n\n-->there"]
         assert transcribe(client, response_format="vtt").text.startswith("WEBVTT\n\n00:00:00.000 --> 00:00:01.520\n")
     texts = [chat["messages"][0]["content"][1]["text"] for chat in chats]
-    assert texts == ["None False", "en True", "None True"]
+    assert texts == ["None None False", "en None True", "None None True"]
     assert [chat["skip_special_tokens"] for chat in chats] == [True, False, False]
 
 
@@ -224,11 +236,21 @@ def test_large_forms_are_refused(processor: LoadedProcessor) -> None:
         assert refused(transcribe(client))["code"] == "request_too_large"
 
 
-def test_processors_may_ask_in_their_own_words() -> None:
-    class Own:
-        def transcription_instruction(self, language: str | None, prompt: str | None, timestamps: bool) -> str:
-            return f"{language} {prompt} {timestamps}"
-
+def test_processors_may_ask_and_answer_in_their_own_words() -> None:
     assert transcription_instruction(Own(), "de", None, True) == "de None True"
+    assert transcript(Own(), "heard: one") == "one"
+    assert transcript(object(), "heard: one") == "heard: one"
     assert transcription_instruction(object(), "de", None, False) == "Transcribe the speech. The language is de."
     assert transcription_instruction(object(), None, "Write.", False) == "Write."
+
+
+def test_transcripts_of_qwen3_asr() -> None:
+    processor = Qwen3ASRProcessor.__new__(Qwen3ASRProcessor)
+    assert transcription_instruction(processor, None, None, False) == ""
+    assert transcript(processor, "language English<asr_text>one <two>") == "one <two>"
+    assert transcript(processor, "one") == "one"
+    for language, prompt in (("en", None), (None, "Names: Ada")):
+        with raises("generation.option-without-effect"):
+            transcription_instruction(processor, language, prompt, False)
+    with raises("generation.no-time-stamps"):
+        transcription_instruction(processor, None, None, True)

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import base64
 import io
+from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
+
+from tessera.core.sample import Part
+from tessera.data.media.audio import AudioSampling
+from tessera.data.media.clips import AudioClip
+from tessera.data.media.files import Limits
+from tessera.data.media.read import MediaSampling, decode, probe
 
 PREVIEW_SECONDS = 10.0
 _PREVIEW_RATE = 16_000
@@ -30,6 +38,21 @@ def draw(sound: np.ndarray) -> str:
 
 def play(sound: np.ndarray, rate: int) -> str | None:
     """Return the beginning of a recording, as a data URI of an MP3 file; None if this FFmpeg writes none."""
+    content = encode_preview(sound, rate)
+    return None if content is None else f"data:audio/mpeg;base64,{base64.b64encode(content).decode()}"
+
+
+def beginning(part: Part, root: Path, limits: Limits) -> tuple[np.ndarray, int]:
+    """Return the part of a recording that a preview has, and its rate."""
+    sampling = MediaSampling(audio=AudioSampling(_PREVIEW_RATE))
+    seconds = probe(part, root, limits, sampling).samples / _PREVIEW_RATE
+    clip = part.value if isinstance(part.value, AudioClip) else AudioClip(part.value, 0.0, seconds)
+    clip = replace(clip, end=min(clip.end, clip.start + PREVIEW_SECONDS))
+    return decode(Part("audio", clip), root, limits, sampling), _PREVIEW_RATE
+
+
+def encode_preview(sound: np.ndarray, rate: int) -> bytes | None:
+    """Return the beginning of a recording as an MP3 file; None if this FFmpeg writes none."""
     import av
 
     if "libmp3lame" not in av.codecs_available:
@@ -46,7 +69,7 @@ def play(sound: np.ndarray, rate: int) -> str | None:
         for piece in [*resampler.resample(frame), *resampler.resample(None)]:
             container.mux(stream.encode(piece))
         container.mux(stream.encode())
-    return f"data:audio/mpeg;base64,{base64.b64encode(held.getvalue()).decode()}"
+    return held.getvalue()
 
 
 def _columns(count: int) -> np.ndarray:

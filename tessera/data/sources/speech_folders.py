@@ -49,6 +49,11 @@ def has_transcripts(folder: Path) -> bool:
     return any(folder.glob(f"*{_TRANSCRIPTS}"))
 
 
+def transcript_files(folder: Path) -> list[Path]:
+    """Return the files with texts in a folder of LibriSpeech, at any depth."""
+    return [folder / name for name, _ in walk(folder) if name.endswith(_TRANSCRIPTS)]
+
+
 def is_kaldi(folder: Path) -> bool:
     return (folder / "wav.scp").is_file() and (folder / "text").is_file()
 

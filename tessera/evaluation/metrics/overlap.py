@@ -22,6 +22,8 @@ _SIGMA = 6.0  # CIDEr: width of the penalty for another length
 # Characters of writing systems without blanks between words are words of their own.
 _UNSPACED = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 _WORD = re.compile(rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+(?:['’][^\W{_UNSPACED}]+)*")
+# Begin and end of what Whisper's normaliser leaves out: <laughs>, [noise] and (coughs), but not ().
+_ASIDES = ((re.compile(r"[<\[]"), re.compile(r"[>\]]")), (re.compile(r"\((?=[^)])"), re.compile(r"\)")))
 _TOKEN = re.compile(rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+|[^\w\s]")
 
 
@@ -29,6 +31,30 @@ def spoken(text: str) -> str:
     """Return a text as it is heard: without case, punctuation and repeated white space, in one Unicode form."""
     text = unicodedata.normalize("NFKC", text).casefold().replace("’", "'")
     return " ".join(_WORD.findall(text))
+
+
+def whisper_basic(text: str) -> str:
+    """Return a text as Whisper's basic normaliser does, for comparison with published error rates.
+
+    Text in brackets and parentheses is left out. Marks, symbols and punctuation are blanks, apostrophes too.
+    """
+    for begin, end in _ASIDES:
+        text = _without(text.lower(), begin, end)
+    letters = (" " if unicodedata.category(char)[0] in "MSP" else char for char in unicodedata.normalize("NFKC", text))
+    return " ".join("".join(letters).lower().split())
+
+
+def _without(text: str, begin: re.Pattern[str], end: re.Pattern[str]) -> str:
+    """Return a text without what is between two patterns, in linear time."""
+    pieces, at = [], 0
+    while (first := begin.search(text, at)) and (last := end.search(text, first.end())):
+        pieces.append(text[at : first.start()])
+        at = last.end()
+    return "".join(pieces) + text[at:]
+
+
+_NORMALISED: Mapping[str, Callable[[str], str]] = {"spoken": spoken, "whisper": whisper_basic, "none": str}
+Normalisation = Literal["spoken", "whisper", "none"]
 
 
 def _error_rate(name: str, pieces: Callable[[str], Sequence[str]]) -> AnswerMetric:
@@ -44,16 +70,16 @@ def _error_rate(name: str, pieces: Callable[[str], Sequence[str]]) -> AnswerMetr
     return AnswerMetric(name, mark, summary, higher_is_better=False)
 
 
-def wer(*, normalise: Literal["spoken", "none"] = "spoken") -> AnswerMetric:
+def wer(*, normalise: Normalisation = "spoken") -> AnswerMetric:
     """Return the number of wrong, missing and added words divided by the number of expected words."""
-    return _error_rate("wer", lambda text: (spoken(text) if normalise == "spoken" else text).split())
+    return _error_rate("wer", lambda text: _NORMALISED[normalise](text).split())
 
 
-def cer(*, normalise: Literal["spoken", "none"] = "spoken", blanks: bool = False) -> AnswerMetric:
+def cer(*, normalise: Normalisation = "spoken", blanks: bool = False) -> AnswerMetric:
     """Return the same for characters. `blanks`: white space counts."""
 
     def characters(text: str) -> str:
-        text = spoken(text) if normalise == "spoken" else text
+        text = _NORMALISED[normalise](text)
         return text if blanks else "".join(text.split())
 
     return _error_rate("cer", characters)

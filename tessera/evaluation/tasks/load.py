@@ -204,6 +204,7 @@ def _check(task: TaskSection, where: str) -> None:
     templates += [(f"categories.{key}", template) for key, template in task.categories.items()]
     templates += [(f"texts.{key}.of", choice.of) for key, choice in task.texts.items()]
     templates += [("columns.video", template) for template in task.columns.video]
+    templates += [("columns.audio", name) for name in task.columns.audio if "{" in name]
     templates += [("columns.images", name) for name in task.columns.images if "{" in name]
     templates += [("columns", text) for text in (task.columns.id, task.columns.group) if text is not None]
     for key, template in templates:

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from tessera.core.sample import Message, Part, Sample
+from tessera.data.media.clips import AudioClip
 from tessera.data.media.files import Limits, opened, resolve
 from tessera.data.media.images import probe_image
 from tessera.data.sources.container import RecordError
-from tessera.data.sources.fields import media_kind, value_of
+from tessera.data.sources.fields import media_kind, media_part, value_of
 from tessera.errors import TesseraError
 from tessera.evaluation.benchmark import BenchmarkQuestion
 from tessera.evaluation.tasks.sections import TaskSection
@@ -171,7 +172,7 @@ class Rows:
     # ------------------------------------------------------------------------------------------ media
 
     def _media(self, row: Mapping[str, Any]) -> list[Part | None]:
-        """Return the images by number, None for one that the row does not have; or the video."""
+        """Return the images by number, None for one that the row does not have; or the video; then the recordings."""
         columns = self.task.columns
         media: list[Part | None]
         if columns.image_paths and row.get(columns.image_paths) is not None:
@@ -180,9 +181,21 @@ class Rows:
             media = [image for name in columns.images for image in self._images(row, name)]
         if columns.video:
             media.append(Part("video", self._first_file([fill(each, row) for each in columns.video])))
-        if columns.media_needed and (columns.images or columns.image_paths or columns.video) and not any(media):
-            raise RecordError("the row has no image", code="evaluation.no-media")
+        media += [sound for name in columns.audio for sound in self._recordings(row, name)]
+        named = columns.images or columns.image_paths or columns.video or columns.audio
+        if columns.media_needed and named and not any(media):
+            raise RecordError(f"the row has no {'recording' if columns.audio else 'image'}", code="evaluation.no-media")
         return media
+
+    def _recordings(self, row: Mapping[str, Any], name: str) -> list[Part | None]:
+        value = fill(name, row) if "{" in name else row.get(name)
+        if value is None:
+            return []
+        part = media_part("audio", value_of(value, name))
+        path = part.value.value if isinstance(part.value, AudioClip) else part.value
+        if isinstance(path, str):
+            self._file(path)
+        return [part]
 
     def _images(self, row: Mapping[str, Any], name: str) -> list[Part | None]:
         if "{" in name:

@@ -18,7 +18,7 @@ class BenchmarkData(Section):
     split: str | None = None
     file: str | None = None  # published file name, such as ChartQA_TEST.tsv
     path: str | None = None  # file, folder or pattern, relative to the task file
-    media: str | None = None  # folder of images and videos, relative to the data; default: the folder of the data
+    media: str | None = None  # folder of media, relative to the data; default: the folder of the data
     md5: tuple[str, ...] = ()  # of the published file
     where: Mapping[str, str] = {}  # column -> value, with * for any text: use only these rows
     explode: str | None = None  # column with a list: a question for each of its items
@@ -35,7 +35,8 @@ class ColumnsSection(Section):
     images: tuple[str, ...] = ()  # columns or templates of paths
     image_paths: str | None = None  # column with paths, used in place of `images` if the file has it
     video: tuple[str, ...] = ()  # templates of paths, of which the first that exists is used
-    media_needed: bool = True  # a row without image or video is unusable
+    audio: tuple[str, ...] = ()  # columns or templates of paths of recordings
+    media_needed: bool = True  # a row without image, video or recording is unusable
     group: str | None = None  # template: questions with the same text count as one, by the worst
     fields: Mapping[str, str | list[str]] = {}  # name for the metric -> column, or columns of a list
     image_size: bool = False  # give the metric `width` and `height` of the first image

@@ -15,6 +15,7 @@ from tessera.data.sources.container import Container, Joined, RecordError
 from tessera.data.sources.file_names import source_files
 from tessera.data.sources.parquet import ParquetFile
 from tessera.data.sources.source import open_record_file
+from tessera.data.sources.speech_folders import open_transcripts, transcript_files
 from tessera.errors import TesseraError, few_names, nearest_file
 from tessera.evaluation.tasks.sections import BenchmarkData
 from tessera.evaluation.tasks.template import plain
@@ -66,6 +67,10 @@ def _md5(file: Path) -> str:
 def open_table(section: BenchmarkData, folder: Path | None, data: Path | None, root: Path | None, where: str) -> Table:
     """Open the files of a benchmark. `folder`: of the task file. `data`: what the user names instead, if anything."""
     source = ""
+    spoken = transcript_files(data) if data is not None and data.is_dir() else []
+    if data is not None and spoken:
+        records: Container = open_transcripts(data, None, None)
+        return Table(records, spoken, data if root is None else root, f"{data.name}: {len(spoken)} transcripts")
     if data is not None:
         base = data if data.is_dir() else data.parent
         files = _in_folder(data, section, where) if data.is_dir() else source_files(data)[0]

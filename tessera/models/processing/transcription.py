@@ -1,4 +1,4 @@
-"""How a model is asked to transcribe a recording."""
+"""How a model is asked to transcribe a recording, and what of its answer is the transcript."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ from tessera.errors import TesseraError
 
 @runtime_checkable
 class Transcriber(Protocol):
-    """Declare the method of a processor whose model is trained to transcribe, and is asked in words of its own."""
+    """Declare the methods of a processor whose model is trained to transcribe, and is asked in a form of its own."""
 
     def transcription_instruction(self, language: str | None, prompt: str | None, timestamps: bool) -> str:
         """Return the text of the user beside the recording. The arguments are those of the function below."""
+        ...
+
+    def transcript(self, answer: str) -> str:
+        """Return the transcript in an answer, with its time stamps if it has any."""
         ...
 
 
@@ -24,7 +28,16 @@ def transcription_instruction(processor: object, language: str | None, prompt: s
     if isinstance(processor, Transcriber):
         return processor.transcription_instruction(language, prompt, timestamps)
     if timestamps:
-        raise TesseraError(
-            "this model writes no time stamps", fix="ask for json or text", code="generation.no-time-stamps"
-        )
+        raise no_time_stamps()
     return prompt or "Transcribe the speech." + (f" The language is {language}." if language else "")
+
+
+def transcript(processor: object, answer: str) -> str:
+    """Return the transcript in an answer."""
+    return processor.transcript(answer) if isinstance(processor, Transcriber) else answer
+
+
+def no_time_stamps() -> TesseraError:
+    return TesseraError(
+        "this model writes no time stamps", fix="ask for json or text", code="generation.no-time-stamps"
+    )

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from tessera.errors import TesseraError
 from tessera.models.audio.features import LogMel, whole_number
 from tessera.models.audio.processor import AudioProcessor, ClipCutter
 from tessera.models.processing.chat import ChatTemplate, MediaWords
+from tessera.models.processing.transcription import no_time_stamps
 from tessera.models.qwen3_asr.config import STRIDE, Qwen3ASRConfig
 
 CHAT = ChatTemplate(
@@ -17,6 +19,7 @@ CHAT = ChatTemplate(
     system="",  # conversations begin with an empty system message
 )
 LEAST = 8000  # samples
+TRANSCRIPT = "<asr_text>"  # between the language and the text of an answer
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +45,23 @@ class Qwen3ASRProcessor(AudioProcessor):
 
     def extractor_fields(self) -> dict[str, Any]:
         return {"n_window": self.clips.chunk // 2, "min_length": self.clips.least}
+
+    def transcription_instruction(self, language: str | None, prompt: str | None, timestamps: bool) -> str:
+        if timestamps:
+            raise no_time_stamps()
+        for name, value in (("language", language), ("prompt", prompt)):
+            if value:
+                raise TesseraError(
+                    f"this model finds the language itself and takes no text beside the recording, but {name} is set",
+                    fix=f"leave {name} out",
+                    code="generation.option-without-effect",
+                )
+        return ""
+
+    def transcript(self, answer: str) -> str:
+        """Return the text behind the language: `language English<asr_text>one two`."""
+        before, mark, text = answer.partition(TRANSCRIPT)
+        return text if mark else before
 
     def named_tokens(self) -> dict[str, str]:
         return {

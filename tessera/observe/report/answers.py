@@ -19,6 +19,8 @@ FOLDED = 360  # characters of a long text that are visible before a click opens 
 MOST_TEXT = 20_000
 MOST_PREVIEWS = 8  # maximum number of steps whose previews are shown
 MOST_PREVIEW_BYTES = 4 << 20
+RECORDING = ".mp3"  # suffix of previews of recordings
+_MOST_RECORDING_BYTES = 1 << 20
 
 STYLE = """
 .answers{display:grid;gap:14px;grid-template-columns:repeat(auto-fill,minmax(min(100%,250px),1fr));align-items:start}
@@ -27,6 +29,7 @@ STYLE = """
 .words .answer{text-align:center}
 .images{display:flex;flex-wrap:wrap;gap:6px;margin-bottom:6px}.words .images{justify-content:center}
 .image{line-height:0}.image img{max-width:100%;max-height:300px;border-radius:4px;background:#000}
+.image audio{max-width:100%;height:34px}
 .image img.tiny{image-rendering:pixelated;height:84px;min-width:40px;object-fit:contain}
 .text{white-space:pre-wrap;overflow-wrap:anywhere}.text.word{font-size:20px;font-weight:600}
 .right .text.said{color:var(--good)}.wrong .text.word.said{color:var(--bad)}.wrong{border-color:var(--bad)}
@@ -153,6 +156,19 @@ def embedded_image(folder: Path, path: str, overlay: str) -> str:
     content, kind = small_copy(image)
     uri = f"data:image/{kind};base64," + base64.b64encode(content).decode()
     return f'<div class="image drawn"><img{tiny} alt="" src="{uri}">{overlay}</div>'
+
+
+def embedded_recording(folder: Path, path: str) -> str:
+    """Return HTML that embeds a preview of a recording; empty if it cannot be read, or is outside of the folder."""
+    file = _inside(folder, path)
+    try:
+        content = None if file is None else read_bytes(file, _MOST_RECORDING_BYTES)
+    except TesseraError:
+        return ""
+    if content is None:
+        return ""
+    uri = f"data:audio/mpeg;base64,{base64.b64encode(content).decode()}"
+    return f'<div class="image"><audio controls preload="none" src="{uri}"></audio></div>'
 
 
 def _media(folder: Path, name: str) -> str | None:
