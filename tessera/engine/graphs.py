@@ -49,7 +49,8 @@ class DecodeGraphs:
         self._cache = cache
         self._padding_block = padding_block
         self._device = device
-        self._captured: dict[tuple[int, int, int], _Captured] = {}  # by rows, width of the table, axes of positions
+        # by rows, width of the table, axes and type of positions
+        self._captured: dict[tuple[int, int, int, torch.dtype], _Captured] = {}
         self._memory: list[int] = []  # addresses of the cache that the captured calls use
         # Sharded weights communicate, which is not captured.
         plain = isinstance(model, nn.Module) and all(type(weight) is nn.Parameter for weight in model.parameters())
@@ -65,7 +66,7 @@ class DecodeGraphs:
 
         Captured calls overwrite the result of the last one.
         """
-        captured = self._capture(positions.dim(), rows) if self.usable and len(rows) <= ROWS[-1] else None
+        captured = self._capture(positions, rows) if self.usable and len(rows) <= ROWS[-1] else None
         if captured is None:
             step = CacheStep.of(rows, self._cache.block_size, self._device)
             return self._call(tokens, positions, step)
@@ -80,7 +81,7 @@ class DecodeGraphs:
         """Forget captured calls. Needed after modules or the memory of weights were replaced; new values are used."""
         self._captured.clear()
 
-    def _capture(self, axes: int, rows: Sequence[CacheRow]) -> _Captured | None:
+    def _capture(self, positions: Tensor, rows: Sequence[CacheRow]) -> _Captured | None:
         """Return the captured call for these rows, or None if it cannot be captured."""
         memory = [pool.data_ptr() for layer in self._cache.layers.values() for pool in layer]
         if memory != self._memory:
@@ -91,7 +92,7 @@ class DecodeGraphs:
         reach = _TOKENS
         while reach < longest:
             reach *= 2
-        key = (count, -(-reach // size), axes)
+        key = (count, -(-reach // size), positions.dim(), positions.dtype)
         if key not in self._captured:
             try:
                 self._captured[key] = self._captured_call(*key)
@@ -105,9 +106,9 @@ class DecodeGraphs:
             self._memory = [pool.data_ptr() for layer in self._cache.layers.values() for pool in layer]
         return self._captured[key]
 
-    def _captured_call(self, count: int, width: int, axes: int) -> _Captured:
+    def _captured_call(self, count: int, width: int, axes: int, kind: torch.dtype) -> _Captured:
         tokens = torch.zeros(count, dtype=torch.int64, device=self._device)
-        positions = torch.zeros((3, count) if axes == 2 else count, dtype=torch.int64, device=self._device)
+        positions = torch.zeros((3, count) if axes == 2 else count, dtype=kind, device=self._device)
         step = CacheStep.of([self._padding()] * count, self._cache.block_size, self._device, width)
         # Captured calls serve all rows that fit into the table. They read the cache.
         step = replace(step, longest=width * self._cache.block_size, prefill=False)

@@ -21,7 +21,7 @@ from tessera.engine.graphs import DecodeGraphs
 from tessera.engine.media import Piece, join_media
 from tessera.engine.model import GenerativeModel
 from tessera.engine.scheduler import CallPart
-from tessera.engine.state import RequestState
+from tessera.engine.state import RequestState, position_bits, positions_of
 from tessera.nn.cache import KVCache
 from tessera.runtime import device as devices
 
@@ -184,7 +184,8 @@ class Runner:
         ends = np.cumsum([part.new for part in parts]).tolist()
         tokens = np.zeros(ends[-1], np.int64)
         # A position of text may be the same on all three axes.
-        positions = np.empty((3, ends[-1]) if axes == 2 else ends[-1], np.int64)
+        kind = parts[0].state.text_positions.dtype
+        positions = np.empty((3, ends[-1]) if axes == 2 else ends[-1], kind)
         after, after_at = [], []
         for part, end in zip(parts, ends, strict=True):
             state = part.state
@@ -203,14 +204,15 @@ class Runner:
             start = end
         positions[..., after_at] = after
         if previous is not None and where == origin == [*range(len(previous))] and len(where) == len(tokens):
-            return previous, self._send(positions)  # rows that decode go on together
-        arrays = (tokens, positions.ravel(), np.array(where, np.int64), np.array(origin, np.int64))
+            # Rows that decode go on together.
+            return previous, positions_of(self._send(position_bits(positions)), kind)
+        arrays = (tokens, position_bits(positions).ravel(), np.array(where, np.int64), np.array(origin, np.int64))
         numbers = self._send(np.concatenate(arrays))
         on_device, flat, targets, indices = torch.split(numbers, [len(each) for each in arrays])
         if where:
             assert previous is not None
             on_device = on_device.index_copy(0, targets, previous.index_select(0, indices))
-        return on_device, flat.view(positions.shape)
+        return on_device, positions_of(flat, kind).view(positions.shape)
 
     def _media(self, parts: Sequence[CallPart]) -> dict[str, Tensor]:
         """Return the slots of a call that media fill, and their embeddings."""

@@ -6,8 +6,10 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from tessera.engine.blocks import BlockKeys, BlockPool
@@ -32,7 +34,7 @@ class RequestState:
     block_size: int
     root: str = ""  # what keys of blocks depend on besides tokens, positions and media: versions of the weights
     prompt_length: int = field(init=False)
-    offset: int = field(init=False)  # what positions of new tokens exceed their indices by
+    offset: float = field(init=False)  # what positions of new tokens exceed their indices by
     needed: int = field(init=False)  # tokens of a complete answer and its prompt that the cache needs: not the last
     text_positions: np.ndarray = field(init=False)  # of the prompt: [axes, tokens] or [tokens]
     media_end: int = field(init=False)  # the token after the last one that media replace
@@ -54,7 +56,7 @@ class RequestState:
         self.prompt_length = len(self.tokens)
         self.text_positions = positions.numpy()
         # After the last token: a moment of a video before it may have a later position.
-        self.offset = int(positions[..., -1].max()) + 1 - self.prompt_length
+        self.offset = positions[..., -1].max().item() + 1 - self.prompt_length
         self.needed = self.prompt_length + max(self.request.max_new_tokens, 1) - 1
         self.media_end = max((piece.end for piece in self.pieces), default=0)
 
@@ -67,7 +69,8 @@ class RequestState:
             media[slots, :2] = np.frombuffer(piece.digest, np.int64)
             media[slots, 2] = np.arange(len(slots))
         tokens = np.array(self.tokens[: self.prompt_length])
-        columns = [tokens[:, None], self.text_positions.reshape(-1, self.prompt_length).T, media]
+        positions = position_bits(self.text_positions).reshape(-1, self.prompt_length)
+        columns = [tokens[:, None], positions.T, media]
         return BlockKeys(self.root, np.concatenate(columns, axis=1), self.block_size)
 
     @property
@@ -109,7 +112,8 @@ class RequestState:
         if new:
             contents = np.zeros((len(new), self.keys.width), np.int64)
             contents[:, 0] = new
-            contents[:, 1:-3] = (self.offset + start + np.arange(len(new)))[:, None]
+            after = np.arange(start, start + len(new)) + self.offset
+            contents[:, 1:-3] = position_bits(after.astype(self.text_positions.dtype))[:, None]
             self.keys.extend(contents)
         return self.keys.upto(count)
 
@@ -134,3 +138,13 @@ class RequestState:
         self.blocks, self.computed, self.published = array("q"), 0, 0
         self.row, self.in_sampler = None, False
         self.embeddings.clear()
+
+
+def position_bits(positions: np.ndarray) -> np.ndarray:
+    """Return positions as integers: fractions, in fp32, by their bits."""
+    return positions if positions.dtype == np.int64 else positions.view(np.int32)
+
+
+def positions_of(bits: Tensor, kind: np.dtype[Any]) -> Tensor:
+    """Return the positions [...] of their integers [...]. `kind`: type of the positions."""
+    return bits if kind == np.int64 else bits.int().view(torch.float32)

@@ -105,7 +105,7 @@ class Reference:
     def continued(self, count: int) -> Batch:
         """Return the prompt with the first tokens of its answer, as a later turn of a conversation has it."""
         positions, length = self.prompt["positions"], self.prompt["tokens"].numel()
-        after = int(positions[..., -1].max()) + 1 + torch.arange(count)
+        after = positions[..., -1].max() + 1 + torch.arange(count)
         tensors = {name: tensor for name, tensor in self.prompt.tensors.items() if name not in ("labels", "trained")}
         tensors["tokens"] = torch.cat([self.prompt["tokens"], torch.tensor(self.tokens[:count], dtype=torch.int64)])
         tensors["positions"] = torch.cat([positions, after.expand(*positions.shape[:-1], -1)], dim=-1)

@@ -23,7 +23,7 @@ from chats import (
 from PIL import Image
 from processors import TEXT, ProcessorCase
 from torch import Tensor
-from transformers import AutoTokenizer, Qwen2_5OmniThinkerConfig
+from transformers import AutoTokenizer, Qwen2_5OmniThinkerConfig, Qwen3OmniMoeThinkerConfig
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.glm4v.modeling_glm4v import Glm4vModel
 from transformers.models.glm4v.processing_glm4v import Glm4vProcessor as ReferenceGlm4v
@@ -32,6 +32,8 @@ from transformers.models.qwen2_5_omni.processing_qwen2_5_omni import Qwen2_5Omni
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
+from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeThinkerModel
+from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import Qwen3OmniMoeProcessor as ReferenceOmni3
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor as ReferenceQwen3
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
@@ -48,6 +50,8 @@ from tessera.models.qwen2_5_vl.config import Qwen25VLConfig
 from tessera.models.qwen2_5_vl.processor import Qwen25VLProcessor
 from tessera.models.qwen2_vl.config import Qwen2VLConfig
 from tessera.models.qwen2_vl.processor import Qwen2VLProcessor
+from tessera.models.qwen3_omni.config import Qwen3OmniConfig
+from tessera.models.qwen3_omni.processor import QWEN3_OMNI, Qwen3OmniProcessor
 from tessera.models.qwen3_vl.config import Qwen3VLConfig
 from tessera.models.qwen3_vl.processor import Qwen3VLProcessor
 
@@ -292,52 +296,48 @@ class Glm4vCase(GridCase):
 
 OMNI_WORDS = ["<|endoftext|>", *OMNI.special_words()]
 OMNI_IDS = {word: VOCAB - len(OMNI_WORDS) + number for number, word in enumerate(OMNI_WORDS)}
+OMNI3_WORDS = ["<|endoftext|>", *QWEN3_OMNI.special_words()]
+OMNI3_IDS = {word: VOCAB - len(OMNI3_WORDS) + number for number, word in enumerate(OMNI3_WORDS)}
+HEARING: dict[str, Any] = {
+    "num_mel_bins": 16,
+    "encoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 16,
+    "d_model": 16,
+}
 
 
-class Qwen25OmniCase(Qwen25VLCase):
-    """Videos and sound are expanded by transformers' processor, which needs none of its parts for it."""
+class OmniCase(GridCase):
+    """Thinkers. Videos and sound are expanded by transformers' processor, which needs none of its parts for it."""
 
-    kind, model = Qwen25OmniProcessor, Qwen2_5OmniThinkerModel
-    words: ClassVar[Sequence[str]] = OMNI_WORDS
-    forged: ClassVar[str] = "<|im_end|><|IMAGE|>"
+    thinker: ClassVar[Any]  # the class of the reference's configuration
+    expansion: ClassVar[Any]  # the class of its processor
+    per_second: ClassVar[int]
+    further: ClassVar[dict[str, Any]] = {}  # what its processor has besides
     unsupported: ClassVar[str] = "features"
-    mistaken_token: ClassVar[str] = "image_token_index"
 
-    def configure(self, **changes: Any) -> Qwen25OmniConfig:
-        vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 24, "num_heads": 2, "window_size": 84}
-        audio = {
-            "num_mel_bins": 16,
-            "encoder_layers": 1,
-            "encoder_attention_heads": 2,
-            "encoder_ffn_dim": 16,
-            "d_model": 16,
-            "n_window": 20,
-        }
-        text = {**TEXT, "mrope_section": (2, 3, 3)}
-        ids = {field: OMNI_IDS[word] for field, word in Qwen25OmniConfig.token_fields.items()}
-        return Qwen25OmniConfig.model_validate({"text": text, "vision": vision, "audio": audio, **ids, **changes})
+    def heard(self, frames: int) -> int:
+        """Tokens of sound of so many mel frames."""
+        raise NotImplementedError
+
+    def mel_frames(self, sizes: Sequence[MediaSize]) -> list[int]:
+        raise NotImplementedError
 
     def expand(self, words: str, sample: Sample, media: Sequence[Any], sizes: Sequence[MediaSize]) -> str:
         kinds, images, videos = self.shapes(sample, sizes)
-        names = {f"{kind}_token": f"<|{kind.upper()}|>" for kind in ("audio", "image", "video")}
-        ends = [(kind, end) for kind in ("audio", "vision") for end in ("bos", "eos")]
         processor = SimpleNamespace(merge_size=2)
         reference = SimpleNamespace(
-            image_processor=processor,
-            video_processor=processor,
-            get_chunked_index=partial(ReferenceOmni.get_chunked_index, None),
-            **names,
-            **{f"{kind}_{end}_token": f"<|{kind}_{end}|>" for kind, end in ends},
+            image_processor=processor, video_processor=processor, **self.processor.named_tokens(), **self.further
         )
-        (expanded,) = ReferenceOmni.replace_multimodal_special_tokens(
+        (expanded,) = self.expansion.replace_multimodal_special_tokens(
             reference,
             [words],
-            iter((frames + 1) // 2 // 2 for frames in self.mel_frames(sizes)),
+            iter(map(self.heard, self.mel_frames(sizes))),
             iter([] if images is None else images.numpy()),
             iter([] if videos is None else videos.numpy()),
             video_second_per_grid=iter(self.clip_seconds(kinds, sizes)),
             use_audio_in_video=self.with_sound(kinds, sizes),
-            position_id_per_seconds=25,
+            position_id_per_seconds=self.per_second,
             seconds_per_chunk=2,
         )
         return str(expanded)
@@ -347,9 +347,6 @@ class Qwen25OmniCase(Qwen25VLCase):
         kinds = [part.kind for part in sample.media()]
         images, videos = by_kind([layout.grid for layout in self.processor.layouts(kinds, sizes)], kinds)
         return kinds, images, videos
-
-    def mel_frames(self, sizes: Sequence[MediaSize]) -> list[int]:
-        return [-(-size.samples // 160) for size in sizes if size.samples]
 
     def clip_seconds(self, kinds: Sequence[str], sizes: Sequence[MediaSize]) -> list[float]:
         return [2 / (size.fps or 2.0) for kind, size in zip(kinds, sizes, strict=True) if kind == "video"]
@@ -363,7 +360,7 @@ class Qwen25OmniCase(Qwen25VLCase):
         sizes = [media_size(item) for item in media] if sizes is None else sizes
         kinds, images, videos = self.shapes(sample, sizes)
         with torch.device("meta"):
-            model = self.model(Qwen2_5OmniThinkerConfig(**self.config.to_hf()))
+            model = self.model(self.thinker(**self.config.to_hf()))
         positions, _ = model.get_rope_index(
             encoded.tokens[None],
             images,
@@ -374,3 +371,59 @@ class Qwen25OmniCase(Qwen25VLCase):
             torch.tensor(self.clip_seconds(kinds, sizes)),
         )
         return positions[:, 0]
+
+
+class Qwen25OmniCase(OmniCase, Qwen25VLCase):
+    kind, model = Qwen25OmniProcessor, Qwen2_5OmniThinkerModel
+    thinker, expansion, per_second = Qwen2_5OmniThinkerConfig, ReferenceOmni, 25
+    further: ClassVar[dict[str, Any]] = {"get_chunked_index": partial(ReferenceOmni.get_chunked_index, None)}
+    words: ClassVar[Sequence[str]] = OMNI_WORDS
+    forged: ClassVar[str] = "<|im_end|><|IMAGE|>"
+    mistaken_token: ClassVar[str] = "image_token_index"
+
+    def configure(self, **changes: Any) -> Qwen25OmniConfig:
+        vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 24, "num_heads": 2, "window_size": 84}
+        text = {**TEXT, "mrope_section": (2, 3, 3)}
+        ids = {field: OMNI_IDS[word] for field, word in Qwen25OmniConfig.token_fields.items()}
+        audio = {**HEARING, "n_window": 20}
+        return Qwen25OmniConfig.model_validate({"text": text, "vision": vision, "audio": audio, **ids, **changes})
+
+    def heard(self, frames: int) -> int:
+        return (frames + 1) // 2 // 2
+
+    def mel_frames(self, sizes: Sequence[MediaSize]) -> list[int]:
+        return [-(-size.samples // 160) for size in sizes if size.samples]
+
+
+class Qwen3OmniCase(OmniCase):
+    kind, image_class, model = Qwen3OmniProcessor, Qwen2VLImageProcessorPil, Qwen3OmniMoeThinkerModel
+    thinker, expansion, per_second = Qwen3OmniMoeThinkerConfig, ReferenceOmni3, 13
+    side = 32
+    words: ClassVar[Sequence[str]] = OMNI3_WORDS
+    options: ClassVar[dict[str, Any]] = {
+        "min_pixels": 32 * 32,
+        "max_pixels": 60 * 32 * 32,
+        "video_min_pixels": 32 * 32,
+        "video_max_pixels": 24 * 32 * 32,
+    }
+
+    def configure(self, **changes: Any) -> Qwen3OmniConfig:
+        experts = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+        text = {**TEXT, "head_dim": 16, "mrope_section": (4, 2, 2), "experts": experts}
+        vision = {
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 24,
+            "num_heads": 2,
+            "num_position_embeddings": 81,
+            "deepstack_visual_indexes": [0],
+        }
+        ids = {field: OMNI3_IDS[word] for field, word in Qwen3OmniConfig.token_fields.items()}
+        audio = {**HEARING, "downsample_hidden_size": 2}
+        return Qwen3OmniConfig.model_validate({"text": text, "vision": vision, "audio": audio, **ids, **changes})
+
+    def heard(self, frames: int) -> int:
+        return frames // 100 * 13 + -(-(frames % 100) // 8)
+
+    def mel_frames(self, sizes: Sequence[MediaSize]) -> list[int]:
+        return [size.samples // 160 for size in sizes if size.samples]

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, ClassVar
 
 import numpy as np
 import qwen2_5_vl_cases
 import torch
-from grid_cases import WORDS, Item
+from grid_cases import Grid
+from omni_cases import SECONDS, Omni
 from torch import Tensor
 from transformers.models.qwen2_5_omni.processing_qwen2_5_omni import Qwen2_5OmniProcessor
-from vision_language import Case, Pair, labels_of, word_maker
+from vision_language import Pair
 
-from tessera.core.batch import Batch, Segments
 from tessera.core.spec import ModelSpec
 from tessera.models.audio.features import cut_windows
 from tessera.models.qwen2_5_omni import SPEC
@@ -30,7 +29,6 @@ WORD_IDS = {
     "video_token_index": 87,
     "audio_token_index": 88,
 }
-SECONDS = (0.5, 1.3, 1.0, 0.3)  # of a temporal patch of each clip, in turn
 
 
 @dataclass(frozen=True)
@@ -55,16 +53,7 @@ SHAPES = (
 )  # fmt: skip
 
 
-@dataclass
-class Seen:
-    """Media in the order in which they appear. `sounds`: mel frames [frames, bins]."""
-
-    items: list[Item]
-    sounds: list[Tensor]
-    with_sound: bool
-
-
-class Qwen25Omni(qwen2_5_vl_cases.Qwen25VL):
+class Qwen25Omni(Omni, qwen2_5_vl_cases.Qwen25VL):
     spec: ClassVar[ModelSpec] = SPEC
     shapes: ClassVar[tuple[Shape, ...]] = SHAPES
 
@@ -113,95 +102,37 @@ class Qwen25Omni(qwen2_5_vl_cases.Qwen25VL):
             ],
         }
 
-    def case(self, pair: Pair, media: list[Any], seed: int) -> Case:
-        config, merge = pair.config, pair.config.vision.spatial_merge_size
-        generator, words = word_maker(seed, (self.first_word, WORDS))
-        chunk = config.position_id_per_seconds * config.seconds_per_chunk
-        tokens, items, sounds = words(), [], []
-        for kind, size in media:
-            if kind == "audio":
-                sounds.append(torch.randn(size, config.audio.num_mel_bins, generator=generator))
-                heard = [config.audio_token_index] * ((size + 1) // 2 // 2)
-                tokens += [config.audio_start_token_id, *heard, config.audio_end_token_id, *words()]
-                continue
-            grid = size[0] if kind == "film" else size
-            pixels = torch.randn(int(np.prod(grid)), config.vision.patch_values, generator=generator)
-            clips = sum(kind == "video" for kind, _, _ in items)
-            items.append(("image" if kind == "image" else "video", grid, pixels))
-            visual = int(np.prod(grid)) // merge**2
-            mark = config.image_token_index if kind == "image" else config.video_token_index
-            run = [mark] * visual
-            if kind == "film":
-                sounds.append(torch.randn(size[1], config.audio.num_mel_bins, generator=generator))
-                seconds = torch.tensor(SECONDS[clips % 4]) * torch.arange(grid[0]) * config.position_id_per_seconds
-                parts = [
-                    Qwen2_5OmniProcessor.get_chunked_index(None, index, chunk)
-                    for index in (seconds.repeat_interleave(visual // grid[0]), range((size[1] + 1) // 2 // 2))
-                ]
-                ids = (mark, config.audio_token_index)
-                run = [
-                    token
-                    for both in zip_longest(*parts)
-                    for token, span in zip(ids, both, strict=True)
-                    if span is not None
-                    for _ in range(span[1] - span[0])
-                ]
-                run = [config.audio_start_token_id, *run, config.audio_end_token_id]
-            tokens += [config.vision_start_token_id, *run, config.vision_end_token_id, *words()]
-        tokens += words(4, 9)
-        ids = torch.tensor(tokens)
-        seen = Seen(items, sounds, any(kind == "film" for kind, _ in media))
-        inputs = self.shown_to(items)
-        positions, _ = pair.reference.model.get_rope_index(
-            ids[None],
-            inputs.get("image_grid_thw"),
-            inputs.get("video_grid_thw"),
-            torch.ones_like(ids[None]),
-            seen.with_sound,
-            torch.tensor([len(sound) for sound in sounds], dtype=torch.int64),
-            inputs.get("video_second_per_grid"),
-        )
-        return Case(ids, labels_of(ids, WORDS), positions[:, 0], seen)
-
-    def shown_to(self, items: Sequence[Item]) -> dict[str, Tensor]:
-        """Pixels, grids and seconds, as transformers' models take them."""
-        inputs = super().shown_to(items)
-        seconds = inputs.pop("second_per_grid_ts", None)
-        return inputs if seconds is None else {**inputs, "video_second_per_grid": seconds}
-
-    def inputs(self, pair: Pair, case: Case) -> dict[str, Any]:
-        inputs = {
-            "input_ids": case.tokens[None],
-            "position_ids": case.positions[:, None],
-            **self.shown_to(case.media.items),
-        }
-        sounds = case.media.sounds
-        if sounds:
-            mel = torch.nn.utils.rnn.pad_sequence(sounds, batch_first=True).transpose(1, 2)
-            mask = torch.arange(mel.shape[2]) < torch.tensor([[len(sound)] for sound in sounds])
-            inputs |= {"input_features": mel, "feature_attention_mask": mask.long()}
-        return {**inputs, "use_audio_in_video": True} if case.media.with_sound else inputs
-
-    def pack(self, config: Any, cases: Sequence[Case], padding: int = 0) -> Batch:
-        batch = super().pack(config, cases, padding)
-        sounds = [sound.numpy() for case in cases for sound in case.media.sounds]
-        if not sounds:
-            return batch
-        window, lengths, selected, cut = 2 * config.audio.n_window, [], [], []
-        for sound in sounds:
-            chunks = [sound[at : at + window] for at in range(0, len(sound), window)]
-            counts = [(len(chunk) + 1) // 2 for chunk in chunks]
-            selected.append(sum(lengths) + torch.arange(sum(counts) // 2 * 2))
-            lengths += counts
-            cut += [cut_windows(chunk, count, len(chunk), 2, 2) for chunk, count in zip(chunks, counts, strict=True)]
-        slots = (batch["tokens"] == config.audio_token_index).nonzero().flatten()
-        tensors = {name: torch.from_numpy(np.concatenate([part[name] for part in cut])) for name in cut[0]}
-        segments = {**batch.segments, "audio": Segments.of(lengths)}
-        batch = batch.with_tensors(**tensors, audio_slots=slots, audio_patches=torch.cat(selected))
-        return replace(batch, segments=segments)
-
     def marks(self, config: Any) -> list[int]:
         return [config.image_token_index, config.video_token_index]
+
+    def audio_mark(self, config: Any) -> int:
+        return int(config.audio_token_index)
+
+    def heard(self, frames: int) -> int:
+        return (frames + 1) // 2 // 2
+
+    def alternating(self, config: Any, seconds: float, grid: Grid, heard: int) -> str:
+        chunk = config.position_id_per_seconds * config.seconds_per_chunk
+        each = int(np.prod(grid[1:])) // config.vision.spatial_merge_size**2
+        times = torch.tensor(seconds) * torch.arange(grid[0]) * config.position_id_per_seconds
+        parts = [
+            Qwen2_5OmniProcessor.get_chunked_index(None, index, chunk)
+            for index in (times.repeat_interleave(each), range(heard))
+        ]
+        return "".join(
+            kind * (span[1] - span[0])
+            for both in zip_longest(*parts)
+            for kind, span in zip("VA", both, strict=True)
+            if span is not None
+        )
+
+    def cut(self, config: Any, sound: np.ndarray) -> tuple[list[dict[str, np.ndarray]], list[int], int]:
+        """Two elements become one token; an odd one is left over."""
+        window = 2 * config.audio.n_window
+        chunks = [sound[at : at + window] for at in range(0, len(sound), window)]
+        counts = [(len(chunk) + 1) // 2 for chunk in chunks]
+        cut = [cut_windows(chunk, count, len(chunk), 2, 2) for chunk, count in zip(chunks, counts, strict=True)]
+        return cut, counts, sum(counts) // 2 * 2
 
     def gradients(self, pair: Pair) -> dict[str, Tensor | None]:
         """Without the embeddings of the ends of sound, which nothing reads."""

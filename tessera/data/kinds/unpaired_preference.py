@@ -110,8 +110,8 @@ def _answer_start(encoded: Encoded) -> int:
     return int(trained[0]) if len(trained) else len(encoded.tokens)
 
 
-def _position_after(positions: Tensor) -> int:
-    return int(positions.max()) + 1 if positions.numel() else 0
+def _position_after(positions: Tensor) -> Tensor:
+    return positions.max() + 1 if positions.numel() else torch.zeros((), dtype=positions.dtype)
 
 
 def build(request: RowRequest) -> RowSource:

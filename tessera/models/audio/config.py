@@ -10,6 +10,8 @@ from pydantic import Field, model_validator
 from tessera.config.reader import Section
 from tessera.models.text.hf import Check, check_supported
 
+CHUNK_STRIDE = 8  # mel frames per token of a `ChunkAudioConfig`
+CHUNK_TOKENS = 13  # transformers counts this many tokens for each of its chunks
 _NO_DROPOUT = ("dropout", "attention_dropout", "activation_dropout", "encoder_layerdrop")
 
 
@@ -64,3 +66,28 @@ class WhisperAudioConfig(AudioConfig):
     def frames(self) -> int:
         """Return the number of mel frames of the longest clip."""
         return 2 * self.max_source_positions
+
+
+class ChunkAudioConfig(AudioConfig):
+    """Configure an encoder with 2D convolutions over chunks of a clip, and attention within windows of several."""
+
+    n_window: int = Field(50, gt=0, le=10**6, description="half of the mel frames of a chunk")
+    n_window_infer: int = Field(800, gt=0, le=10**8, description="mel frames of an attention window")
+    downsample_hidden_size: int = Field(480, gt=0, le=10**6, description="channels of the convolutions")
+
+    @property
+    def chunk(self) -> int:
+        """Return the number of mel frames of a chunk."""
+        return 2 * self.n_window
+
+    @model_validator(mode="after")
+    def _fits_chunks(self) -> Self:
+        tokens = -(-self.chunk // CHUNK_STRIDE)
+        if tokens != CHUNK_TOKENS:
+            raise ValueError(
+                f"a chunk of {self.chunk} mel frames has {tokens} tokens; transformers' class supports {CHUNK_TOKENS} "
+                "tokens only"
+            )
+        if self.n_window_infer % self.chunk:
+            raise ValueError(f"n_window_infer {self.n_window_infer} is not a multiple of a chunk of {self.chunk}")
+        return self

@@ -20,10 +20,16 @@ from tessera.models.text.costs import Measures, example_batch
 from tessera.models.text.decoder import TextConfig, layer_weights
 from tessera.nn.audio import AudioEncoder, AudioShape, blank_clip, stored_sinusoids
 from tessera.nn.multimodal import Encoder
+from tessera.nn.projector import MLPProjector
 from tessera.weights.map import Rule
 from tessera.weights.operations import Reshape
 
 AUDIO_BLOCKS = "audio.blocks.{*}"
+# Names in folders of full models and of transformers' modules -> names of a thinker alone.
+THINKER_NAMES = (
+    *((f"thinker.{part}", part) for part in ("model.", "visual.", "audio_tower.", "lm_head.")),
+    ("model.audio_tower.", "audio_tower."),
+)
 EXAMPLE_CLIPS = 16  # number of clips in an example batch, divisible by the usual numbers of ranks that share it
 
 
@@ -58,6 +64,27 @@ class AudioFamily(MediaFamily):
             work=costs.work,
         )
         return {**super().towers(config), AUDIO: audio}
+
+
+class ChunkAudioFamily(AudioFamily):
+    """Declare a family whose audio encoder has a `ChunkAudioConfig`, followed by an MLP projector."""
+
+    def audio_shape(self, config: Any) -> AudioShape:
+        audio = config.audio
+        return AudioShape(
+            bins=audio.num_mel_bins,
+            hidden=audio.d_model,
+            intermediate=audio.encoder_ffn_dim,
+            layers=audio.encoder_layers,
+            heads=audio.encoder_attention_heads,
+            activation=audio.activation_function,
+            channels=audio.downsample_hidden_size,
+            key_bias=True,
+            attention=config.attention,
+        )
+
+    def audio_projector(self, config: Any, shape: AudioShape) -> nn.Module:
+        return MLPProjector(shape.hidden, config.text.hidden_size, inner=shape.hidden, activation=shape.activation)
 
 
 @dataclass(frozen=True)

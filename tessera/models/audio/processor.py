@@ -16,6 +16,7 @@ from tessera.core.sample import MediaSize, PartKind
 from tessera.data.media.audio import AudioSampling
 from tessera.data.media.read import MediaSampling
 from tessera.errors import TesseraError
+from tessera.models.audio.config import CHUNK_STRIDE
 from tessera.models.audio.features import LogMel, cut_windows
 from tessera.models.files.side_files import BOTH_FILE, IMAGE_FILE
 from tessera.models.processing.chat import ChatTemplate
@@ -56,6 +57,12 @@ class ClipCutter:
     silence: bool = True  # the sound is followed by silence up to the longest clip; else by frames of zeros
     least: int = 0  # samples; shorter clips are filled up with silence
 
+    @classmethod
+    def of_chunks(cls, mel: LogMel, chunk: int, window: int, least: int = 0) -> Self:
+        """Return how an encoder of `ChunkAudioConfig` cuts clips. `window`: mel frames of an attention window."""
+        stride = CHUNK_STRIDE
+        return cls(mel, stride, stride - 1, chunk=chunk, window=window // chunk, silence=False, least=least)
+
     @property
     def max_seconds(self) -> float:
         """Return the length of the longest clip that the model takes."""
@@ -73,8 +80,7 @@ class ClipCutter:
                 fix="cut the recording into shorter clips",
                 code="media.audio-too-long",
             )
-        counts = [-(-frames // self.stride) for frames in self._chunks(samples)]
-        tokens = sum(counts) // self.pool
+        tokens, counts = self.tokens(samples), self._elements(samples)
         if not tokens:
             raise TesseraError(
                 f"the audio has {samples} samples, which is too short for one token of this model",
@@ -87,6 +93,10 @@ class ClipCutter:
             # The last element of an odd number is attended to, but it becomes no token.
             selected=np.arange(tokens * self.pool) if self.pool > 1 else None,
         )
+
+    def tokens(self, samples: int) -> int:
+        """Return the number of tokens of a clip."""
+        return sum(self._elements(samples)) // self.pool
 
     def elements(self, sound: np.ndarray) -> dict[str, np.ndarray]:
         chunks = self._chunks(len(sound))
@@ -108,6 +118,10 @@ class ClipCutter:
             for number, frames in enumerate(chunks)
         ]
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+    def _elements(self, samples: int) -> list[int]:
+        """Return the number of elements of each chunk."""
+        return [-(-frames // self.stride) for frames in self._chunks(samples)]
 
     def _chunks(self, samples: int) -> list[int]:
         """Return the number of mel frames of each chunk."""

@@ -59,6 +59,7 @@ class ConversationProcessor:
     version: ClassVar[str]  # family name and a number, which is increased when the same options give other tokens
     streams: ClassVar[MediaStreams] = {}  # inputs of media encoders (vision, audio), by name in the model's plan
     axes: ClassVar[int] = 3  # number of position axes: 3 (time, height, width) or 1
+    position_type: ClassVar[type[np.generic]] = np.int64
     # `tokenizer_class` in exported tokenizer_config.json; None: chosen by the tokenizer (see `class_for`)
     tokenizer_kind: ClassVar[str | None] = None
     # Special tokens that transformers' processor replaces by others before tokenizing, so the tokenizer may lack them.
@@ -282,7 +283,8 @@ class ConversationProcessor:
         total = sum(lengths)
         tokens = torch.full((total,), self._pad, dtype=torch.int64)
         labels = torch.full((total,), IGNORE, dtype=torch.int64)
-        positions = torch.zeros(*([3] if self.axes == 3 else []), total, dtype=torch.int64)
+        shape = (3, total) if self.axes == 3 else (total,)
+        positions = torch.from_numpy(np.zeros(shape, dtype=self.position_type))
         texts: list[int] = []
         placed: list[tuple[Encoded, int]] = []  # each sample and the index of its first token in the batch
         start = 0

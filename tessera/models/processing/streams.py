@@ -36,7 +36,7 @@ class MediaLayout:
     # projector, such as the end of an image row. None: each feature is a token.
     feature_index: np.ndarray | None = None
     feature_weights: np.ndarray | None = None  # [tokens, K]: interpolation weights; None: all 1
-    times: tuple[int, ...] = ()  # rope time position of each temporal patch of a video; empty: 0, 1, 2, ...
+    times: tuple[float, ...] = ()  # rope time position of each temporal patch of a video; empty: 0, 1, 2, ...
     timestamps: tuple[str, ...] = ()  # text beside each run of placeholders, such as the time of a video frame
     # layout of the sound track of a video; its runs of placeholders alternate with those of the frames
     sound: MediaLayout | None = None

@@ -12,17 +12,15 @@ from typing import Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from tessera.config.reader import build
 from tessera.models.audio.config import AudioConfig
+from tessera.models.audio.omni_config import OmniConfig
 from tessera.models.qwen2_5_vl.config import WindowVisionConfig
 from tessera.models.qwen2_vl.config import DEFAULT_SECTIONS, Qwen2VLTextConfig
 from tessera.models.qwen2_vl.config import TEXT as QWEN2_VL_TEXT
-from tessera.models.text.hf import Check, HFTextFormat, check_supported, hf_defaults
-from tessera.models.vision.config import VisionLanguageConfig
+from tessera.models.text.hf import HFTextFormat, hf_defaults
 
 FULL_MODEL = "qwen2_5_omni"  # `model_type` of folders with a thinker, a talker and a vocoder
 THINKER = "qwen2_5_omni_thinker"  # of folders with a thinker alone
-_TIMES = ("position_id_per_seconds", "seconds_per_chunk")
 TEXT = replace(
     QWEN2_VL_TEXT,
     model_type="qwen2_5_omni_text",
@@ -44,12 +42,13 @@ class OmniAudioConfig(AudioConfig):
         return self
 
 
-class Qwen25OmniConfig(VisionLanguageConfig):
+class Qwen25OmniConfig(OmniConfig):
     formats: ClassVar[Mapping[str, tuple[HFTextFormat, str]]] = {
         THINKER: (TEXT, "Qwen2_5OmniThinkerForConditionalGeneration")
     }
+    full_model: ClassVar[str] = FULL_MODEL
+    time_fields: ClassVar[tuple[str, ...]] = ("position_id_per_seconds", "seconds_per_chunk")
     vision_defaults: ClassVar[Mapping[str, Any]] = {"hidden_size": 3584}
-    tie_in_text: ClassVar[bool] = False
     token_fields: ClassVar[Mapping[str, str]] = {
         "image_token_index": "<|IMAGE|>",
         "video_token_index": "<|VIDEO|>",
@@ -74,25 +73,3 @@ class Qwen25OmniConfig(VisionLanguageConfig):
     seconds_per_chunk: int = Field(
         2, gt=0, le=10**6, description="seconds of a video that its sound follows, before the next frames"
     )
-
-    @classmethod
-    def from_hf(cls, data: Mapping[str, Any]) -> Self:
-        if data.get("model_type") == FULL_MODEL:
-            data = {**(data.get("thinker_config") or {}), "model_type": THINKER}
-        where = f"config.json ({THINKER})"
-        base = super().from_hf(data)
-        audio, width = data.get("audio_config") or {}, base.text.hidden_size
-        checks: list[Check] = [
-            ("audio_config.output_dim", audio.get("output_dim", 3584), (width,)),
-            ("audio_config.scale_embedding", bool(audio.get("scale_embedding")), (False,)),
-        ]
-        check_supported(checks, where)
-        times = {name: data[name] for name in _TIMES if data.get(name) is not None}
-        return build(cls, {**base.model_dump(), "audio": OmniAudioConfig.read(audio, where), **times}, where)
-
-    def to_hf(self) -> dict[str, Any]:
-        fields = super().to_hf()
-        fields["vision_config"]["model_type"] = "qwen2_5_omni_vision_encoder"
-        audio = self.audio.write("qwen2_5_omni_audio_encoder", self.text.initializer_range)
-        fields["audio_config"] = {**audio, "output_dim": self.text.hidden_size}
-        return {**fields, **{name: getattr(self, name) for name in _TIMES}}

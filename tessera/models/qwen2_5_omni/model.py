@@ -15,7 +15,7 @@ from torch import nn
 
 from tessera.config.reader import Section
 from tessera.core.batch import Batch
-from tessera.models.audio.family import AudioFamily, audio_rules, with_clips
+from tessera.models.audio.family import THINKER_NAMES, AudioFamily, audio_rules, with_clips
 from tessera.models.qwen2_5_omni.config import FULL_MODEL, THINKER, Qwen25OmniConfig
 from tessera.models.qwen2_5_vl.model import Qwen25VL
 from tessera.models.qwen2_vl.model import RENAMES
@@ -25,7 +25,6 @@ from tessera.weights.map import Rule
 from tessera.weights.operations import GroupByHead
 
 POOL = 2  # elements of the audio encoder that become one token
-_PARTS = ("model.", "visual.", "audio_tower.", "lm_head.")
 
 
 class OmniAudioProjector(PooledProjector):
@@ -41,12 +40,7 @@ class Qwen25Omni(AudioFamily, Qwen25VL):
     config: ClassVar[type[Section]] = Qwen25OmniConfig
     processor: ClassVar[str] = "Qwen25OmniProcessor"
     hf_types: ClassVar[tuple[str, ...]] = (THINKER, FULL_MODEL)
-    renames: ClassVar[tuple[tuple[str, str], ...]] = (
-        *((f"thinker.{part}", part) for part in _PARTS),
-        ("model.audio_tower.", "audio_tower."),
-        *RENAMES,
-    )
-
+    renames: ClassVar[tuple[tuple[str, str], ...]] = (*THINKER_NAMES, *RENAMES)
     unread: ClassVar[tuple[str, ...]] = ("talker.", "token2wav.")
 
     def untrained_parts(self, folder: Path) -> str | None:

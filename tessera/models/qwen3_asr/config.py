@@ -8,14 +8,12 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from tessera.config.reader import Section, build
-from tessera.models.audio.config import AudioConfig
+from tessera.models.audio.config import CHUNK_TOKENS, ChunkAudioConfig
 from tessera.models.qwen3 import Qwen3TextConfig
 from tessera.models.text.hf import LANGUAGE_FORMATS, QWEN3, check_model_type, check_supported, language_format
 from tessera.ops.attention import AttentionBackend
 
 MODEL_TYPE, TOWER_TYPE = "qwen3_asr", "qwen3_asr_encoder"
-STRIDE = 8  # mel frames per token
-CHUNK_TOKENS = 13  # transformers counts this many tokens for each chunk
 # Defaults of transformers for a folder whose `text_config` lacks these fields.
 _TEXT_DEFAULTS: Mapping[str, Any] = {
     "hidden_size": 2048,
@@ -28,34 +26,12 @@ _TEXT_DEFAULTS: Mapping[str, Any] = {
 }
 
 
-class Qwen3AudioConfig(AudioConfig):
-    """Configure an encoder with 2D convolutions over chunks of a clip, and attention within windows of several."""
-
+class Qwen3AudioConfig(ChunkAudioConfig):
     encoder_layers: int = Field(24, gt=0, le=10**4)
     encoder_attention_heads: int = Field(16, gt=0, le=10**8)
     encoder_ffn_dim: int = Field(4096, gt=0, le=10**8)
     d_model: int = Field(1024, ge=4, le=10**8)
-    n_window: int = Field(50, gt=0, le=10**6, description="half of the mel frames of a chunk")
-    n_window_infer: int = Field(800, gt=0, le=10**8, description="mel frames of an attention window")
-    downsample_hidden_size: int = Field(480, gt=0, le=10**6, description="channels of the convolutions")
-    max_position_embeddings: int = Field(CHUNK_TOKENS, gt=0, le=10**6)
-
-    @property
-    def chunk(self) -> int:
-        """Return the number of mel frames of a chunk."""
-        return 2 * self.n_window
-
-    @model_validator(mode="after")
-    def _fits_chunks(self) -> Qwen3AudioConfig:
-        tokens = -(-self.chunk // STRIDE)
-        if tokens != CHUNK_TOKENS or self.max_position_embeddings < tokens:
-            raise ValueError(
-                f"a chunk of {self.chunk} mel frames has {tokens} tokens and {self.max_position_embeddings} positions; "
-                f"transformers' class supports {CHUNK_TOKENS} tokens only"
-            )
-        if self.n_window_infer % self.chunk:
-            raise ValueError(f"n_window_infer {self.n_window_infer} is not a multiple of a chunk of {self.chunk}")
-        return self
+    max_position_embeddings: int = Field(CHUNK_TOKENS, ge=CHUNK_TOKENS, le=10**6)
 
 
 class Qwen3ASRConfig(Section):

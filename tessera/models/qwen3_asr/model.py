@@ -4,38 +4,17 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from torch import nn
-
 from tessera.config.reader import Section
-from tessera.models.audio.family import AudioFamily, audio_rules
+from tessera.models.audio.family import ChunkAudioFamily, audio_rules
 from tessera.models.qwen3_asr.config import Qwen3ASRConfig
 from tessera.models.text.decoder import language_weights
-from tessera.nn.audio import AudioShape
-from tessera.nn.projector import MLPProjector
 from tessera.weights.map import Rule, WeightMap
 
 
-class Qwen3ASR(AudioFamily):
+class Qwen3ASR(ChunkAudioFamily):
     name: ClassVar[str] = "qwen3_asr"
     config: ClassVar[type[Section]] = Qwen3ASRConfig
     processor: ClassVar[str] = "Qwen3ASRProcessor"
-
-    def audio_shape(self, config: Qwen3ASRConfig) -> AudioShape:
-        audio = config.audio
-        return AudioShape(
-            bins=audio.num_mel_bins,
-            hidden=audio.d_model,
-            intermediate=audio.encoder_ffn_dim,
-            layers=audio.encoder_layers,
-            heads=audio.encoder_attention_heads,
-            activation=audio.activation_function,
-            channels=audio.downsample_hidden_size,
-            key_bias=True,
-            attention=config.attention,
-        )
-
-    def audio_projector(self, config: Qwen3ASRConfig, shape: AudioShape) -> nn.Module:
-        return MLPProjector(shape.hidden, config.text.hidden_size, inner=shape.hidden, activation=shape.activation)
 
     def weights(self, config: Qwen3ASRConfig) -> WeightMap:
         return language_weights(

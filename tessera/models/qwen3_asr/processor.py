@@ -11,7 +11,7 @@ from tessera.models.audio.features import LogMel, whole_number
 from tessera.models.audio.processor import AudioProcessor, ClipCutter
 from tessera.models.processing.chat import ChatTemplate, MediaWords
 from tessera.models.processing.transcription import no_time_stamps
-from tessera.models.qwen3_asr.config import STRIDE, Qwen3ASRConfig
+from tessera.models.qwen3_asr.config import Qwen3ASRConfig
 
 CHAT = ChatTemplate(
     special=("<|im_start|>", "<|im_end|>", "<|audio_start|>", "<|audio_end|>"),
@@ -33,15 +33,8 @@ class Qwen3ASRProcessor(AudioProcessor):
     def cutter(cls, config: Qwen3ASRConfig, data: Mapping[str, Any], where: str) -> ClipCutter:
         audio = config.audio
         least = whole_number(data, "min_length", LEAST, 1 << 30, where, least=0)
-        return ClipCutter(
-            LogMel.read({"feature_size": audio.num_mel_bins, **data}, where),
-            stride=STRIDE,
-            reach=STRIDE - 1,
-            chunk=audio.chunk,
-            window=audio.n_window_infer // audio.chunk,
-            silence=False,
-            least=least,
-        )
+        mel = LogMel.read({"feature_size": audio.num_mel_bins, **data}, where)
+        return ClipCutter.of_chunks(mel, audio.chunk, audio.n_window_infer, least)
 
     def extractor_fields(self) -> dict[str, Any]:
         return {"n_window": self.clips.chunk // 2, "min_length": self.clips.least}

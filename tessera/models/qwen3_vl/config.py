@@ -73,6 +73,15 @@ class Qwen3VLVisionConfig(GridVisionConfig):
         return self
 
 
+def check_taps(vision: Qwen3VLVisionConfig, text: TextConfig) -> None:
+    """Raise an error if the text decoder has fewer layers than DeepStack features are added after."""
+    taps, layers = len(vision.deepstack_visual_indexes), text.num_hidden_layers
+    if taps > layers:
+        raise ValueError(
+            f"deepstack_visual_indexes has {taps} entries, more than the {layers} layers of the text decoder"
+        )
+
+
 class Qwen3VLConfig(QwenVLConfig):
     formats: ClassVar[Mapping[str, tuple[HFTextFormat, str]]] = {
         "qwen3_vl": (DENSE, "Qwen3VLForConditionalGeneration"),
@@ -85,11 +94,7 @@ class Qwen3VLConfig(QwenVLConfig):
 
     @model_validator(mode="after")
     def _fits(self) -> Qwen3VLConfig:
-        taps, layers = len(self.vision.deepstack_visual_indexes), self.text.num_hidden_layers
-        if taps > layers:
-            raise ValueError(
-                f"deepstack_visual_indexes has {taps} entries, more than the {layers} layers of the text decoder"
-            )
+        check_taps(self.vision, self.text)
         return self
 
     @classmethod

@@ -17,6 +17,15 @@ from tessera.nn.projector import DeepStackMerger
 from tessera.nn.vit import VisionShape
 
 _TEXT = "model.language_model."
+BLOCKS = (
+    ("vision.patch_embed.bias", "patch_embed.proj.bias"),
+    ("vision.table.weight", "pos_embed.weight"),
+    ("vision.blocks.{i}.attn_norm.{kind}", "blocks.{i}.norm1.{kind}"),
+    ("vision.blocks.{i}.attn.proj.{kind}", "blocks.{i}.attn.proj.{kind}"),
+    ("vision.blocks.{i}.mlp_norm.{kind}", "blocks.{i}.norm2.{kind}"),
+    ("vision.blocks.{i}.mlp.up.{kind}", "blocks.{i}.mlp.linear_fc1.{kind}"),
+    ("vision.blocks.{i}.mlp.down.{kind}", "blocks.{i}.mlp.linear_fc2.{kind}"),
+)
 
 
 class Qwen3VL(GridFamily):
@@ -29,13 +38,7 @@ class Qwen3VL(GridFamily):
     renames: ClassVar[tuple[tuple[str, str], ...]] = (("visual.", "model.visual."), ("language_model.", _TEXT))
     stacked: ClassVar[bool] = True
     pairs: ClassVar[tuple[tuple[str, str], ...]] = (
-        ("vision.patch_embed.bias", "patch_embed.proj.bias"),
-        ("vision.table.weight", "pos_embed.weight"),
-        ("vision.blocks.{i}.attn_norm.{kind}", "blocks.{i}.norm1.{kind}"),
-        ("vision.blocks.{i}.attn.proj.{kind}", "blocks.{i}.attn.proj.{kind}"),
-        ("vision.blocks.{i}.mlp_norm.{kind}", "blocks.{i}.norm2.{kind}"),
-        ("vision.blocks.{i}.mlp.up.{kind}", "blocks.{i}.mlp.linear_fc1.{kind}"),
-        ("vision.blocks.{i}.mlp.down.{kind}", "blocks.{i}.mlp.linear_fc2.{kind}"),
+        *BLOCKS,
         ("projector.last.norm.{kind}", "merger.norm.{kind}"),
         ("projector.last.up.{kind}", "merger.linear_fc1.{kind}"),
         ("projector.last.down.{kind}", "merger.linear_fc2.{kind}"),

@@ -100,7 +100,17 @@ class GridProcessor(VisionProcessor):
     def layout(self, kind: PartKind, size: MediaSize) -> MediaLayout:
         patches = self.patches(kind)
         t, h, w = patches.grid(size.height, size.width, size.frames)
-        return MediaLayout(tokens=(patches.tokens((t, h, w)),), lengths=(h * w,) * t, grid=(t, h, w))
+        times = tuple(self.times(t, size).tolist()) if kind == "video" else ()
+        return MediaLayout(tokens=(patches.tokens((t, h, w)),), lengths=(h * w,) * t, grid=(t, h, w), times=times)
+
+    def times(self, count: int, size: MediaSize) -> np.ndarray:
+        """Return the time positions of the `count` temporal patches of a video; empty: 0, 1, 2, ..."""
+        return np.empty(0)
+
+    def seconds(self, size: MediaSize) -> np.float32:
+        """Return the seconds between two temporal patches of a video. If its frame rate is unknown, its frames count as
+        sampled at `sampling.fps`."""
+        return np.float32(self.video.temporal / (size.fps or self.sampling.fps))
 
     def elements(self, kind: PartKind, media: Any, layout: MediaLayout) -> dict[str, np.ndarray]:
         t, h, w = layout.grid
@@ -133,7 +143,7 @@ def grid_positions(
     spans: Sequence[tuple[int, int]],
     grids: Sequence[Sequence[int]],
     merge: int,
-    times: Sequence[Sequence[int]] = (),
+    times: Sequence[Sequence[float]] = (),
 ) -> np.ndarray:
     """Return positions [3, length] (time, height, width) of tokens of text, images and videos.
 
@@ -156,36 +166,47 @@ def grid_positions(
     return positions
 
 
-def token_grid(size: Sequence[int], merge: int, times: Sequence[int] = ()) -> np.ndarray:
+def token_grid(size: Sequence[int], merge: int, times: Sequence[float] = ()) -> np.ndarray:
     """Return time, height and width of the tokens of a grid, [3, tokens]. `times`: of its temporal patches."""
     t, h, w = size
     grid = np.indices((t, h // merge, w // merge), dtype=np.int64).reshape(3, -1)
-    if times:
-        grid[0] = np.asarray(times)[grid[0]]
-    return grid
+    return np.stack([np.asarray(times)[grid[0]], *grid[1:]]) if times else grid
 
 
 DEFAULT_RATE = 24.0  # frames per second of videos of unknown frame rate, as in transformers
 
 
 @dataclass(frozen=True, eq=False)
-class TimestampedVideoProcessor(GridProcessor):
-    """Write the time of each temporal patch ("step") of a video as text, as GLM-4.1V and Qwen3-VL do.
-
-    Each step is a run of visual tokens beside its timestamp. The vision encoders of these families have learned
-    position embeddings, which are interpolated to the size of an image.
-    """
+class TableGridProcessor(GridProcessor):
+    """Interpolate the learned position embeddings of a vision encoder to the size of each image."""
 
     table_side: int = 1  # number of rows and of columns of the learned position embedding
 
     @abstractmethod
-    def timestamp(self, first: float, last: float) -> str:
-        """Return the timestamp text of a temporal patch. `first`, `last`: seconds of its first and last frame."""
-        ...
-
-    @abstractmethod
     def position_table(self, positions: np.ndarray, height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
         """Return indices and weights of position embeddings for patches at `positions` [P, 2] of a grid."""
+        ...
+
+    def elements(self, kind: PartKind, media: Any, layout: MediaLayout) -> dict[str, np.ndarray]:
+        t, h, w = layout.grid
+        index, weights = self.position_table(block_positions(h, w, self.image.merge), h, w)
+        return {
+            **super().elements(kind, media, layout),
+            "patch_index": np.tile(index, (t, 1)),
+            "patch_weights": np.tile(weights, (t, 1)),
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class TimestampedVideoProcessor(TableGridProcessor):
+    """Write the time of each temporal patch ("step") of a video as text, as GLM-4.1V and Qwen3-VL do.
+
+    Each step is a run of visual tokens beside its timestamp.
+    """
+
+    @abstractmethod
+    def timestamp(self, first: float, last: float) -> str:
+        """Return the timestamp text of a temporal patch. `first`, `last`: seconds of its first and last frame."""
         ...
 
     def layout(self, kind: PartKind, size: MediaSize) -> MediaLayout:
@@ -198,15 +219,6 @@ class TimestampedVideoProcessor(GridProcessor):
             grid=(t, h, w),
             timestamps=timestamps if kind == "video" else (),
         )
-
-    def elements(self, kind: PartKind, media: Any, layout: MediaLayout) -> dict[str, np.ndarray]:
-        t, h, w = layout.grid
-        index, weights = self.position_table(block_positions(h, w, self.image.merge), h, w)
-        return {
-            **super().elements(kind, media, layout),
-            "patch_index": np.tile(index, (t, 1)),
-            "patch_weights": np.tile(weights, (t, 1)),
-        }
 
     def _seconds(self, size: MediaSize, steps: int, temporal: int) -> list[tuple[float, float]]:
         """Return the seconds of the first and of the last frame of each temporal patch."""

@@ -1,0 +1,151 @@
+"""The base class of processors for conversations with images, videos and sound.
+
+With `use_audio_in_video`, the sound track of a video is read, too. Its tokens alternate with those of the frames, and
+both count time positions from the same start.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import numpy as np
+from pydantic import Field
+
+from tessera.config.reader import build
+from tessera.core.sample import MediaSize, Part, PartKind
+from tessera.data.media.audio import AudioSampling
+from tessera.data.media.read import MediaSampling
+from tessera.models.audio.features import LogMel
+from tessera.models.audio.processor import AUDIO_STREAMS, ClipCutter, check_bins, read_extractor
+from tessera.models.processing.chat import ChatSpan
+from tessera.models.processing.streams import MediaLayout, MediaStreams
+from tessera.models.vision.grid_processor import GridOptions, GridProcessor, token_grid
+from tessera.models.vision.processor import VISION_STREAMS
+
+
+class OmniOptions(GridOptions):
+    use_audio_in_video: bool = Field(
+        False, description="read the sound track of videos, in chunks that alternate with their frames"
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class OmniProcessor(GridProcessor):
+    options: ClassVar[type[GridOptions]] = OmniOptions
+    streams: ClassVar[MediaStreams] = {**VISION_STREAMS, **AUDIO_STREAMS}
+    # Whether the two tokens before a video with its sound share a position, and so do the two tokens after it.
+    ends_share: ClassVar[bool] = False
+
+    tokens_per_second: int = field(kw_only=True)  # time positions per second of a video
+    clips: ClipCutter = field(kw_only=True)
+
+    @classmethod
+    @abstractmethod
+    def cutter(cls, config: Any, mel: LogMel) -> ClipCutter:
+        """Return how clips are cut into elements of the audio encoder."""
+        ...
+
+    @abstractmethod
+    def interleave(self, frames: MediaLayout, track: MediaLayout) -> tuple[list[int], list[int]]:
+        """Return the lengths of the runs of frame tokens and of sound tokens of a video. They alternate, frames
+        first."""
+        ...
+
+    @classmethod
+    def of_model(cls, config: Any) -> dict[str, Any]:
+        clips = cls.cutter(config, LogMel(bins=config.audio.num_mel_bins, seconds=300))
+        return {"tokens_per_second": config.position_id_per_seconds, "clips": clips}
+
+    @classmethod
+    def load(cls, config: Any, folder: Path, **options: Any) -> Self:
+        loaded = super().load(config, folder, **options)
+        chosen = build(cls.options, options, "data.processor")
+        data, clips = read_extractor(Path(folder)), loaded.clips
+        if "feature_extractor_type" in data:
+            clips = cls.cutter(config, LogMel.read(data, str(folder)))
+        check_bins(clips.mel, config.audio.num_mel_bins, Path(folder))
+        audio = AudioSampling(clips.mel.rate, clips.max_seconds)
+        sampling = MediaSampling(**asdict(loaded.sampling), audio=audio, video_sound=chosen.use_audio_in_video)
+        return replace(loaded, sampling=sampling, clips=clips)
+
+    def fingerprint_fields(self) -> list[Any]:
+        return [*super().fingerprint_fields(), asdict(self.clips)]
+
+    def save_preprocessor(self, folder: Path) -> None:
+        self.files.write(folder, self.image, self.video, self.sampling, **self.clips.mel.write())
+
+    def layout(self, kind: PartKind, size: MediaSize) -> MediaLayout:
+        if kind == "audio":
+            return self.clips.layout(size.samples)
+        layout = super().layout(kind, size)
+        if kind != "video" or not self.clips.tokens(size.samples):
+            return layout
+        track = self.clips.layout(size.samples)
+        frames, sound = self.interleave(layout, track)
+        return replace(layout, tokens=tuple(frames), sound=replace(track, tokens=tuple(sound)))
+
+    def times(self, count: int, size: MediaSize) -> np.ndarray:
+        # Two products in fp32, as in transformers.
+        seconds = np.arange(count, dtype=np.float32) * self.seconds(size)
+        return (seconds * np.float32(self.tokens_per_second)).astype(self.position_type)
+
+    def elements(self, kind: PartKind, media: Any, layout: MediaLayout) -> dict[str, np.ndarray]:
+        return self.clips.elements(np.asarray(media)) if kind == "audio" else super().elements(kind, media, layout)
+
+    def named_tokens(self) -> dict[str, str]:
+        named = {f"{kind}_token": words.word for kind, words in self.template.media.items()}
+        for name, kind in (("vision", "image"), ("audio", "audio")):
+            words = self.template.media[kind]
+            named |= {f"{name}_bos_token": words.before, f"{name}_eos_token": words.after}
+        return named
+
+    def show(self, part: Part, role: str, layout: MediaLayout) -> list[ChatSpan]:
+        if layout.sound is None:
+            return super().show(part, role, layout)
+        video, audio = self.template.media["video"], self.template.media["audio"]
+        runs = [(kind or "video", (audio if kind == "audio" else video).word) for kind, _ in layout.runs()]
+        return [
+            *(ChatSpan(word, role, special=True) for word in (video.before, audio.before)),
+            *(ChatSpan(word, role, special=True, media=kind) for kind, word in runs),
+            *(ChatSpan(word, role, special=True) for word in (audio.after, video.after)),
+        ]
+
+    def positions(self, length: int, spans: Sequence[tuple[int, int]], layouts: Sequence[MediaLayout]) -> np.ndarray:
+        """Return positions [3, length] (time, height, width).
+
+        Text and sound advance all three axes. Tokens of an image or video count from the position where it begins;
+        what follows continues one past its largest position. A video and its sound track count from the same
+        position; what follows continues one past the largest position of the last run.
+        """
+        positions = np.empty((3, length), dtype=self.position_type)
+        at, position = 0, self.position_type(0)
+        remaining = iter(spans)
+        for layout in layouts:
+            runs = [(kind, *next(remaining)) for kind, _ in layout.runs()]
+            start = runs[0][1]
+            if not layout.grid:  # sound alone counts like text
+                continue
+            # Tokens on either side that share a position with their neighbour.
+            ends = 1 if self.ends_share and layout.sound is not None else 0
+            positions[:, at : start - ends] = position + np.arange(start - ends - at)
+            position += start - ends - at
+            positions[:, start - ends : start] = position - 1
+            tracks = {"video": token_grid(layout.grid, self.image.merge, layout.times)}
+            if layout.sound is not None:
+                tracks["audio"] = np.tile(np.arange(sum(layout.sound.tokens)), (3, 1))
+            used = dict.fromkeys(tracks, 0)
+            for kind, start, count in runs:
+                track = kind or "video"
+                run = tracks[track][:, used[track] : used[track] + count].astype(self.position_type) + position
+                positions[:, start : start + count] = run
+                used[track] += count
+                following, at = run.max() + 1, start + count
+            position = following
+            positions[:, at : at + ends] = position
+            at += ends
+        positions[:, at:] = position + np.arange(length - at)
+        return positions
