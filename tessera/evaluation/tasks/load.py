@@ -100,6 +100,7 @@ def read_task(name: str | Path, where: str = "task") -> tuple[TaskSection, str, 
     data = read_mapping(file)
     label = str(file) if is_path else path.lower()
     task = build(TaskSection, data, label)
+    default = [task.default_variant] if "default_variant" in data or not is_path else []
     for variant in variants:
         if variant == task.default_variant:
             continue
@@ -107,7 +108,7 @@ def read_task(name: str | Path, where: str = "task") -> tuple[TaskSection, str, 
             raise TesseraError(
                 f"the benchmark {task.name} has no variant {variant!r:.100}",
                 where=where,
-                allowed=[task.default_variant, *task.variants],
+                allowed=[*default, *task.variants],
                 nearest=nearest(variant, task.variants),
                 code="evaluation.unknown-variant",
             )
