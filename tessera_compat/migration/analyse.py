@@ -136,9 +136,9 @@ def _finding(program: Program, match: Match, by_hand: bool) -> MigrationFinding:
 
 def _shell_findings(file: SourceFile, rules: RuleTable) -> list[MigrationFinding]:
     return [
-        MigrationFinding(*place, place[1], operation, rule.kind, rule.work, rule.tip, rule.source)
+        MigrationFinding(*cell_and_line, cell_and_line[1], operation, rule.kind, rule.work, rule.tip, rule.source)
         for number, line in file.commands
-        for place in [file.position(number)]
+        for cell_and_line in [file.position(number)]
         for operation, rule in rules.by_shell_line(line)
     ]
 

@@ -90,7 +90,7 @@ class Scanner:
             if node.arg in _PROSE_NAMES and isinstance(node.value, ast.Constant):
                 return iter(())
         elif isinstance(node, ast.Dict):
-            return iter(_dict_children(node))
+            return self._dict(node)
         elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
             if all(_last_name(target) in _PROSE_NAMES for target in node.targets):
                 return iter(node.targets)
@@ -152,16 +152,16 @@ class Scanner:
         is_object = not names or names[0].rpartition(".")[0] == scope.owner  # an attribute of self may be torch's
         rule = self.rules.by_method(node.attr) if is_object else None
         is_torchs = rule is not None and (self.uses_torch or rule.kind == "device")  # device: torch's in any file
-        if rule is not None and is_torchs and not self._is_other_method(node, scope):
+        if rule is not None and is_torchs and not self._is_other_method(node, rule, scope):
             self._match(rule, f".{node.attr}", node)
         return iter((node.value,))
 
-    def _is_other_method(self, node: ast.Attribute, scope: Scope) -> bool:
+    def _is_other_method(self, node: ast.Attribute, rule: MigrationRule, scope: Scope) -> bool:
         """Return whether an attribute is that of a class of the folder, of pandas, or a setting such as `args.cuda`."""
         if node.attr in _OF_PANDAS and self.uses_pandas:
             return True
         is_setting = id(node) in self.tested or _SETTINGS.fullmatch(_last_name(node.value)) is not None
-        if node.attr == "cuda" and id(node) not in self.called and is_setting:
+        if rule.rewrite == "to_device" and id(node) not in self.called and is_setting:
             return True
         return self.resolver.defines(node.value, scope, node.attr)
 
@@ -200,6 +200,16 @@ class Scanner:
     def _string(self, text: str, node: ast.AST) -> None:
         if rule := self.rules.by_string(text):
             self._match(rule, repr(text), node)
+
+    def _dict(self, node: ast.Dict) -> Iterator[ast.AST]:
+        """Yield keys and values of a dict, without plain names of devices as keys and texts of keys such as "title"."""
+        for key, value in zip(node.keys, node.values, strict=True):
+            text = str(key.value) if isinstance(key, ast.Constant) else ""
+            rule = self.rules.by_string(text)
+            if key is not None and (rule is None or not rule.rewrite or ":" in text):
+                yield key
+            if not (text in _PROSE_NAMES and isinstance(value, ast.Constant)):
+                yield value
 
     def _keyword(self, node: ast.keyword) -> None:
         if node.arg and (rule := self.rules.by_string(node.arg)) and rule.work == "line":
@@ -244,16 +254,6 @@ def _tested(node: ast.AST) -> list[ast.expr]:
     if isinstance(node, ast.BoolOp):
         return node.values
     return [node.operand] if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not) else []
-
-
-def _dict_children(node: ast.Dict) -> Iterator[ast.AST]:
-    """Yield keys and values of a dict, without plain keys such as "cuda" and the texts of keys such as "title"."""
-    for key, value in zip(node.keys, node.values, strict=True):
-        text = key.value if isinstance(key, ast.Constant) else None
-        if key is not None and text not in ("cuda", "nccl"):
-            yield key
-        if not (text in _PROSE_NAMES and isinstance(value, ast.Constant)):
-            yield value
 
 
 def _outside_ids(node: ast.AST) -> frozenset[int]:
