@@ -118,7 +118,7 @@ def analyse_code(
 
     The code is parsed and never run. Exit code 1 if places have to be changed by hand or files cannot be analysed.
     """
-    from tessera_compat.migration.analyse import analyse
+    from tessera_compat.migration.analyse import analyse, counted
     from tessera_compat.migration.patched_copy import write_copy
     from tessera_compat.migration.reports import check_new, terminal_lines, to_json, write_reports
 
@@ -138,7 +138,7 @@ def analyse_code(
         for name, reason in copy.left_out:
             typer.echo(f"not copied: {name}: {reason}", err=as_json)
         changed = sum(file.after != file.before for file in copy.fixed)
-        typer.echo(f"wrote {fix}: {changed} files changed, see {fix / 'changes.diff'}", err=as_json)
+        typer.echo(f"wrote {fix}: {counted(changed, 'file')} changed, see {fix / 'changes.diff'}", err=as_json)
     if result.by_hand or result.unread:
         raise typer.Exit(1)
 

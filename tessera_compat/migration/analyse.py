@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tessera.errors import first_line
+from tessera.runtime.progress import WorkProgress
 from tessera_compat.migration.fix import FixedFile, fix
 from tessera_compat.migration.names import Program, Resolver, parse
 from tessera_compat.migration.rules import Kind, RuleTable, Work, rule_table
@@ -14,6 +17,7 @@ from tessera_compat.migration.scan import Match, Scanned, Scanner
 from tessera_compat.migration.sources import SourceFile, Unread, read_sources
 
 _OF_A_CLASS = (".__init__", ".forward")  # what runs when a class or a module is called
+_TOO_DEEP = "nested too deeply"
 _CUDA_FILE = "a CUDA source: write the operation in torch, or as an operator in Ascend C"
 
 
@@ -56,14 +60,15 @@ class Analysis:
 
     def estimate(self) -> list[str]:
         """Return what is left to do, as lines of text."""
-        files = len({finding.file for finding in self.findings if finding.work in ("line", "code")})
+        files = len(by_file(finding for finding in self.findings if finding.work in ("line", "code")))
+        size = f"{counted(len(self.files), 'file')}, {counted(self.code_lines, 'line')}"
         return [
-            f"{len(self.files)} files, {self.code_lines} lines: {len(self.findings)} places",
+            f"{size}: {counted(len(self.findings), 'place')}",
             f"  rewritten by --fix      {self.count('fix')}",
             f"  a changed line each     {self.count('line')}",
             f"  other code              {self.count('code')}",
             f"  advice, works as it is  {self.count('none')}",
-            f"{self.by_hand} places in {files} files are left after --fix",
+            f"{counted(self.by_hand, 'place')} in {counted(files, 'file')} left after --fix",
         ]
 
 
@@ -73,36 +78,46 @@ def analyse(root: Path, rules: RuleTable | None = None) -> Analysis:
     files, unread = read_sources(root)
     programs: list[Program] = []
     findings: list[MigrationFinding] = []
-    for file in files:
-        if file.kind == "shell":
+    with WorkProgress("parsing", len(files), "files") as progress:
+        for file in files:
+            progress.count()
             findings += _shell_findings(file, rules)
-        elif file.kind == "kernel":
-            findings.append(MigrationFinding(file.name, 1, 1, file.path.suffix, "source", "code", _CUDA_FILE))
-        else:
-            try:
-                programs.append(parse(file, root if root.is_dir() else root.parent))
-            except SyntaxError as error:
-                where, line = file.position(error.lineno or 1)
-                unread.append(Unread(where, f"does not parse: {_reason(error)}", line))
-            except (ValueError, RecursionError, MemoryError) as error:
-                unread.append(Unread(file.name, f"does not parse: {error or 'nested too deeply'}"))
+            if file.kind == "kernel":
+                findings.append(MigrationFinding(file.name, 1, 1, file.path.suffix, "source", "code", _CUDA_FILE))
+            elif file.kind != "shell":
+                programs += _parsed(file, root if root.is_dir() else root.parent, unread)
     resolver = Resolver(programs)
     scanned: list[Scanned] = []
-    for program in programs:
-        try:
-            scanned.append(Scanner(program, resolver, rules).run())
-        except RecursionError:
-            unread.append(Unread(program.file.name, "nested too deeply"))
     fixed: list[FixedFile] = []
-    for result in scanned:
-        by_hand = frozenset(range(len(result.matches)))
-        if result.program.file.kind == "python":
-            fixed.append(fix(result, resolver))
-            by_hand = fixed[-1].by_hand
-        pairs = enumerate(result.matches)
-        findings += [_finding(result.program, match, number in by_hand) for number, match in pairs]
+    with WorkProgress("analysing", len(programs), "files") as progress:
+        for program in programs:
+            progress.count()
+            try:
+                result = Scanner(program, resolver, rules).run()
+            except RecursionError:
+                unread.append(Unread(program.file.name, _TOO_DEEP))
+                continue
+            scanned.append(result)
+            by_hand = frozenset(range(len(result.matches)))
+            if program.file.kind == "python":
+                fixed.append(fix(result, resolver))
+                by_hand = fixed[-1].by_hand
+            pairs = enumerate(result.matches)
+            findings += [_finding(program, match, number in by_hand) for number, match in pairs]
     findings.sort(key=lambda finding: (finding.file, finding.start))
     return Analysis(root, files, findings, unread, _callers(scanned), fixed)
+
+
+def _parsed(file: SourceFile, root: Path, unread: list[Unread]) -> list[Program]:
+    """Parse a file. If that fails, add the reason to `unread`."""
+    try:
+        return [parse(file, root)]
+    except SyntaxError as error:
+        where, line = file.position(error.lineno or 1)
+        unread.append(Unread(where, f"does not parse: {_reason(error)}", line))
+    except (ValueError, RecursionError, MemoryError) as error:
+        unread.append(Unread(file.name, f"does not parse: {first_line(error) if str(error) else _TOO_DEEP}"))
+    return []
 
 
 def _reason(error: SyntaxError) -> str:
@@ -121,8 +136,9 @@ def _finding(program: Program, match: Match, by_hand: bool) -> MigrationFinding:
 
 def _shell_findings(file: SourceFile, rules: RuleTable) -> list[MigrationFinding]:
     return [
-        MigrationFinding(file.name, number, number, operation, rule.kind, rule.work, rule.tip, rule.source)
-        for number, line in enumerate(file.lines(), 1)
+        MigrationFinding(*cell_and_line, cell_and_line[1], operation, rule.kind, rule.work, rule.tip, rule.source)
+        for number, line in file.commands
+        for cell_and_line in [file.position(number)]
         for operation, rule in rules.by_shell_line(line)
     ]
 
@@ -161,4 +177,9 @@ def _callers(scanned: Iterable[Scanned]) -> list[MigrationFinding]:
 
 
 def by_file(findings: Iterable[MigrationFinding]) -> Counter[str]:
-    return Counter(finding.file.partition("#")[0] for finding in findings)
+    return Counter(re.sub(r"#cell-\d+\Z", "", finding.file) for finding in findings)
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: 1 file, 2 files."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -81,10 +81,12 @@ class _Fixer:
         self.parents = {child: node for node in ast.walk(self.program.tree) for child in ast.iter_child_nodes(node)}
         by_hand = frozenset(number for number in rewritable if not self._rewrite(self.matches[number]))
         self._header()
-        text = self.text
+        parts: list[bytes] = []  # from the end of the file to its beginning
+        rest = len(self.text)
         for start, end, replacement in sorted(self.edits, key=lambda edit: edit[:2], reverse=True):
-            text = text[:start] + replacement + text[end:]
-        after = text.decode("utf-8", "surrogatepass")
+            parts += [self.text[end:rest], replacement]
+            rest = start
+        after = b"".join([self.text[:rest], *reversed(parts)]).decode("utf-8", "surrogatepass")
         try:
             ast.parse(after)
         except (SyntaxError, ValueError) as error:  # not expected: better the file as it was
@@ -155,6 +157,8 @@ class _Fixer:
         is_index = isinstance(device, (ast.Name, ast.Attribute)) and _INDEX.search(ast.unparse(device).split(".")[-1])
         if is_number or is_index:
             edits += [(start, start, f"torch.device({self._use_device()}.type, "), (end, end, ")")]
+        if call.args and "storage" in ast.unparse(node):
+            edits.append((start, start, "device="))  # torch's storages take it by name
         return edits
 
     def _is_device(self, node: ast.expr) -> list[tuple[int, int, str]]:
@@ -171,10 +175,39 @@ class _Fixer:
                 raise _ByHand("a text of several parts")
             at = start + match.end()
             return [(at, at + len("cuda"), f"{{{self._use_device()}.type}}")]
-        if not (match := re.fullmatch(r"[rRuU]?(['\"]{3}|['\"])cuda(:\d+)?\1", source)):
+        if not (match := re.fullmatch(r"[rRuU]?(['\"]{3}|['\"])cuda(:.*)?\1", source, re.DOTALL)):
             raise _ByHand("a text of several parts")
+        if self._formatting(node) is not node:
+            device = f"{self._use_device()}.type"
+            return [(start, end, f"({device} + {match[1]}{match[2]}{match[1]})")]
+        if match[2] and not match[2][1:].isdecimal():
+            raise _ByHand("a text of several parts")
+        if isinstance(parent := self.parents.get(node), ast.Compare) and not match[2]:
+            return self._compared(node, parent)
         device = f"{self._use_device()}.type"
         return [(start, end, f'f"{{{device}}}{match[2]}"' if match[2] else device)]
+
+    def _formatting(self, node: ast.expr) -> ast.expr:
+        """Return the expression that puts an index into a text, such as `"cuda:%d" % rank`; else the text itself."""
+        parent = self.parents.get(node)
+        if isinstance(parent, ast.BinOp) and parent.left is node:
+            return parent
+        if isinstance(parent, ast.Attribute) and parent.attr == "format":
+            call = self.parents.get(parent)
+            return call if isinstance(call, ast.Call) and call.func is parent else node
+        return node
+
+    def _compared(self, node: ast.expr, parent: ast.Compare) -> list[tuple[int, int, str]]:
+        """Rewrite a comparison with "cuda": it stays false on a machine without accelerator, where the type is cpu."""
+        if len(parent.ops) != 1:
+            raise _ByHand("a comparison of several parts")
+        device = f"{self._use_device()}.type"
+        first, last = self._span(parent)
+        if isinstance(parent.ops[0], ast.Eq) and node is not parent.left:
+            return [(*self._span(node), f'{device} != "cpu"')]
+        is_other = isinstance(parent.ops[0], (ast.NotEq, ast.NotIn))
+        guard = f'{device} == "cpu" or' if is_other else f'{device} != "cpu" and'
+        return [(first, first, f"({guard} "), (*self._span(node), device), (last, last, ")")]
 
     def _backend(self, node: ast.expr) -> list[tuple[int, int, str]]:
         parent = self.parents.get(node)
@@ -234,6 +267,7 @@ class _Fixer:
 
     def _is_device_place(self, node: ast.expr) -> bool:
         """Return whether a text is used as a device: passed as one, compared with one, or assigned to one."""
+        node = self._formatting(node)
         parent = self.parents.get(node)
         if isinstance(parent, ast.IfExp) and parent.test is not node:
             return self._is_device_place(parent)

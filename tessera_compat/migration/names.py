@@ -17,6 +17,8 @@ from tessera_compat.migration.sources import SourceFile
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 SCOPES = (*FUNCTIONS, *COMPREHENSIONS, ast.ClassDef)
+IMPORTERS = ("importlib.import_module", "__import__")
+_FOLLOWED = (ast.Name, ast.Attribute, ast.Call, ast.Compare)  # values that a name is bound to; others are unknown
 MAX_NAMES = 60  # most names of an expression, over all re-exports
 _Visited = set[tuple[int, str]]  # names of scopes that were looked up for an expression
 
@@ -150,7 +152,7 @@ class _Collector:
                 else:
                     scope.bind(alias.asname or alias.name, f"{module}.{alias.name}")
         elif isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-            scope.bind(node.targets[0].id, node.value if isinstance(node.value, (ast.Name, ast.Attribute)) else None)
+            scope.bind(node.targets[0].id, node.value if isinstance(node.value, _FOLLOWED) else None)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             scope.bindings.setdefault(node.id, [])  # an assignment with one target was bound above
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -185,7 +187,10 @@ class Resolver:
     """Resolve expressions to dotted names, over all programs of a folder."""
 
     def __init__(self, programs: Iterable[Program]) -> None:
+        programs = list(programs)
         self.modules = {name: program.scope for program in programs for name in program.modules}
+        scopes = (scope for program in programs for scope in program.scopes.values())
+        self._classes = {scope.path: scope for scope in scopes if scope.is_class}
 
     def names_of(self, node: ast.expr, scope: Scope) -> tuple[str, ...]:
         """Return the dotted names of an expression, with those under which modules of the folder pass it on."""
@@ -196,11 +201,39 @@ class Resolver:
         """Return the names of an import statement, with those that modules of the folder pass on under them."""
         return tuple(dict.fromkeys(self._expand(names, set())))
 
+    def values_of(self, node: ast.expr, scope: Scope) -> list[str | ast.expr | None]:
+        """Return what the name `node` is bound to; an empty list if it is not a name, or bound nowhere."""
+        holder = scope.find(node.id) if isinstance(node, ast.Name) else None
+        return holder.bindings[node.id] if holder is not None and isinstance(node, ast.Name) else []
+
+    def defines(self, node: ast.expr, scope: Scope, attribute: str) -> bool:
+        """Return whether an object is made by a class of the folder that defines an attribute itself."""
+        makers = [node] if isinstance(node, ast.Call) else self.values_of(node, scope)
+        return any(
+            isinstance(maker, ast.Call)
+            and any(
+                attribute in self._classes[name].bindings
+                for name in self.names_of(maker.func, scope)
+                if name in self._classes
+            )
+            for maker in makers
+        )
+
     def _local(self, node: ast.expr, scope: Scope, visited: _Visited) -> list[str]:
         attributes: list[str] = []
-        while isinstance(node, ast.Attribute):
-            attributes.append(node.attr)
-            node = node.value
+        while True:
+            if isinstance(node, ast.Attribute):
+                attributes.append(node.attr)
+                node = node.value
+            elif (attribute := constant_attribute(node)) is not None:
+                attributes.append(attribute[1])
+                node = attribute[0]
+            else:
+                break
+        if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = [*self._local(node.func, scope, visited), getattr(node.func, "id", "")]
+            imported = any(name in IMPORTERS for name in called)  # a module that is imported by its name
+            return [".".join([str(node.args[0].value), *reversed(attributes)])] if imported else []
         if not isinstance(node, ast.Name):
             return []
         tail = "".join(f".{name}" for name in reversed(attributes))
@@ -250,7 +283,16 @@ class Resolver:
         return []
 
 
+def constant_attribute(node: ast.expr) -> tuple[ast.expr, str] | None:
+    """Return the object and the name of `getattr(object, "name")`; None for all other expressions."""
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr"):
+        return None
+    name = node.args[1].value if len(node.args) == 2 and isinstance(node.args[1], ast.Constant) else None
+    return (node.args[0], name) if isinstance(name, str) else None
+
+
 def _root_name(node: ast.expr) -> str:
-    while isinstance(node, ast.Attribute):
-        node = node.value
+    while isinstance(node, ast.Attribute) or constant_attribute(node) is not None:
+        attribute = constant_attribute(node)
+        node = node.value if isinstance(node, ast.Attribute) else attribute[0] if attribute else node
     return node.id if isinstance(node, ast.Name) else ""

@@ -13,6 +13,7 @@ from tessera.runtime.files import leads_out
 from tessera_compat.migration.analyse import Analysis
 from tessera_compat.migration.fix import Change, FixedFile
 from tessera_compat.migration.reports import csv_text, new_folder
+from tessera_compat.migration.sources import is_left_out
 
 COLUMNS = ("File", "Start Line", "End Line", "Operation Type", "Message")
 MAX_COPIED = 64 << 20  # larger files, such as weights, are not copied
@@ -48,7 +49,9 @@ def write_copy(analysis: Analysis, target: Path) -> PatchedCopy:
                 path = copy / file.name if root.is_dir() else copy
                 path.write_bytes(file.after.encode(encodings[file.name]))
         changes = [(c.file, c.start, c.end, c.operation, c.message) for file in fixed for c in file.changes]
-        (stage.path / "change_list.csv").write_text(csv_text(COLUMNS, changes), encoding="utf-8")
+        (stage.path / "change_list.csv").write_text(
+            csv_text(COLUMNS, changes), encoding="utf-8", errors="backslashreplace"
+        )
         diff = "".join(file.diff() for file in fixed)
         (stage.path / "changes.diff").write_text(diff, encoding="utf-8", errors="surrogatepass", newline="")
     return PatchedCopy([file for file in fixed if file.changes], left_out)
@@ -62,7 +65,7 @@ def _copy(root: Path, target: Path) -> list[tuple[str, str]]:
     left_out: list[tuple[str, str]] = []
     for folder, folders, names in os.walk(root):
         here = Path(folder)
-        folders[:] = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
+        folders[:] = [name for name in folders if not is_left_out(str(here / name))]
         (target / here.relative_to(root)).mkdir(parents=True, exist_ok=True)
         links = [name for name in folders if (here / name).is_symlink()]
         for name in (*names, *links):
@@ -80,5 +83,8 @@ def _copy(root: Path, target: Path) -> list[tuple[str, str]]:
             elif path.stat().st_size > MAX_COPIED:
                 left_out.append((relative.as_posix(), f"larger than {MAX_COPIED >> 20} MiB"))
             else:
-                shutil.copy(path, target / relative)
+                try:
+                    shutil.copy(path, target / relative)
+                except PermissionError as error:
+                    left_out.append((relative.as_posix(), error.strerror))
     return left_out

@@ -15,6 +15,7 @@ Kind = Literal[
     "library", "unsupported", "device", "source", "precision", "performance", "dynamic", "affinity", "unknown"
 ]
 Work = Literal["fix", "line", "code", "none"]
+_LISTS = ("names", "methods", "strings", "keywords", "shell")
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class MigrationRule:
     names: tuple[str, ...] = ()
     methods: tuple[str, ...] = ()
     strings: tuple[str, ...] = ()
+    keywords: tuple[str, ...] = ()
     shell: tuple[str, ...] = ()
     rename: str = ""
     rewrite: str = ""
@@ -41,6 +43,7 @@ class RuleTable:
         self._names = {name: rule for rule in self.rules for name in rule.names}
         self._methods = {name: rule for rule in self.rules for name in rule.methods}
         self._strings = [(re.compile(text), rule) for rule in self.rules for text in rule.strings]
+        self._keywords = [(re.compile(text), rule) for rule in self.rules for text in rule.keywords]
         self._shell = [(re.compile(text), rule) for rule in self.rules for text in rule.shell]
 
     def by_name(self, dotted: str) -> MigrationRule | None:
@@ -57,6 +60,10 @@ class RuleTable:
     def by_string(self, text: str) -> MigrationRule | None:
         return next((rule for pattern, rule in self._strings if pattern.fullmatch(text)), None)
 
+    def by_keyword(self, text: str) -> MigrationRule | None:
+        """Return the rule of an argument that is written as `name=value`."""
+        return next((rule for pattern, rule in self._keywords if pattern.fullmatch(text)), None)
+
     def by_shell_line(self, line: str) -> list[tuple[str, MigrationRule]]:
         """Return what the rules for launch scripts match in a line."""
         code = re.sub(r"(^|\s)#.*", "", line)
@@ -69,6 +76,6 @@ def rule_table() -> RuleTable:
     data = yaml.safe_load(Path(__file__).with_name("rules.yaml").read_text(encoding="utf-8"))
     rules: list[MigrationRule] = []
     for row in data["rules"]:
-        lists: dict[str, Any] = {key: tuple(row.pop(key, ())) for key in ("names", "methods", "strings", "shell")}
+        lists: dict[str, Any] = {key: tuple(row.pop(key, ())) for key in _LISTS}
         rules.append(MigrationRule(**{**row, **lists, "source": data["sources"][row["source"]]}))
     return RuleTable(rules)

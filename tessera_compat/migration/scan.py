@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tessera_compat.migration.names import Program, Resolver, Scope
+from tessera_compat.migration.names import IMPORTERS, Program, Resolver, Scope
 from tessera_compat.migration.rules import MigrationRule, RuleTable
 
 _REPORTED_IMPORTS = ("library", "source")  # of other rules only the uses are reported
-_IMPORTERS = ("importlib.import_module", "__import__")
+_PROSE_CALLS = frozenset(["print", "debug", "info", "warning", "warn", "error", "critical", "exception", "getLogger"])
+_PROSE_NAMES = frozenset(["name", "title", "label", "color", "tag", "comment", "description", "help"])
+_OF_PANDAS = ("unique", "nonzero")  # methods that its objects have, too
+_SETTINGS = re.compile(r"(\w*_)?(args?|opts?|options?|cfg|conf|config|params|hparams|flags|settings)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -42,9 +46,11 @@ class Scanner:
         self.matches: list[Match] = []
         self.calls: list[tuple[str, tuple[str, ...], int]] = []
         self.inside: dict[ast.AST, str] = {}
-        self.uses_torch = any(
-            isinstance(node, (ast.Import, ast.ImportFrom)) and _imports_torch(node) for node in ast.walk(program.tree)
-        )
+        imported = {name.partition(".")[0] for names in program.imports.values() for name in names}
+        self.uses_torch, self.uses_pandas = "torch" in imported, "pandas" in imported
+        self.called: set[int] = set()  # ids of the functions of calls
+        self.sized: set[int] = set()  # ids of functions whose result has a size that the call names
+        self.tested: set[int] = set()  # ids of operands of tests, such as `args.cuda` in `if args.cuda:`
 
     def run(self) -> Scanned:
         stack: list[tuple[ast.AST, Scope]] = [(self.program.tree, self.program.scope)]
@@ -64,6 +70,7 @@ class Scanner:
     def _visit(self, node: ast.AST, scope: Scope) -> Iterator[ast.AST]:
         """Match a node. Return the nodes below it that are still to be visited."""
         children = ast.iter_child_nodes(node)
+        self.tested.update(map(id, _tested(node)))
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             self._import(node)
         elif isinstance(node, (ast.Attribute, ast.Name)) and isinstance(node.ctx, ast.Load):
@@ -72,7 +79,21 @@ class Scanner:
             self._first(names, node)  # an assignment, such as that of torch.backends.cudnn.benchmark
             return iter(())
         elif isinstance(node, ast.Call):
+            self.called.add(id(node.func))
             self._call(node, scope)
+            if _last_name(node.func) in _PROSE_CALLS:
+                return (child for child in children if not isinstance(child, ast.Constant))
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and self._is_kernel(node, scope):
+            return iter(node.decorator_list)
+        elif isinstance(node, ast.keyword):
+            self._keyword(node)
+            if node.arg in _PROSE_NAMES and isinstance(node.value, ast.Constant):
+                return iter(())
+        elif isinstance(node, ast.Dict):
+            return self._dict(node)
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+            if all(_last_name(target) in _PROSE_NAMES for target in node.targets):
+                return iter(node.targets)
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             return iter(())  # a docstring
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -80,9 +101,14 @@ class Scanner:
         elif isinstance(node, ast.JoinedStr):
             self._formatted(node)
             return (part for part in node.values if isinstance(part, ast.FormattedValue))
-        elif isinstance(node, ast.Subscript) and self.uses_torch and _is_mask(node.slice):
+        elif isinstance(node, ast.Subscript) and self._selects(node, scope):
             self._add("index by comparison", "index by comparison", node)
         return children
+
+    def _is_kernel(self, node: ast.FunctionDef | ast.AsyncFunctionDef, scope: Scope) -> bool:
+        """Return whether a function is a kernel of Triton: its decorator is reported, and its body is not."""
+        makers = [one.func if isinstance(one, ast.Call) else one for one in node.decorator_list]
+        return any(name.startswith("triton.") for maker in makers for name in self.resolver.names_of(maker, scope))
 
     def _add(self, name: str, operation: str, node: ast.AST) -> None:
         if rule := self.rules.by_name(name):
@@ -117,23 +143,45 @@ class Scanner:
 
     def _name(self, node: ast.Attribute | ast.Name, scope: Scope) -> Iterator[ast.AST]:
         names = self.resolver.names_of(node, scope)
+        if id(node) in self.sized:
+            return ast.iter_child_nodes(node)
         if self._first(names, node):
             return iter(())
         if isinstance(node, ast.Name):
             return iter(())
         is_object = not names or names[0].rpartition(".")[0] == scope.owner  # an attribute of self may be torch's
         rule = self.rules.by_method(node.attr) if is_object else None
-        if rule is not None and (self.uses_torch or rule.kind == "device"):  # its methods are torch's in any file
+        is_torchs = rule is not None and (self.uses_torch or rule.kind == "device")  # device: torch's in any file
+        if rule is not None and is_torchs and not self._is_other_method(node, rule, scope):
             self._match(rule, f".{node.attr}", node)
         return iter((node.value,))
+
+    def _is_other_method(self, node: ast.Attribute, rule: MigrationRule, scope: Scope) -> bool:
+        """Return whether an attribute is that of a class of the folder, of pandas, or a setting such as `args.cuda`."""
+        if node.attr in _OF_PANDAS and self.uses_pandas:
+            return True
+        is_setting = id(node) in self.tested or _SETTINGS.fullmatch(_last_name(node.value)) is not None
+        if rule.rewrite == "to_device" and id(node) not in self.called and is_setting:
+            return True
+        return self.resolver.defines(node.value, scope, node.attr)
+
+    def _selects(self, node: ast.Subscript, scope: Scope) -> bool:
+        """Return whether an index takes the elements of a comparison. An assignment to them keeps the size."""
+        if not (isinstance(node.ctx, ast.Load) and self.uses_torch):
+            return False
+        values = self.resolver.values_of(node.slice, scope)
+        is_mask = bool(values) and all(isinstance(value, ast.Compare) for value in values)
+        return is_mask or _is_comparison(node.slice)
 
     def _call(self, node: ast.Call, scope: Scope) -> None:
         names = self.resolver.names_of(node.func, scope)
         if names:
             self.calls.append((scope.path, names, node.lineno))
+        if _last_name(node.func) == "repeat_interleave" and _repeats_are_equal(node):
+            self.sized.add(id(node.func))
         builtin = node.func.id if isinstance(node.func, ast.Name) and not names else ""
         first = node.args[0] if node.args else None
-        if (builtin == "__import__" or any(name in _IMPORTERS for name in names)) and isinstance(first, ast.Constant):
+        if (builtin == "__import__" or any(name in IMPORTERS for name in names)) and isinstance(first, ast.Constant):
             rule = self.rules.by_name(str(first.value))
             if rule is not None and rule.kind in _REPORTED_IMPORTS:
                 self._match(rule, str(first.value), node)
@@ -153,6 +201,24 @@ class Scanner:
         if rule := self.rules.by_string(text):
             self._match(rule, repr(text), node)
 
+    def _dict(self, node: ast.Dict) -> Iterator[ast.AST]:
+        """Yield keys and values of a dict, without plain names of devices as keys and texts of keys such as "title"."""
+        for key, value in zip(node.keys, node.values, strict=True):
+            text = str(key.value) if isinstance(key, ast.Constant) else ""
+            rule = self.rules.by_string(text)
+            if key is not None and (rule is None or not rule.rewrite or ":" in text):
+                yield key
+            if not (text in _PROSE_NAMES and isinstance(value, ast.Constant)):
+                yield value
+
+    def _keyword(self, node: ast.keyword) -> None:
+        if node.arg and (rule := self.rules.by_string(node.arg)) and rule.work == "line":
+            self._match(rule, node.arg, node)  # a variable, as in dict(os.environ, CUDA_VISIBLE_DEVICES="0")
+        elif node.arg and isinstance(node.value, ast.Constant):
+            text = f"{node.arg}={node.value.value}"
+            if rule := self.rules.by_keyword(text):
+                self._match(rule, text, node)
+
     def _formatted(self, node: ast.JoinedStr) -> None:
         """Match a device with an index, as the text before the first value."""
         first = node.values[0] if node.values else None
@@ -162,16 +228,32 @@ class Scanner:
                 self._match(rule, f"f'{first.value}...'", node)
 
 
-def _imports_torch(node: ast.Import | ast.ImportFrom) -> bool:
-    names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
-    return any(name.partition(".")[0] == "torch" for name in names)
-
-
-def _is_mask(index: ast.expr) -> bool:
+def _is_comparison(index: ast.expr) -> bool:
     """Return whether an index is a comparison, such as `x > 0` or `(x > 0) & (y < 1)`."""
     if isinstance(index, ast.BinOp) and isinstance(index.op, (ast.BitAnd, ast.BitOr)):
-        return _is_mask(index.left) or _is_mask(index.right)
+        return _is_comparison(index.left) or _is_comparison(index.right)
     return isinstance(index, ast.Compare)
+
+
+def _repeats_are_equal(call: ast.Call) -> bool:
+    """Return whether a call of repeat_interleave has a number of repeats, or the size of its result."""
+    values = [*call.args, *(keyword.value for keyword in call.keywords if keyword.arg == "repeats")]
+    numbers = any(isinstance(value, ast.Constant) for value in values[:2])
+    return numbers or any(keyword.arg == "output_size" for keyword in call.keywords)
+
+
+def _last_name(node: ast.expr) -> str:
+    """Return the last part of a name, such as `info` of `log.info`; empty for other expressions."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def _tested(node: ast.AST) -> list[ast.expr]:
+    """Return the expressions that a node tests for truth."""
+    if isinstance(node, (ast.If, ast.While, ast.IfExp, ast.Assert)):
+        return [node.test]
+    if isinstance(node, ast.BoolOp):
+        return node.values
+    return [node.operand] if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not) else []
 
 
 def _outside_ids(node: ast.AST) -> frozenset[int]:

@@ -24,6 +24,9 @@ KINDS: dict[str, FileKind] = {
 MAX_BYTES = 4 << 20  # largest source file; a notebook with images in its outputs may be ten times as large
 MAX_FILES = 50_000
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+\Z")  # as Python counts lines: a form feed does not end one
+_CELL_MAGIC = re.compile(r"\s*%%(\w+)")
+_PYTHON_MAGICS = ("time", "timeit", "capture", "prun")  # the rest of the cell is Python
+_SHELL_MAGICS = ("bash", "sh", "script", "system")
 _MAGIC = re.compile(r"^(\s*)([%!?].*|[\w., ]+=\s*[%!].*|[\w.]+\?{1,2})$")
 
 
@@ -37,6 +40,7 @@ class SourceFile:
     text: str  # of a notebook: its code cells, one after the other
     encoding: str = "utf-8"
     cells: tuple[tuple[int, int], ...] = ()  # of a notebook: (number of the cell, its first line in `text`)
+    commands: tuple[tuple[int, str], ...] = ()  # shell commands of a script or notebook: (line in `text`, command)
 
     def lines(self) -> list[str]:
         return _LINE.findall(self.text)
@@ -68,7 +72,7 @@ def read_sources(root: Path) -> tuple[list[SourceFile], list[Unread]]:
         )  # fmt: skip
     files: list[SourceFile] = []
     unread: list[Unread] = []
-    for number, path in enumerate([root] if single else _paths(root)):
+    for number, path in enumerate([root] if single else _paths(root, unread)):
         name = root.name if single else path.relative_to(root).as_posix()
         if number >= MAX_FILES:
             unread.append(Unread(name, f"only the first {MAX_FILES} files are read"))
@@ -79,22 +83,32 @@ def read_sources(root: Path) -> tuple[list[SourceFile], list[Unread]]:
                     unread.append(Unread(name, "a link that leads out of the folder"))
                 continue  # its target is read by its own name
             files.append(_read(path, name))
-        except (OSError, ValueError, SyntaxError, RecursionError) as error:
+        except (OSError, ValueError, SyntaxError, RecursionError, LookupError) as error:  # of unknown encodings
             unread.append(Unread(name, first_line(error)))
+    if not files and not unread:
+        raise TesseraError(
+            f"no source files in {root}", where="tessera migrate analyse", allowed=[f"*{end}" for end in KINDS],
+            code="job.not-source-code",
+        )  # fmt: skip
     return files, unread
 
 
-def _paths(root: Path) -> Iterator[Path]:
-    """Yield the source files in the order of their names. Hidden folders and virtual environments are left out."""
-    for folder, folders, names in os.walk(root, onerror=None):
+def is_left_out(folder: str) -> bool:
+    """Return whether a folder is hidden, a cache or a virtual environment."""
+    name = os.path.basename(folder)
+    return name.startswith(".") or name == "__pycache__" or os.path.exists(os.path.join(folder, "pyvenv.cfg"))
+
+
+def _paths(root: Path, unread: list[Unread]) -> Iterator[Path]:
+    """Yield the source files in the order of their names, and name folders that cannot be read."""
+
+    def not_readable(error: OSError) -> None:
+        unread.append(Unread(os.path.relpath(str(error.filename), root), first_line(error)))
+
+    for folder, folders, names in os.walk(root, onerror=not_readable):
         here = Path(folder)
         links = sorted(name for name in folders if (here / name).is_symlink())
-        folders[:] = sorted(
-            name
-            for name in folders
-            if name not in links and not name.startswith(".") and name != "__pycache__"
-            and not (here / name / "pyvenv.cfg").exists()
-        )  # fmt: skip
+        folders[:] = sorted(name for name in folders if name not in links and not is_left_out(str(here / name)))
         yield from (here / name for name in sorted(names) if Path(name).suffix in KINDS)
         yield from (here / name for name in links)
 
@@ -112,30 +126,36 @@ def _read(path: Path, name: str) -> SourceFile:
     if b"\x00" in content:
         raise ValueError("contains null bytes: not source code, or encoded as UTF-16")
     if kind == "notebook":
-        text, cells = _code_cells(json.loads(content.decode("utf-8")))
-        return SourceFile(path, name, kind, text, cells=cells)
+        return _notebook(path, name, json.loads(content.decode("utf-8")))
     encoding = tokenize.detect_encoding(io.BytesIO(content).readline)[0] if kind == "python" else "utf-8"
     try:
-        return SourceFile(path, name, kind, content.decode(encoding), encoding)
+        text = content.decode(encoding)
     except UnicodeDecodeError as error:
         raise ValueError(f"not {encoding}: byte {error.start}; save it as UTF-8, or declare its encoding") from None
+    commands = tuple(enumerate(_LINE.findall(text), 1)) if kind == "shell" else ()
+    return SourceFile(path, name, kind, text, encoding, commands=commands)
 
 
-def _code_cells(notebook: Any) -> tuple[str, tuple[tuple[int, int], ...]]:
+def _notebook(path: Path, name: str, notebook: Any) -> SourceFile:
     """Join the code cells of a notebook. Commands for the shell and for IPython become `pass`."""
     cells = notebook.get("cells") if isinstance(notebook, dict) else None
     if not isinstance(cells, list):
         raise ValueError("not a notebook: it has no list of cells")
     lines: list[str] = []
     starts: list[tuple[int, int]] = []
+    commands: list[tuple[int, str]] = []
     for number, cell in enumerate(cells, 1):
         if not isinstance(cell, dict) or cell.get("cell_type") != "code":
             continue
         source = cell.get("source", "")
         text = "".join(map(str, source)) if isinstance(source, list) else str(source)
         starts.append((number, len(lines) + 1))
-        if text.lstrip().startswith("%%"):  # the whole cell is another language
-            lines.append("pass\n")
-            continue
-        lines += [_MAGIC.sub(r"\1pass", line.rstrip("\r\n")) + "\n" for line in text.splitlines()]
-    return "".join(lines), tuple(starts)
+        language = _CELL_MAGIC.match(text)
+        in_python = language is None or language[1] in _PYTHON_MAGICS
+        in_shell = language is not None and language[1] in _SHELL_MAGICS
+        for line in text.splitlines():
+            code = _MAGIC.sub(r"\1pass", line) if in_python else "pass"
+            if in_shell or (in_python and code != line):
+                commands.append((len(lines) + 1, line))
+            lines.append(code + "\n")
+    return SourceFile(path, name, "notebook", "".join(lines), cells=tuple(starts), commands=tuple(commands))

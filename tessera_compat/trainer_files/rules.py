@@ -6,6 +6,8 @@ mean that the value is the default here. A value that cannot be translated raise
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,6 +16,8 @@ from tessera_compat.other_trainers import foreign_keys
 Settings = dict[str, Any]
 FileRule = str | Callable[[Any], Settings]
 DECIDED = "decided by Tessera"
+LONGEST_TIMEOUT = 86400.0  # seconds; LLaMA-Factory's examples write 180000000, which means no timeout
+_TOKENS = "the tokenizer in the model's folder has it"
 _LAYERS = "text.layers.{*}"
 _LINEAR = {
     **{f"{name}_proj": f"{_LAYERS}.attn.{name}" for name in "qkvo"},
@@ -25,9 +29,16 @@ def sets(key: str, convert: Callable[[Any], Any] | None = None) -> FileRule:
     """Return the rule of a key whose value is a recipe key's value. `auto` means the default."""
 
     def rule(value: Any) -> Settings:
-        return {} if value == "auto" else {key: value if convert is None else convert(value)}
+        return {} if value == "auto" else {key: value if convert is None else _number(convert, value)}
 
     return rule
+
+
+def _number(convert: Callable[[Any], Any], value: Any) -> Any:
+    number = convert(value)
+    if convert is not bool and (isinstance(value, bool) or not math.isfinite(number)):
+        raise ValueError("not a number")
+    return number
 
 
 def when(key: str, setting: Any) -> FileRule:
@@ -50,7 +61,7 @@ def chosen(choices: Mapping[str, Settings | str]) -> FileRule:
             raise ValueError(f"not one of {', '.join(choices)}")
         if isinstance(choice, str):
             raise ValueError(choice)
-        return dict(choice)
+        return copy.deepcopy(choice)  # the recipe is changed while it is put together
 
     return rule
 
@@ -68,7 +79,9 @@ def refuses(reason: str) -> FileRule:
 
 def model_path(value: Any) -> Settings:
     """Return the path of a model; `org/name` is a model of Hugging Face."""
-    text = str(value)
+    if not isinstance(value, str):
+        raise ValueError("not a path or the name of a model")
+    text = value
     is_id = text.count("/") == 1 and not text.startswith((".", "/", "~")) and not text.endswith("/")
     return {"model.path": f"hf://{text}" if is_id else text}
 
@@ -95,8 +108,21 @@ def schedule(value: Any) -> Settings:
     return {"optim.schedule.kind": kinds[str(value)]}
 
 
+def per_epoch(key: str) -> FileRule:
+    """Return the rule of how often something is done in an epoch."""
+
+    def rule(value: Any) -> Settings:
+        if float(value) not in (0.0, 1.0):
+            raise ValueError(f"{key} is 1epoch, or a number of steps: write it")
+        return {key: "1epoch"} if float(value) else {}
+
+    return rule
+
+
 def optimizer(value: Any) -> Settings:
     name = str(value).lower()
+    if name.endswith("8bit"):
+        raise ValueError("states of eight bits are not here: adamw; optim.offload keeps its states on the host")
     if name.startswith(("adamw", "fusedadam", "adam")) and "bit" not in name and "8" not in name:
         return {"optim.name": "adamw"}
     if name in ("lion", "adafactor", "muon"):
@@ -116,7 +142,7 @@ def positive(key: str, convert: Callable[[Any], Any] = int) -> FileRule:
     """Return the rule of a number of which 0, -1 and null mean none."""
 
     def rule(value: Any) -> Settings:
-        return {key: convert(value)} if value is not None and value != "auto" and float(value) > 0 else {}
+        return {key: _number(convert, value)} if value is not None and value != "auto" and float(value) > 0 else {}
 
     return rule
 
@@ -186,6 +212,14 @@ def hf_rules() -> dict[str, FileRule]:
     rules |= dict.fromkeys(("group_by_length", "pad_to_sequence_len", "xformers_attention", "local_rank"), DECIDED)
     rules |= {"chat_template": "families write that of their published models; leave it out", "strict": DECIDED}
     rules |= {"wandb_project": lambda value: {"log.trackers": ["wandb"]} if value else {}}
+    rules |= {"evals_per_epoch": per_epoch("train.eval_every"), "saves_per_epoch": per_epoch("checkpoint.every")}
+    rules |= {"lora_model_dir": sets("model.lora.path"), "max_samples": "with dataset"}
+    rules |= dict.fromkeys(("dataset_prepared_path", "eval_sample_packing", "lora_fan_in_fan_out", "debug"), DECIDED)
+    rules |= dict.fromkeys(("loss_watchdog_threshold", "loss_watchdog_patience"), "guard.loss_spike watches the loss")
+    rules |= dict.fromkeys((f"special_tokens.{name}_token" for name in ("bos", "eos", "unk", "pad")), _TOKENS)
+    rules |= dict.fromkeys(("model_author", "model_name"), "names in the data set swift/self-cognition alone")
+    rules |= {"system": refuses("write it into the data: a first message with the role system")}
+    rules |= {"ddp_timeout": sets("parallel.timeout_s", lambda seconds: min(float(seconds), LONGEST_TIMEOUT))}
     rules |= dict.fromkeys(("wandb_entity", "wandb_watch", "wandb_name", "wandb_log_model"), "a name of the tracker")
     rules |= {
         "deepspeed": "its file is below",

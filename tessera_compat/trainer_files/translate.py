@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tessera.runtime.files import read_text
 from tessera_compat.mindspeed_mm.config_files import read_job_file
 from tessera_compat.mindspeed_mm.migrate import MigratedJob
 from tessera_compat.mindspeed_mm.report import JobReport, Outcome, put
+from tessera_compat.trainer_files.defaults import TUNERS, defaults_of
 from tessera_compat.trainer_files.rules import (
     FileRule,
     Settings,
@@ -23,7 +25,6 @@ from tessera_compat.trainer_files.rules import (
 )
 
 MAX_BYTES = 1 << 20
-_TUNERS = ("finetuning_type", "train_type", "tuner_type", "adapter")
 PLACEHOLDER = {"model.path": "path/to/model", "data.train": "path/to/data.jsonl", "train.steps": 1000}
 _BATCH = ("per_device_train_batch_size", "micro_batch_size", "train_micro_batch_size_per_gpu")
 _ACCUMULATION = ("gradient_accumulation_steps", "deepspeed_config.gradient_accumulation_steps")
@@ -83,10 +84,21 @@ def recipe_of_file(path: Path, data: Mapping[str, Any], world: int | None) -> Mi
     else:
         rules = hf_rules() | {f"fsdp_config.{name}": rule for name, rule in fsdp_rules().items()}
         rules |= deepspeed_rules("deepspeed.")
-        translation.add(flat, rules, path.name)
+        defaults = defaults_of(trainer, flat, world)
+        translation.add({**flat, **defaults}, rules, path.name)
+        report.entries = [replace(one, key=f"({one.key})") if one.key in defaults else one for one in report.entries]
         translation.deepspeed(data.get("deepspeed"))
     recipe = translation.recipe(trainer)
-    load_config(recipe)  # raises for an invalid recipe before it is written
+    try:
+        load_config(recipe)  # raises for an invalid recipe before it is written
+    except TesseraError as error:
+        setting = error.what.partition(":")[0]  # such as optim.betas.1
+        while setting and setting not in translation.origin:
+            setting = setting.rpartition(".")[0]
+        if setting:
+            error.where = f"{path.name}: {translation.origin[setting]}"
+            error.args = (error.render(),)
+        raise
     machines = _number(data.get("num_machines"), 1)
     return MigratedJob(recipe, report, world, machines=machines if world % machines == 0 else 1)
 
@@ -128,15 +140,17 @@ class _Translation:
             if key in handled:
                 continue
             rule = rules.get(key)
-            if key in _DATA:
+            if isinstance(value, str) and "${" in value:
+                self.report.add(source, key, value, "not supported", "variables are not resolved: write the value")
+            elif key in _DATA and value is not None:
                 self._data(key, value, flat, source)
+            elif value is None:
+                self.report.add(source, key, value, "not needed", "not set")
             elif rule is None:
                 near = nearest(key, [*rules, *_DATA, *_BATCH, *_ACCUMULATION, _TOTAL])
                 self.report.add(
                     source, key, value, "not supported", f"unknown key{f'; did you mean {near}?' if near else ''}"
                 )
-            elif value is None:
-                self.report.add(source, key, value, "not needed", "not set")
             elif isinstance(rule, str):
                 self.report.add(source, key, value, "not needed", rule)
             else:
@@ -152,7 +166,7 @@ class _Translation:
 
     def _take(self, key: str, value: Any, settings: Settings, source: str) -> None:
         other = next(
-            (self.origin[one] for one in settings if self.settings.get(one, settings[one]) != settings[one]), None
+            (self.origin[one] for one in settings if one in self.origin and self.settings[one] != settings[one]), None
         )
         if other is not None:
             self.report.add(source, key, value, "not supported", f"{other} says something else")
@@ -181,7 +195,7 @@ class _Translation:
         if numbers and "train.samples_per_step" not in self.settings:
             self.settings["train.samples_per_step"] = samples
             for key in numbers:
-                note = f"train.samples_per_step = {samples} over {self.world} ranks"
+                note = f"train.samples_per_step = {samples}, world size {self.world}"
                 self.report.add(source, key, flat[key], "mapped", note)
         elif numbers:
             for key in numbers:
@@ -198,10 +212,7 @@ class _Translation:
             handled.add("adam_beta1")
         parts = {"vision": ("freeze_vision_tower", "freeze_vit"), "text": ("freeze_language_model", "freeze_llm")}
         parts["projector"] = ("freeze_multi_modal_projector", "freeze_aligner")
-        adapted = any(
-            str(flat.get(key)) in ("lora", "qlora")
-            for key in ("finetuning_type", "train_type", "tuner_type", "adapter")
-        )
+        adapted = any(str(flat.get(key)) in ("lora", "qlora") for key in TUNERS)
         for part, names in parts.items():
             for key in (name for name in names if name in flat):
                 handled.add(key)
@@ -215,6 +226,11 @@ class _Translation:
             handled.add("warmup_ratio")
             steps = _number(flat.get("max_steps"), 0)
             self._apply("warmup_ratio", flat["warmup_ratio"], lambda share: _warmup(share, steps), source)
+        is_half = flat.get("fp16.enabled", self.settings.get("precision.compute") == "float16")
+        if is_half is False or (is_half == "auto" and self.settings.get("precision.compute") != "float16"):
+            for key in [name for name in flat if name.startswith("fp16.") and name != "fp16.enabled"]:
+                handled.add(key)
+                self.report.add(source, key, flat[key], "not needed", "fp16 is off")
         if not adapted:
             for key in [name for name in flat if name.startswith("lora_")]:
                 handled.add(key)
@@ -229,12 +245,13 @@ class _Translation:
         for entry in entries:
             name = str(entry.get("path", "") if isinstance(entry, Mapping) else entry).strip()
             name, _, count = name.partition("#")
+            count = count or str(flat.get("max_samples") or "")
             file = self._file_of(name, flat)
             outcome = "mapped" if file and outcome == "mapped" else "differs"
             sets.append(
                 {
                     "path": file or name or "path/to/data.jsonl",
-                    **({"max_samples": int(count)} if count.isdecimal() else {}),
+                    **({"max_samples": int(count)} if count.isdecimal() and int(count) else {}),
                 }
             )
         if not sets:

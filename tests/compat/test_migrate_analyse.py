@@ -19,12 +19,17 @@ from tessera_compat.migration.reports import COLUMNS, csv_text, text_lines, to_h
 from tessera_compat.migration.rules import RuleTable, rule_table
 from tests.errors import raises
 
-CORPUS = Path(__file__).parents[1] / "toys" / "cuda_scripts.txt"
-SCRIPTS = {
-    part.partition("\n")[0]: part.partition("\n")[2]
-    for part in CORPUS.read_text(encoding="utf-8").split("=== ")
-    if part
-}
+TOYS = Path(__file__).parents[1] / "toys"
+
+
+def scripts(name: str) -> dict[str, str]:
+    """Return the scripts of a file by their names. `#! KIND` marks what is to be reported."""
+    parts = (TOYS / name).read_text(encoding="utf-8").split("=== ")
+    return {part.partition("\n")[0]: part.partition("\n")[2] for part in parts if part}
+
+
+SCRIPTS = scripts("cuda_scripts.txt")
+STRANGERS = scripts("stranger_scripts.txt")  # written without knowledge of the rules
 
 
 def expected(text: str) -> Counter[tuple[int, str]]:
@@ -48,10 +53,11 @@ def analysed(folder: Path, **files: str) -> Analysis:
     return analyse(folder)
 
 
-def test_precision_and_recall_on_the_written_scripts(tmp_path: Path) -> None:
-    assert len(SCRIPTS) == 30
+@pytest.mark.parametrize(("corpus", "count"), [(SCRIPTS, 30), (STRANGERS, 9)], ids=["written", "strangers"])
+def test_precision_and_recall_on_the_written_scripts(corpus: dict[str, str], count: int, tmp_path: Path) -> None:
+    assert len(corpus) == count
     hits = reports = marks = 0
-    for name, text in SCRIPTS.items():
+    for name, text in corpus.items():
         path = tmp_path / f"script_{name}.py"  # a file named like a library would be that library
         path.write_text(text, encoding="utf-8")
         found_here, marked = reported(analyse(path).findings), expected(text)
@@ -232,3 +238,96 @@ def test_names_that_fix_writes_exist_in_torch() -> None:
 def test_the_table_is_plain_data() -> None:
     file = Path(rule_table.__wrapped__.__code__.co_filename).with_name("rules.yaml")
     assert set(yaml.safe_load(file.read_text())) == {"sources", "rules"}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "if args.cuda: pass",
+        "use_cuda = args.cuda and not opt.cuda",
+        "print('cuda', 'nccl')",
+        "log = logging.getLogger('cuda')",
+        "log.info('cuda')",
+        "kinds = {'cuda': 1, 'nccl': 2}",
+        "run = {'name': 'cuda', 'title': 'nccl'}",
+        "plot(x, label='cuda', color='nccl')",
+        "self.title = 'cuda'",
+        "x[x > 0] = 1",
+        "x.repeat_interleave(2, dim=1)",
+        "torch.repeat_interleave(x, y, output_size=3)",
+    ],
+)
+def test_lines_that_look_alike_are_not_reported(line: str, tmp_path: Path) -> None:
+    assert analysed(tmp_path, script=f"import torch\n{line}\n").findings == []
+
+
+def test_methods_of_classes_of_the_folder_are_not_torchs(tmp_path: Path) -> None:
+    mesh = "class Mesh:\n    def cuda(self):\n        return self\n"
+    use = "import torch\nfrom mesh import Mesh\nm = Mesh()\nm.cuda()\nMesh().cuda()\nmodel.cuda()\n"
+    assert [finding.start for finding in analysed(tmp_path, mesh=mesh, use=use).findings] == [6]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "x.to('cuda:%d' % rank)",
+        "x.to('cuda:{}'.format(rank))",
+        "x.to('cuda:' + str(rank))",
+        "getattr(torch, 'cuda').empty_cache()",
+        "dist.new_group(backend='cpu:gloo,cuda:nccl')",
+        "env = dict(os.environ, CUDA_VISIBLE_DEVICES='1')",
+        "pl.Trainer(accelerator='gpu')",
+        "torch.set_default_tensor_type('torch.cuda.FloatTensor')",
+        "torch.Tensor.cuda(x)",
+    ],
+)
+def test_devices_in_other_spellings_are_reported(line: str, tmp_path: Path) -> None:
+    findings = analysed(tmp_path, script=f"import torch\nimport torch.distributed as dist\n{line}\n").findings
+    assert "device" in {finding.kind for finding in findings if finding.start == 3}
+
+
+def test_a_module_that_is_imported_by_its_name_is_followed(tmp_path: Path) -> None:
+    text = "import importlib\nbnb = importlib.import_module('bitsandbytes')\nbnb.optim.Adam8bit([])\n"
+    assert [finding.operation for finding in analysed(tmp_path, script=text).findings] == [
+        "bitsandbytes", "bitsandbytes.optim.Adam8bit",
+    ]  # fmt: skip
+
+
+def test_a_kernel_of_triton_is_one_place(tmp_path: Path) -> None:
+    text = "import triton\nimport triton.language as tl\n@triton.jit\ndef add(x, B: tl.constexpr):\n    tl.load(x)\n"
+    assert [finding.start for finding in analysed(tmp_path, script=text).findings] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("encoding", ["rot13", "zlib_codec", "klingon"])
+def test_an_encoding_that_is_none_of_text_is_named(encoding: str, tmp_path: Path) -> None:
+    result = analysed(tmp_path, odd=f"# coding: {encoding}\nimport torch\n", plain="import torch\nx.cuda()\n")
+    assert [(file.name, encoding in file.reason) for file in result.unread] == [("odd.py", True)]
+    assert len(result.findings) == 1
+
+
+def test_nested_too_deeply_is_said(tmp_path: Path) -> None:
+    (unread,) = analysed(tmp_path, deep="x = " + "-" * 50000 + "1\n").unread
+    assert "nested too deeply" in unread.reason or "recursion" in unread.reason
+
+
+def test_a_folder_without_sources_is_an_error(tmp_path: Path) -> None:
+    with raises("job.not-source-code", str(tmp_path)):
+        analyse(tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every folder")
+def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "closed").mkdir(mode=0)
+    result = analysed(tmp_path, plain="import torch\nx.cuda()\n")
+    assert [file.name for file in result.unread] == ["closed"]
+    assert len(result.findings) == 1
+
+
+def test_commands_of_a_notebook_are_read_as_a_launch_script(tmp_path: Path) -> None:
+    cells = ["!nvidia-smi", "%env CUDA_VISIBLE_DEVICES=0", "%%time\nx.cuda()", "%%bash\nexport NCCL_P2P_DISABLE=1"]
+    notebook = {"cells": [{"cell_type": "code", "source": cell} for cell in cells]}
+    (tmp_path / "note.ipynb").write_text(json.dumps(notebook), encoding="utf-8")
+    places = [(finding.file.partition("#cell-")[2], finding.start) for finding in analyse(tmp_path).findings]
+    assert places == [("1", 1), ("2", 1), ("3", 2), ("4", 2)]
+    assert analyse(tmp_path).estimate()[0].startswith("1 file, ")
+    assert analyse(tmp_path).estimate()[-1] == "4 places in 1 file left after --fix"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import csv
 import io
+import os
 import random
 import tokenize
 from dataclasses import replace
@@ -54,6 +55,13 @@ def check(text: str) -> str:
     ("before", "after"),
     [
         ("x.cuda()", "x.to(ACCELERATOR)"),
+        ("if x.device.type == 'cuda': pass", "if x.device.type == ACCELERATOR.type != \"cpu\": pass"),
+        ("y = device.type != 'cuda'", "y = (ACCELERATOR.type == \"cpu\" or device.type != ACCELERATOR.type)"),
+        ("y = 'cuda' in str(device)", "y = (ACCELERATOR.type != \"cpu\" and ACCELERATOR.type in str(device))"),
+        ("x.to('cuda:%d' % i)", "x.to((ACCELERATOR.type + ':%d') % i)"),
+        ("x.to('cuda:{}'.format(i))", "x.to((ACCELERATOR.type + ':{}').format(i))"),
+        ("f = lambda storage, loc: storage.cuda(0)",
+         "f = lambda storage, loc: storage.to(device=torch.device(ACCELERATOR.type, 0))"),
         ("x.cuda( non_blocking = True )", "x.to(ACCELERATOR,  non_blocking = True )"),
         ("x.cuda(0)", "x.to(torch.device(ACCELERATOR.type, 0))"),
         ("x.cuda(args.local_rank, True)", "x.to(torch.device(ACCELERATOR.type, args.local_rank), non_blocking=True)"),
@@ -95,7 +103,7 @@ def test_a_call_is_rewritten(before: str, after: str) -> None:
         ("x.cuda(*args)", "not written out"),
         ("x.cuda(None)", "None is the current device"),
         ("print(f'{x.cuda()}')", ""),
-        ("kinds = {'cuda': 1}", "may not name a device"),
+        ("kinds = {0: 'cuda'}", "may not name a device"),
         ("if backend == 'nccl': pass", "backend of the device"),
         ("torch.cuda.Event(True)", "name its arguments"),
         ("def f(torch): return torch.y.cuda()", "something else"),
@@ -258,3 +266,18 @@ def test_a_single_file_is_copied_under_its_name(tmp_path: Path) -> None:
 def test_a_file_whose_new_text_would_not_parse_stays_as_it_was() -> None:
     result = fixed("import torch\nx.cuda()\n")
     assert replace(result, after=result.before).diff() == ""
+
+
+def test_many_places_of_one_line_are_rewritten() -> None:
+    count = 4000
+    after = fixed("import torch\nx = [" + "y.cuda()," * count + "]\n").after
+    assert after.count("y.to(ACCELERATOR)") == count
+
+
+def test_a_name_that_is_not_utf8_can_be_written(tmp_path: Path) -> None:
+    root = tmp_path / "project"
+    root.mkdir()
+    (root / os.fsdecode(b"bad\xff.py")).write_text("import torch\nx.cuda()\n", encoding="utf-8")
+    done = CliRunner().invoke(app, ["migrate", "analyse", str(root), "--fix", str(tmp_path / "out")])
+    assert done.exit_code == 0, done.output
+    assert "bad" in (tmp_path / "out" / "change_list.csv").read_text(encoding="utf-8")

@@ -130,7 +130,8 @@ def test_deepspeed_json(tmp_path: Path) -> None:
     assert recipe["train"] == {"samples_per_step": 32, "steps": 200}
     assert recipe["parallel"] == {"shard": "auto", "offload": True, "pin_memory": True}
     assert recipe["precision"]["compute"] == "bfloat16"
-    assert recipe["precision"]["loss_scale"] == {"start": 2.0**14, "growth_steps": 1000}
+    assert "loss_scale" not in recipe["precision"]
+    assert "not needed    fp16.initial_scale_power = 14: fp16 is off" in output
     assert "(model.path) = 'path/to/model'" in output
     for key in (*ZERO3, "optimizer.params.lr", "zero_optimization.stage"):
         assert isinstance(ZERO3.get(key), dict) or f" {key} = " in output, key
@@ -151,7 +152,11 @@ def test_llama_factory_yaml_with_its_deepspeed_file_and_data_set(tmp_path: Path)
     recipe, output, code = migrated(written(tmp_path, "job.yaml", LLAMA_FACTORY), "--world", "4")
     assert code == 0, output
     assert recipe["model"]["path"] == "hf://Qwen/Qwen2.5-VL-3B-Instruct"
-    assert recipe["model"]["lora"] == {"rank": 8, "targets": ["text.layers.{*}.attn.q", "text.layers.{*}.attn.v"]}
+    assert recipe["model"]["lora"] == {
+        "rank": 8,
+        "alpha": 16,
+        "targets": ["text.layers.{*}.attn.q", "text.layers.{*}.attn.v"],
+    }
     assert "freeze" not in recipe["model"]
     assert recipe["data"] == {"train": [{"path": str(tmp_path / "data" / "mine.json")}], "length": 4096}
     assert recipe["train"] == {"epochs": 3.0, "samples_per_step": 64}
@@ -165,8 +170,8 @@ def test_ms_swift_yaml(tmp_path: Path) -> None:
     assert code == 0, output
     assert recipe["model"] == {"path": "./qwen", "freeze": ["vision"]}
     assert recipe["data"]["train"] == [{"path": "train.jsonl", "max_samples": 500}, {"path": "b.jsonl"}]
-    assert recipe["optim"] == {"lr": 1e-5, "schedule": {"warmup": 10}}
-    assert recipe["train"] == {"samples_per_step": 1, "steps": 100}
+    assert recipe["optim"] == {"lr": 1e-5, "weight_decay": 0.1, "schedule": {"warmup": 10}}
+    assert recipe["train"] == {"samples_per_step": 16, "steps": 100}
     assert recipe["parallel"]["recompute"] == ["text.layers.{*}"]
 
 
@@ -185,6 +190,55 @@ def test_unknown_keys_are_named_with_the_nearest_and_the_rest_is_translated(tmp_
     assert "learning_rte = 3: unknown key; did you mean learning_rate?" in output
     assert "not supported lr_scheduler_type = 'polynomial'" in output
     assert recipe["optim"]["lr"] == 1e-5
+
+
+JOB = "model_name_or_path: org/model\nlearning_rate: 1e-4\ndataset: d.json\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("learning_rate: .nan", "not supported learning_rate = nan: not a number"),
+        ("learning_rate: true", "not supported learning_rate = True: not a number"),
+        ("output_dir: '${oc.env:HOME}/x'", "not supported output_dir = '${oc.env:HOME}/x': variables are not resolved"),
+        ("optim: adamw_bnb_8bit", "not supported optim = 'adamw_bnb_8bit': states of eight bits are not here"),
+        ("saves_per_epoch: 4", "not supported saves_per_epoch = 4: checkpoint.every is 1epoch, or a number of steps"),
+        ("saves_per_epoch: 1", "mapped        saves_per_epoch = 1: checkpoint.every"),
+        ("max_samples: 20", "not needed    max_samples = 20: with dataset"),
+        ("nobody_knows_it:", "not needed    nobody_knows_it = None: not set"),
+    ],
+)
+def test_values_of_a_job(text: str, line: str, tmp_path: Path) -> None:
+    base = "".join(row for row in JOB.splitlines(True) if row.partition(":")[0] != text.partition(":")[0])
+    _, output, _ = migrated(written(tmp_path, "job.yaml", f"{base}{text}\n"))
+    assert line in output
+
+
+def test_a_timeout_of_years_is_the_longest_that_is_allowed(tmp_path: Path) -> None:
+    recipe, _, _ = migrated(written(tmp_path, "job.yaml", JOB + "ddp_timeout: 180000000\nmax_samples: 20\n"))
+    assert recipe["parallel"] == {"timeout_s": 86400.0}
+    assert recipe["data"]["train"] == [{"path": "d.json", "max_samples": 20}]
+
+
+def test_what_a_file_leaves_out_has_the_value_of_its_trainer(tmp_path: Path) -> None:
+    recipe, output, _ = migrated(written(tmp_path, "job.yaml", "model_name_or_path: org/model\nlora_rank: 4\n"))
+    assert recipe["model"]["lora"] == {"rank": 4, "alpha": 8}
+    assert recipe["optim"] == {"lr": 5e-5, "betas": [0.9, 0.999], "schedule": {"kind": "linear"}}
+    assert recipe["train"] == {"epochs": 3.0, "samples_per_step": 8}
+    assert "mapped        (learning_rate) = 5e-05: optim.lr" in output
+    recipe, _, _ = migrated(written(tmp_path, "swift.yaml", "model: org/model\n"), "--world", "4")
+    assert recipe["model"]["lora"] == {"rank": 8, "dropout": 0.05}
+    assert recipe["optim"] == {"lr": 1e-4, "weight_decay": 0.1}
+    assert recipe["train"] == {"epochs": 3.0, "samples_per_step": 16}
+    recipe, _, _ = migrated(written(tmp_path, "full.yaml", "model: org/model\ntuner_type: full\n"))
+    assert "lora" not in recipe["model"]
+    assert recipe["optim"]["lr"] == 1e-5
+
+
+def test_a_wrong_value_is_named_by_the_key_of_the_file(tmp_path: Path) -> None:
+    path = written(tmp_path, "job.yaml", "model_name_or_path: org/model\nlearning_rate: -1\n")
+    with raises("recipe.wrong-value", "job.yaml: learning_rate"):
+        CliRunner().invoke(app, ["migrate", str(path), "-o", str(tmp_path / "r.yaml")], catch_exceptions=False)
 
 
 @pytest.mark.parametrize(
