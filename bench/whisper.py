@@ -148,7 +148,7 @@ def measure_memory(preset: str, device: str, compiled: bool) -> dict[str, Any]:
 
 
 def main(preset: str, device: str) -> None:
-    where = str(devices.resolve(device))
+    where = devices.resolve(device).type
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         write_set(preset, folder)

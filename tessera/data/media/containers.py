@@ -50,7 +50,7 @@ def container(source: Opened, kind: str, limits: Limits) -> Iterator[Any]:
     with memory_limit(_PIXEL_BYTES * limits.max_image_pixels + 4 * limits.max_video_pixels + _SLACK_BYTES):
         try:
             # FFmpeg reads through the Python file, so the time limit of a sample can interrupt it.
-            opened = av.open(source.file, options=options, metadata_errors="replace", buffer_size=_BUFFER)
+            opened = av.open(source.file, options=options, buffer_size=_BUFFER, **_metadata_errors(av.__version__))
         except TesseraError:
             raise
         except Exception as error:  # demuxers raise undocumented errors on damaged files
@@ -59,6 +59,11 @@ def container(source: Opened, kind: str, limits: Limits) -> Iterator[Any]:
             raise refused(f"unreadable {kind}", source.name, why) from None
         with opened:
             yield opened
+
+
+def _metadata_errors(version: str) -> dict[str, str]:
+    """Return the option of `av.open` for metadata that is not UTF-8. PyAV 19 has no option, and raises no error."""
+    return {} if int(version.split(".")[0]) >= 19 else {"metadata_errors": "replace"}
 
 
 def decoder(stream: Any, max_pixels: int | None = None) -> Any:
