@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -62,7 +63,7 @@ class Qwen25OmniProcessor(Qwen25VLProcessor):
     clips: ClipCutter = CLIPS
 
     @classmethod
-    def of_model(cls, config: Qwen25OmniConfig) -> dict[str, Any]:
+    def of_model(cls, config: Any) -> dict[str, Any]:
         return {
             "window": config.vision.window,
             "tokens_per_second": config.position_id_per_seconds,
@@ -72,7 +73,7 @@ class Qwen25OmniProcessor(Qwen25VLProcessor):
     @classmethod
     def load(cls, config: Qwen25OmniConfig, folder: Path, **options: Any) -> Self:
         loaded = super().load(config, folder, **options)
-        chosen = build(cls.options, options, "data.processor")
+        chosen = build(OmniOptions, options, "data.processor")
         data = read_extractor(Path(folder))
         stored = "feature_extractor_type" in data
         mel = LogMel.read(data, str(folder)) if stored else replace(MEL, bins=config.audio.num_mel_bins)
@@ -104,15 +105,15 @@ class Qwen25OmniProcessor(Qwen25VLProcessor):
     def elements(self, kind: PartKind, media: Any, layout: MediaLayout) -> dict[str, np.ndarray]:
         return self.clips.elements(np.asarray(media)) if kind == "audio" else super().elements(kind, media, layout)
 
-    def times(self, count: int, size: MediaSize) -> np.ndarray:
+    def times(self, count: int, size: MediaSize) -> tuple[int, ...]:
         # Two products in fp32, as in transformers.
         seconds = np.arange(count, dtype=np.float32) * self.seconds(size)
-        return (seconds * np.float32(self.tokens_per_second)).astype(np.int64)
+        return tuple(int(time) for time in seconds * np.float32(self.tokens_per_second))
 
     def named_tokens(self) -> dict[str, str]:
-        words = {kind: words.word for kind, words in self.template.media.items()}
-        ends = {f"{name}_{end}": f"<|{name}_{end}|>" for name in ("vision", "audio") for end in ("bos", "eos")}
-        return {f"{name}_token": word for name, word in {**words, **ends}.items()}
+        named = {f"{kind}_token": words.word for kind, words in self.template.media.items()}
+        ends = [(name, end) for name in ("vision", "audio") for end in ("bos", "eos")]
+        return {**named, **{f"{name}_{end}_token": f"<|{name}_{end}|>" for name, end in ends}}
 
     def show(self, part: Part, role: str, layout: MediaLayout) -> list[ChatSpan]:
         if layout.sound is None:
@@ -138,28 +139,25 @@ class Qwen25OmniProcessor(Qwen25VLProcessor):
         remaining = iter(spans)
         for layout in layouts:
             runs = [(kind, *next(remaining)) for kind, _ in layout.runs()]
-            start = runs[0][1]
             if not layout.grid:  # sound alone counts like text
                 continue
-            ends = 0 if layout.sound is None else 1  # tokens on either side that share a position with their neighbour
-            positions[:, at : start - ends] = np.arange(position, position + start - ends - at)
-            position += start - ends - at
-            positions[:, start - ends : start] = position - 1
-            tracks = {"video": token_grid(layout.grid, self.image.merge, layout.times)}
-            if layout.sound is not None:
-                tracks["audio"] = np.tile(np.arange(sum(layout.sound.tokens)), (3, 1))
-            used = dict.fromkeys(tracks, 0)
-            following = position
+            begin = runs[0][1] - (layout.sound is not None)  # the second of two tokens that share a position
+            positions[:, at:begin] = np.arange(position, position + begin - at)
+            position += begin - at
+            positions[:, begin : runs[0][1]] = position - 1
+            grid = token_grid(layout.grid, self.image.merge, layout.times)
+            sound = np.tile(np.arange(0 if layout.sound is None else sum(layout.sound.tokens)), (3, 1))
             for kind, start, count in runs:
-                track = kind or "video"
-                chunk = tracks[track][:, used[track] : used[track] + count] + position
+                if kind == "audio":
+                    chunk, sound = sound[:, :count] + position, sound[:, count:]
+                else:
+                    chunk, grid = grid[:, :count] + position, grid[:, count:]
                 positions[:, start : start + count] = chunk
-                used[track] += count
-                following = int(chunk.max()) + 1
-                at = start + count
+                at, following = start + count, int(chunk.max()) + 1
             position = following
-            positions[:, at : at + ends] = position
-            at += ends
+            if layout.sound is not None:
+                positions[:, at] = position
+                at += 1
         positions[:, at:] = np.arange(position, position + length - at)
         return positions
 
@@ -175,4 +173,4 @@ def _chunks(tokens: Iterable[tuple[int, int]], chunk: int) -> list[int]:
         reached = time // chunk + 1 - len(starts)
         starts += range(at, at + min(max(reached, 0), count))
         at += count
-    return np.diff([*starts, at]).tolist()
+    return [end - start for start, end in pairwise([*starts, at])]

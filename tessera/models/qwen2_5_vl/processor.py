@@ -46,15 +46,19 @@ class Qwen25VLProcessor(GridProcessor):
             plain,
             windows=tuple(windows) * t,
             token_order=(np.arange(t)[:, None] * (rows * columns) + frame).reshape(-1),
-            times=tuple(self.times(t, size).tolist()) if kind == "video" else (),
+            times=self.times(t, size) if kind == "video" else (),
         )
 
-    def times(self, count: int, size: MediaSize) -> np.ndarray:
-        """Return the time positions of the `count` temporal patches of a video, rounded down from fp32."""
-        interval = self.seconds(size) * np.float32(self.tokens_per_second)
-        return (np.arange(count, dtype=np.float32) * interval).astype(np.int64)
+    def times(self, count: int, size: MediaSize) -> tuple[int, ...]:
+        """Return the time positions of the `count` temporal patches of a video."""
+        return time_positions(count, self.seconds(size) * np.float32(self.tokens_per_second))
 
     def seconds(self, size: MediaSize) -> np.float32:
         """Return the seconds between two temporal patches of a video. If its frame rate is unknown, its frames count as
         sampled at `sampling.fps`."""
         return np.float32(self.video.temporal / (size.fps or self.sampling.fps))
+
+
+def time_positions(count: int, interval: float | np.floating[Any]) -> tuple[int, ...]:
+    """Return the multiples 0, 1, ... of `interval`, rounded down from fp32 as in transformers."""
+    return tuple(int(time) for time in np.arange(count, dtype=np.float32) * np.float32(interval))
