@@ -4,11 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: quickstart quickstart-video test test-all test-mindspore margins layouts lint types clean help
+.PHONY: quickstart quickstart-video quickstart-audio test test-all test-mindspore margins layouts lint types clean help
 
 help:
 	@echo "make quickstart  set up and train a small vision-language model on handwritten digits (a few minutes on 2 cores)"
 	@echo "make quickstart-video  the same for a small video model: moving digits from captions"
+	@echo "make quickstart-audio  the same for a small speech model: spoken digits of many voices"
 	@echo "make test        set up and run style, type and unit tests"
 	@echo "make test-all    the same with the slow tests: more kills, a longer soak"
 	@echo "make test-mindspore  the tests of training on MindSpore, in an environment of their own (.venv-mindspore)"
@@ -28,6 +29,9 @@ quickstart: $(READY)
 
 quickstart-video: $(READY)
 	$(BIN)/python recipes/quickstart-video/run.py
+
+quickstart-audio: $(READY)
+	$(BIN)/python recipes/quickstart-audio/run.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

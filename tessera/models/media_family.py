@@ -78,6 +78,10 @@ class MediaFamily(ABC):
         """Return a batch of `tokens` tokens with media (see `ModelSpec.example`)."""
         ...
 
+    def untrained_parts(self, folder: Path) -> str | None:
+        """Return a warning about parts of a model folder that are not trained; None if it has none."""
+        return None
+
     def towers(self, config: Any) -> dict[str, Tower]:
         """Return the encoders by the names of their streams, in order of execution."""
         return {}
@@ -102,6 +106,7 @@ class MediaFamily(ABC):
             outputs=LANGUAGE_OUTPUTS,
             hf_types=self.hf_types or (self.name,),
             originals=self.originals,
+            untrained_parts=self.untrained_parts,
         )
 
     def build(self, config: Any) -> MultimodalModel:

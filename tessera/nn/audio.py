@@ -96,18 +96,21 @@ def stored_sinusoids(table: Tensor) -> Tensor:
     return sinusoids(torch.arange(table.shape[0], device=table.device), table.shape[1])
 
 
-class ConvLinear(nn.Linear):
-    """A convolution as a linear layer on windows of its input. Folders store a convolution, so it takes no adapter."""
+class WindowConv(nn.Linear):
+    """Compute a convolution of kernel size 3 whose inputs are cut into windows. Columns: channel, then time."""
+
+    def __init__(self, channels: int, outputs: int) -> None:
+        super().__init__(3 * channels, outputs)
 
 
 class MelConv1d(nn.Module):
-    """Two convolutions over time, of kernel size 3 and strides 1 and 2, as linear layers on windows of 5 frames."""
+    """Two convolutions over time, of strides 1 and 2, on windows of 5 frames."""
 
     def __init__(self, shape: AudioShape) -> None:
         super().__init__()
         self.bins = shape.bins
-        self.first = ConvLinear(3 * shape.bins, shape.hidden)  # columns: mel bin, then time
-        self.second = ConvLinear(3 * shape.hidden, shape.hidden)
+        self.first = WindowConv(shape.bins, shape.hidden)
+        self.second = WindowConv(shape.hidden, shape.hidden)
 
     def forward(self, mel: Tensor, index: Tensor, frames: Tensor) -> Tensor:
         x = mel.to(self.first.weight.dtype).view(-1, self.bins, 5).unfold(2, 3, 1)  # [P, bins, 3 outputs, 3 inputs]

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2] / "recipes"
 RUNS = {
     "qwen2_vl/full": "qwen2_vl",
     "qwen2_5_vl/qlora": "qwen2_5_vl",
+    "qwen2_5_omni/lora": "qwen2_5_omni",
     "qwen3_vl/dpo": "qwen3_vl",
     "internvl/full": "internvl",
     "llava/lora": "llava one vision",

@@ -11,6 +11,7 @@ import torch
 from hub_layouts import billions, changed, preset_of
 from parity import randomize, same_weights
 from qwen2_5_omni_cases import Qwen25Omni
+from small_folders import small_folder
 from transformers import (
     AutoConfig,
     Qwen2_5OmniConfig,
@@ -18,6 +19,7 @@ from transformers import (
     Qwen2_5OmniThinkerForConditionalGeneration,
 )
 
+import tessera
 from tessera.checkpoint.hf import load_folder
 from tessera.checkpoint.state import model_tensors
 from tessera.config.run_config import ModelSection
@@ -222,3 +224,25 @@ def test_the_thinker_of_a_full_folder_is_read_and_written_alone(tmp_path: Path) 
     again = spec.main.build(config)
     load_folder(tmp_path / "alone", model_tensors(again), table)
     same_weights(loaded, again)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_who_tunes_the_thinker_of_a_full_folder_is_warned_of_its_talker(
+    full: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = small_folder("qwen2_5_omni", tmp_path)
+    if full:
+        fields = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({"model_type": "qwen2_5_omni", "thinker_config": fields}))
+    rows = [[{"role": "user", "content": "Say red."}, {"role": "assistant", "content": "red"}]]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    recipe = {
+        "name": "tuned",
+        "out": str(tmp_path / "runs"),
+        "model": {"path": str(folder)},
+        "data": {"train": [{"path": str(tmp_path / "rows.jsonl")}], "length": 64, "workers": 0},
+        "train": {"steps": 1, "global_batch": 1, "device": "cpu"},
+        "checkpoint": {"at_end": False},
+    }
+    tessera.train(recipe)
+    assert ("hidden states of the thinker" in capsys.readouterr().err) == full

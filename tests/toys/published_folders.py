@@ -68,6 +68,7 @@ MODELS: Mapping[str, tuple[str, str]] = {
     "Qwen2-VL-2B-Instruct": ("qwen2_vl", "2b"),
     "Qwen2-VL-7B-Instruct": ("qwen2_vl", "7b"),
     "Qwen2.5-7B-Instruct": ("qwen2", "7b"),
+    "Qwen2.5-Omni-7B": ("qwen2_5_omni", "7b"),
     "Qwen2.5-VL-3B-Instruct": ("qwen2_5_vl", "3b"),
     "Qwen2.5-VL-7B-Instruct": ("qwen2_5_vl", "7b"),
     "Qwen2.5-VL-32B-Instruct": ("qwen2_5_vl", "32b"),

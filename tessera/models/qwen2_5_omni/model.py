@@ -7,14 +7,14 @@ transformers' modules are also read.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
 
 from tessera.config.reader import Section
-from tessera.core.batch import Batch
-from tessera.models.audio.family import THINKER_NAMES, AudioFamily, audio_rules, with_clips
+from tessera.models.audio.family import audio_rules
+from tessera.models.audio.thinker import THINKER_NAMES, ThinkerFamily
 from tessera.models.qwen2_5_omni.config import FULL_MODEL, THINKER, Qwen25OmniConfig
 from tessera.models.qwen2_5_vl.model import Qwen25VL
 from tessera.models.qwen2_vl.model import RENAMES
@@ -33,7 +33,7 @@ class OmniAudioProjector(PooledProjector):
         self.ends = nn.Parameter(torch.empty(2, hidden), requires_grad=False)
 
 
-class Qwen25Omni(AudioFamily, Qwen25VL):
+class Qwen25Omni(ThinkerFamily, Qwen25VL):
     name: ClassVar[str] = "qwen2_5_omni"
     config: ClassVar[type[Section]] = Qwen25OmniConfig
     processor: ClassVar[str] = "Qwen25OmniProcessor"
@@ -66,7 +66,3 @@ class Qwen25Omni(AudioFamily, Qwen25VL):
             Rule("audio_projector.ends", "audio_tower.audio_bos_eos_token.weight"),
             Rule("vision.blocks.{i}.attn.qkv.{kind}", qkv, GroupByHead(config.vision.num_heads, separate=True)),
         ]
-
-    def example(self, config: Any, tokens: int) -> Batch:
-        """Return a batch in which images and clips make up about a quarter of the tokens each."""
-        return with_clips(super(AudioFamily, self).example(config, tokens), self.audio_shape(config), tokens // 4)
