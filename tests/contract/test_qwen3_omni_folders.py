@@ -112,12 +112,12 @@ def test_what_a_folder_leaves_out_is_what_transformers_takes_for_granted(tmp_pat
         "model_type": "qwen3_omni_moe_thinker",
         "vision_config": {"out_hidden_size": 2048},
         "audio_config": {"output_dim": 2048},
-        "text_config": {"num_attention_heads": 32},  # 28, as taken for granted, do not split its width
+        "text_config": {"num_attention_heads": 32, "head_dim": 128},  # what it takes for granted does not fit together
         "audio_token_id": 5,  # the vocabulary that transformers takes for granted has fewer tokens than its ids
         **dict.fromkeys(("image_token_id", "video_token_id", "audio_start_token_id", "audio_end_token_id"), 6),
         **dict.fromkeys(("vision_start_token_id", "vision_end_token_id"), 7),
     }
-    wide = {"vocab_size": 152064, "num_attention_heads": 32}
+    wide = {"vocab_size": 152064, "num_attention_heads": 32, "head_dim": 128}
     without = {
         name: value for name, value in THINKER.items() if name not in ("audio_token_id", "position_id_per_seconds")
     }
@@ -128,7 +128,7 @@ def test_what_a_folder_leaves_out_is_what_transformers_takes_for_granted(tmp_pat
 
 
 def test_the_preset_has_the_parameters_of_the_published_thinker() -> None:
-    """30.5 billion in the decoder, about 0.54 and 0.65 in the encoders."""
+    """30.5 billion in the decoder, 0.54 in the vision encoder and 0.65 in that of sound."""
     counts = billions("qwen3_omni", "30b-a3b")
     assert counts.total() == pytest.approx(31.7, abs=0.1)
 
