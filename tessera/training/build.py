@@ -87,8 +87,8 @@ def build_trainer(
     length = run_length(config, rows)
     if world.is_main:
         _log_length(length)
-        if config.model.path is not None and (parts := setup.spec.untrained_parts(config.model.path)) is not None:
-            log.warning("%s", parts)
+        if config.model.path is not None and (warning := setup.spec.untrained_parts(config.model.path)) is not None:
+            log.warning("%s", warning)
 
     if config.data.workers == "auto" and any(data.decodes_media for data in (rows, held_out) if data is not None):
         start_early()  # worker processes start while the model is built

@@ -24,6 +24,7 @@ from tessera.inference.weight_source import fill_from
 from tessera.models import resolve
 from tessera.models.processing.streams import MediaLayout, encode_stream, pack_stream
 from tessera.models.qwen2_5_vl.model import window_order, window_sizes
+from tessera.models.qwen2_5_vl.processor import time_positions
 from tessera.models.vision.grid_processor import grid_positions
 from tessera.models.vision.patches import block_positions
 from tessera.models.vision.processor import PATCHES
@@ -176,8 +177,8 @@ class VLModel(MultimodalModel):
                 spans.append((start, count))
                 layouts.append((layout, pixels))
             grids = [layout.grid for layout, _ in layouts]
-            intervals = [layout.interval for layout, _ in layouts]
-            where = grid_positions(len(ids), spans, grids, config.vision.spatial_merge_size, intervals)
+            times = [layout.times for layout, _ in layouts]
+            where = grid_positions(len(ids), spans, grids, config.vision.spatial_merge_size, times)
             positions.append(torch.from_numpy(where))
             tokens.append(ids)
             target = torch.full_like(ids, IGNORE)
@@ -219,7 +220,7 @@ class VLModel(MultimodalModel):
             layout,
             windows=tuple(merge**2 * count for count in window_sizes(rows, columns, side)) * t,
             token_order=(np.arange(t)[:, None] * (rows * columns) + frame).reshape(-1),
-            interval=interval * self.family_config.vision.tokens_per_second,
+            times=time_positions(t, interval * self.family_config.vision.tokens_per_second),
         )
 
     def _patches(self, layout: MediaLayout, values: Tensor) -> dict[str, Tensor]:

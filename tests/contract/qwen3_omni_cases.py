@@ -48,7 +48,7 @@ class Shape(qwen3_vl_cases.Shape):
 
 
 SHAPES = (
-    Shape(4, 2, 8, (2, 1, 1), tied=False, experts=experts(4, 2)),
+    Shape(4, 2, 8, (2, 1, 1), tied=False, per_second=5, experts=experts(4, 2)),
     Shape(4, 4, 12, (2, 2, 2), tied=True, patch=6, vision_head_dim=12, taps=(0, 1, 2), table=49, per_second=25, bins=20,
           channels=2, window=1, experts=experts(5, 3, decoder_sparse_step=2)),
     Shape(6, 1, 8, (2, 1, 1), tied=False, layers=2, frames=1, taps=(1, 2), activation="gelu", per_second=4, bins=13,
@@ -56,7 +56,7 @@ SHAPES = (
     Shape(3, 3, 16, (4, 2, 2), tied=True, hidden=20, merge=1, vision_heads=1, vision_head_dim=20, taps=(0,), table=9,
           audio_heads=1, audio_head_dim=20, window=3, audio_activation="silu",
           experts=experts(6, 2, moe_intermediate_size=24, norm_topk_prob=False)),
-    Shape(8, 2, 4, (1, 0, 1), tied=True, merge=3, theta=5e6, taps=(), per_second=7, experts=experts(8, 4)),
+    Shape(8, 2, 4, (1, 0, 1), tied=True, merge=3, theta=5e6, taps=(), experts=experts(8, 4)),
 )  # fmt: skip
 
 
@@ -108,10 +108,10 @@ class Qwen3Omni(Omni, qwen3_vl_cases.Qwen3VL):
         return {
             **super().media(number),
             "sound": [("audio", CHUNK)],
-            "sounds": [("audio", 3), ("audio", 4 * CHUNK + 5), ("image", (1, m, 2 * m)), ("audio", CHUNK - 1)],
+            "sounds": [("audio", 3), ("audio", 3 * CHUNK + 5), ("image", (1, m, 2 * m)), ("audio", CHUNK - 1)],
             "film": [film(0, (3, 2 * m, 3 * m), CHUNK)],
             "mixed": [
-                film(0, (2, m, 2 * m), 2 * CHUNK + 1),
+                film(0, (2, m, 2 * m), CHUNK + 1),
                 ("image", (1, 2 * m, 3 * m)),
                 ("audio", CHUNK + 1),
                 film(1, (4, 3 * m, m), -50),

@@ -25,11 +25,6 @@ from tessera.weights.map import Rule
 from tessera.weights.operations import Reshape
 
 AUDIO_BLOCKS = "audio.blocks.{*}"
-# Names in folders of full models and of transformers' modules -> names of a thinker alone.
-THINKER_NAMES = (
-    *((f"thinker.{part}", part) for part in ("model.", "visual.", "audio_tower.", "lm_head.")),
-    ("model.audio_tower.", "audio_tower."),
-)
 EXAMPLE_CLIPS = 16  # number of clips in an example batch, divisible by the usual numbers of ranks that share it
 
 

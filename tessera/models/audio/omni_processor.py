@@ -88,10 +88,10 @@ class OmniProcessor(GridProcessor):
         frames, sound = self.interleave(layout, track)
         return replace(layout, tokens=tuple(frames), sound=replace(track, tokens=tuple(sound)))
 
-    def times(self, count: int, size: MediaSize) -> np.ndarray:
+    def times(self, count: int, size: MediaSize) -> tuple[float, ...]:
         # Two products in fp32, as in transformers.
         seconds = np.arange(count, dtype=np.float32) * self.seconds(size)
-        return (seconds * np.float32(self.tokens_per_second)).astype(self.position_type)
+        return tuple((seconds * np.float32(self.tokens_per_second)).astype(self.position_type).tolist())
 
     def elements(self, kind: PartKind, media: Any, layout: MediaLayout) -> dict[str, np.ndarray]:
         return self.clips.elements(np.asarray(media)) if kind == "audio" else super().elements(kind, media, layout)
@@ -122,30 +122,26 @@ class OmniProcessor(GridProcessor):
         position; what follows continues one past the largest position of the last run.
         """
         positions = np.empty((3, length), dtype=self.position_type)
-        at, position = 0, self.position_type(0)
+        at, position = 0, np.zeros((), dtype=self.position_type)
         remaining = iter(spans)
         for layout in layouts:
             runs = [(kind, *next(remaining)) for kind, _ in layout.runs()]
-            start = runs[0][1]
             if not layout.grid:  # sound alone counts like text
                 continue
-            # Tokens on either side that share a position with their neighbour.
-            ends = 1 if self.ends_share and layout.sound is not None else 0
-            positions[:, at : start - ends] = position + np.arange(start - ends - at)
-            position += start - ends - at
-            positions[:, start - ends : start] = position - 1
-            tracks = {"video": token_grid(layout.grid, self.image.merge, layout.times)}
-            if layout.sound is not None:
-                tracks["audio"] = np.tile(np.arange(sum(layout.sound.tokens)), (3, 1))
-            used = dict.fromkeys(tracks, 0)
+            begin, after = runs[0][1], runs[-1][1] + runs[-1][2]
+            shared = int(self.ends_share and layout.sound is not None)  # tokens on either side, beside their neighbour
+            positions[:, at : begin - shared] = position + np.arange(begin - shared - at)
+            position = position + (begin - shared - at)
+            positions[:, begin - shared : begin] = position - 1
+            grid = token_grid(layout.grid, self.image.merge, layout.times).astype(self.position_type)
+            sound = np.tile(np.arange(0 if layout.sound is None else sum(layout.sound.tokens)), (3, 1))
             for kind, start, count in runs:
-                track = kind or "video"
-                run = tracks[track][:, used[track] : used[track] + count].astype(self.position_type) + position
+                if kind == "audio":
+                    run, sound = sound[:, :count] + position, sound[:, count:]
+                else:
+                    run, grid = grid[:, :count] + position, grid[:, count:]
                 positions[:, start : start + count] = run
-                used[track] += count
-                following, at = run.max() + 1, start + count
-            position = following
-            positions[:, at : at + ends] = position
-            at += ends
+            at, position = after + shared, positions[:, runs[-1][1] : after].max() + 1
+            positions[:, after:at] = position
         positions[:, at:] = position + np.arange(length - at)
         return positions

@@ -7,20 +7,18 @@ transformers' modules are also read.
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
 
 from tessera.config.reader import Section
-from tessera.core.batch import Batch
-from tessera.models.audio.family import THINKER_NAMES, AudioFamily, audio_rules, with_clips
+from tessera.models.audio.family import audio_rules
+from tessera.models.audio.thinker import THINKER_NAMES, ThinkerFamily
 from tessera.models.qwen2_5_omni.config import FULL_MODEL, THINKER, Qwen25OmniConfig
 from tessera.models.qwen2_5_vl.model import Qwen25VL
 from tessera.models.qwen2_vl.model import RENAMES
 from tessera.nn.audio import AudioShape, PooledProjector
-from tessera.weights.layouts import CONFIG_FILE, folder_layout
 from tessera.weights.map import Rule
 from tessera.weights.operations import GroupByHead
 
@@ -35,22 +33,13 @@ class OmniAudioProjector(PooledProjector):
         self.ends = nn.Parameter(torch.empty(2, hidden), requires_grad=False)
 
 
-class Qwen25Omni(AudioFamily, Qwen25VL):
+class Qwen25Omni(ThinkerFamily, Qwen25VL):
     name: ClassVar[str] = "qwen2_5_omni"
     config: ClassVar[type[Section]] = Qwen25OmniConfig
     processor: ClassVar[str] = "Qwen25OmniProcessor"
     hf_types: ClassVar[tuple[str, ...]] = (THINKER, FULL_MODEL)
     renames: ClassVar[tuple[tuple[str, str], ...]] = (*THINKER_NAMES, *RENAMES)
     unread: ClassVar[tuple[str, ...]] = ("talker.", "token2wav.")
-
-    def untrained_parts(self, folder: Path) -> str | None:
-        fields = folder_layout(folder).config() if (folder / CONFIG_FILE).is_file() else {}
-        if fields.get("model_type") != FULL_MODEL or not fields.get("enable_audio_output", True):
-            return None
-        return (
-            f"only the thinker of {folder} is trained: its talker reads the hidden states of the thinker, so its "
-            "speech may not follow the texts of the tuned thinker"
-        )
 
     def audio_shape(self, config: Qwen25OmniConfig) -> AudioShape:
         audio = config.audio
@@ -77,7 +66,3 @@ class Qwen25Omni(AudioFamily, Qwen25VL):
             Rule("audio_projector.ends", "audio_tower.audio_bos_eos_token.weight"),
             Rule("vision.blocks.{i}.attn.qkv.{kind}", qkv, GroupByHead(config.vision.num_heads, separate=True)),
         ]
-
-    def example(self, config: Any, tokens: int) -> Batch:
-        """Return a batch in which images and clips make up about a quarter of the tokens each."""
-        return with_clips(super(AudioFamily, self).example(config, tokens), self.audio_shape(config), tokens // 4)

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, ClassVar
-
-import numpy as np
 
 from tessera.models.audio.features import LogMel
 from tessera.models.audio.omni_processor import OmniProcessor
@@ -74,4 +73,4 @@ def _chunks(tokens: Iterable[tuple[float, int]], chunk: int) -> list[int]:
         reached = int(time // chunk) + 1 - len(starts)
         starts += range(at, at + min(max(reached, 0), count))
         at += count
-    return np.diff([*starts, at]).tolist()
+    return [end - start for start, end in pairwise([*starts, at])]

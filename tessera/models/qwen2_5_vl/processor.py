@@ -48,7 +48,10 @@ class Qwen25VLProcessor(GridProcessor):
             token_order=(np.arange(t)[:, None] * (rows * columns) + frame).reshape(-1),
         )
 
-    def times(self, count: int, size: MediaSize) -> np.ndarray:
-        # Rounded down from fp32.
-        interval = self.seconds(size) * np.float32(self.tokens_per_second)
-        return (np.arange(count, dtype=np.float32) * interval).astype(np.int64)
+    def times(self, count: int, size: MediaSize) -> tuple[float, ...]:
+        return time_positions(count, self.seconds(size) * np.float32(self.tokens_per_second))
+
+
+def time_positions(count: int, interval: float | np.floating[Any]) -> tuple[int, ...]:
+    """Return the multiples 0, 1, ... of `interval`, rounded down from fp32 as in transformers."""
+    return tuple(int(time) for time in np.arange(count, dtype=np.float32) * np.float32(interval))

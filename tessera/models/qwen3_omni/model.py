@@ -7,18 +7,18 @@ transformers' modules are also read.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from tessera.config.reader import Section
-from tessera.core.batch import Batch
-from tessera.models.audio.family import THINKER_NAMES, AudioFamily, ChunkAudioFamily, audio_rules, with_clips
+from tessera.models.audio.family import ChunkAudioFamily, audio_rules
+from tessera.models.audio.thinker import THINKER_NAMES, ThinkerFamily
 from tessera.models.qwen2_vl.model import RENAMES
 from tessera.models.qwen3_omni.config import FULL_MODEL, THINKER, Qwen3OmniConfig
 from tessera.models.qwen3_vl.model import BLOCKS, Qwen3VL
 from tessera.weights.map import Rule
 
 
-class Qwen3Omni(ChunkAudioFamily, Qwen3VL):
+class Qwen3Omni(ThinkerFamily, ChunkAudioFamily, Qwen3VL):
     name: ClassVar[str] = "qwen3_omni"
     config: ClassVar[type[Section]] = Qwen3OmniConfig
     processor: ClassVar[str] = "Qwen3OmniProcessor"
@@ -43,7 +43,3 @@ class Qwen3Omni(ChunkAudioFamily, Qwen3VL):
             Rule("audio_projector.up.{kind}", "audio_tower.proj1.{kind}"),
             Rule("audio_projector.down.{kind}", "audio_tower.proj2.{kind}"),
         ]
-
-    def example(self, config: Any, tokens: int) -> Batch:
-        """Return a batch in which images and clips make up about a quarter of the tokens each."""
-        return with_clips(super(AudioFamily, self).example(config, tokens), self.audio_shape(config), tokens // 4)

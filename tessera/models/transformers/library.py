@@ -97,7 +97,7 @@ def _without_video(folder: Path, image_backend: ImageBackend) -> Any:
         "video_processor": lambda: images if "feature_extractor" in kind.get_attributes() else None,
     }
     fields, _ = kind.get_processor_dict(folder)
-    return WithoutVideo.from_args_and_dict([parts[name]() for name in kind.get_attributes()], fields)
+    return WithoutVideo.from_args_and_dict([parts[name]() for name in kind.get_attributes()], fields)  # type: ignore[no-untyped-call]
 
 
 def checked_processor(folder: Path | None, config: Mapping[str, Any], image_backend: ImageBackend = "pil") -> Any:

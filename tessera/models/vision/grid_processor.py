@@ -100,12 +100,12 @@ class GridProcessor(VisionProcessor):
     def layout(self, kind: PartKind, size: MediaSize) -> MediaLayout:
         patches = self.patches(kind)
         t, h, w = patches.grid(size.height, size.width, size.frames)
-        times = tuple(self.times(t, size).tolist()) if kind == "video" else ()
+        times = self.times(t, size) if kind == "video" else ()
         return MediaLayout(tokens=(patches.tokens((t, h, w)),), lengths=(h * w,) * t, grid=(t, h, w), times=times)
 
-    def times(self, count: int, size: MediaSize) -> np.ndarray:
+    def times(self, count: int, size: MediaSize) -> tuple[float, ...]:
         """Return the time positions of the `count` temporal patches of a video; empty: 0, 1, 2, ..."""
-        return np.empty(0)
+        return ()
 
     def seconds(self, size: MediaSize) -> np.float32:
         """Return the seconds between two temporal patches of a video. If its frame rate is unknown, its frames count as
