@@ -67,13 +67,10 @@ def test_peft_reads_adapters_of_encoder_and_decoder(tmp_path: Path) -> None:
     run = tessera.train(recipe)
     features = extractor(config_of(0)[1])(sounds(0, 1), sampling_rate=RATE, return_tensors="pt").input_features
     inputs = {"input_features": features, "decoder_input_ids": torch.arange(8)[None]}
-    models = [
-        transformers.WhisperForConditionalGeneration.from_pretrained(folder).eval()
-        for folder in (run.folder / "hf", start)
-    ]
-    adapted = PeftModel.from_pretrained(models[1], run.folder / "adapter").eval()
+    load = transformers.WhisperForConditionalGeneration.from_pretrained
+    adapted = PeftModel.from_pretrained(load(start), run.folder / "adapter").eval()
     with torch.no_grad():
-        expected = models[0](**inputs).logits
+        expected = load(run.folder / "hf").eval()(**inputs).logits
         torch.testing.assert_close(adapted(**inputs).logits, expected, rtol=1e-4, atol=1e-4)
 
 
