@@ -239,6 +239,7 @@ class LoadedModel(nn.Module):
                 base="" if self.base is None else str(self.base),
                 language=not isinstance(self.spec, GenerationSpec),
                 reward=self.spec.gives(REWARDS),
+                takes_tokens=self.spec.stock_inputs is None,
                 saved=self.trained_whole,
                 overwrite=overwrite,
             )

@@ -33,6 +33,7 @@ def save_adapters(
     dropout: float = 0.0,
     language: bool = True,
     reward: bool = False,
+    takes_tokens: bool = True,
     origin: Origin | None = None,
     overwrite: bool = False,
     saved: Collection[str] = (),
@@ -40,7 +41,8 @@ def save_adapters(
     """Write a folder of adapters. Every rank calls this with its part of the model and all `adapters`.
 
     `saved`: fully trained parameters to write as well. `forms`: the formats to write. `language` and `reward` select
-    PEFT's task type: a language model, or a reward model.
+    PEFT's task type: a language model, or a reward model. `takes_tokens`: whether the class of transformers takes
+    `input_ids`, as PEFT expects of these types; without, the type is left out.
     """
     check_forms(forms, weight_map, language, str(folder))
     assert weight_map is not None, "checked"
@@ -76,7 +78,7 @@ def save_adapters(
                 modules = to_foreign(native, weight_map, str(folder))
                 # `tensors` may be one pipeline stage: other stages have modules with the same name endings.
                 others = all_modules(tensors, weight_map)
-                kind = "SEQ_CLS" if reward else "CAUSAL_LM" if language else None
+                kind = "SEQ_CLS" if reward else "CAUSAL_LM" if language and takes_tokens else None
                 config = make_config(modules, others, base, dropout, kind, modules_to_save, experts, every_expert)
                 named = {name: experts[parameter] for parameter, name in wrapper_names(experts).items()}
                 saved_tensors = _saved_tensors(full, in_memory, weight_map)

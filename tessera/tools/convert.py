@@ -218,6 +218,7 @@ def _write_adapters(
         base="" if adapters.base is None else str(adapters.base),
         language=not isinstance(adapters.spec, GenerationSpec),
         reward=adapters.spec.gives(REWARDS),
+        takes_tokens=adapters.spec.stock_inputs is None,
         saved=adapters.saved,
         origin=made_from("adapters", source),
         overwrite=overwrite,

@@ -66,6 +66,7 @@ class Export(Callback):
                 dropout=section.lora.dropout,
                 language=not isinstance(spec, GenerationSpec),
                 reward=spec.gives(REWARDS),
+                takes_tokens=spec.stock_inputs is None,
                 saved=self._saved,
                 origin=made_from("adapters", folder),
                 overwrite=True,

@@ -11,8 +11,9 @@ import pytest
 import torch
 import transformers
 from parity import from_foreign, same_weights, saved, to_foreign
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from whisper_cases import RATE, SHAPES, TEXTS, config_of, pair, sounds, write_samples, write_tokenizer_files
+from whisper_cases import RATE, SHAPES, TEXTS, config_of, extractor, pair, sounds, write_samples, write_tokenizer_files
 
 import tessera
 from tessera.config.run_config import ModelSection
@@ -53,6 +54,24 @@ def test_a_tiny_model_learns_a_few_tones_and_transformers_reads_its_export(tmp_p
     model, prompts = tessera.load(folder)
     talks = [[{"role": "user", "content": [{"type": "audio", "audio": clip}]}] for clip in clips]
     assert model.generate(prompts(talks), 20) == list(TEXTS)
+
+
+def test_peft_reads_adapters_of_encoder_and_decoder(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, 2)
+    targets = ["audio.blocks.{*}.attn.{q,v}", "text.layers.{*}.cross.{q,o}", "text.layers.{*}.mlp.up"]
+    recipe["model"] |= {"lora": {"rank": 2, "merge": True, "targets": targets}}
+    recipe["train"] |= {"generate_every": 0}
+    del recipe["data"]["eval"]
+    start = tessera.train({**recipe, "name": "start", "model": {**recipe["model"], "lora": None}}).folder / "hf"
+    recipe["model"] = {"path": str(start), "lora": recipe["model"]["lora"]}
+    run = tessera.train(recipe)
+    features = extractor(config_of(0)[1])(sounds(0, 1), sampling_rate=RATE, return_tensors="pt").input_features
+    inputs = {"input_features": features, "decoder_input_ids": torch.arange(8)[None]}
+    load = transformers.WhisperForConditionalGeneration.from_pretrained
+    adapted = PeftModel.from_pretrained(load(start), run.folder / "adapter").eval()
+    with torch.no_grad():
+        expected = load(run.folder / "hf").eval()(**inputs).logits
+        torch.testing.assert_close(adapted(**inputs).logits, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -240,14 +240,14 @@ def test_a_hole_in_a_batch_is_padding(folder: Path) -> None:
 # ---------------------------------------------------------------------------------------------- folders
 
 
-def start(folder: Path, tmp_path: Path) -> None:
+def start(folder: Path, tmp_path: Path, **model: str) -> None:
     rows = [{"messages": [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "red"}]}] * 2
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tessera.train(
         {
             "name": "short",
             "out": str(tmp_path / "runs"),
-            "model": {"path": str(folder)},
+            "model": {"path": str(folder), **model},
             "data": {"train": str(tmp_path / "rows.jsonl"), "length": 64, "workers": 0},
             "train": {"steps": 1, "global_batch": 1, "device": "cpu"},
         }
@@ -313,7 +313,7 @@ def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
 
     folder = write_folder("whisper", tmp_path / "whisper")
     with raises("model.encoder-decoder") as refused:
-        start(folder, tmp_path)
+        start(folder, tmp_path, family="transformers")
     assert "data.kind" in str(refused.value.fix)
 
 
