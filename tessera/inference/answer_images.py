@@ -1,4 +1,4 @@
-"""Write small copies of the images of evaluated questions into the run folder, for the report.
+"""Write small copies of the images and recordings of evaluated questions into the run folder, for the report.
 
 A report embeds only files of the run folder: the records of a run from somebody else may name any file of this machine.
 """
@@ -10,8 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tessera.core.sample import Part
+from tessera.data.media.clips import AudioClip, clip_of
 from tessera.data.media.files import Limits
 from tessera.data.media.images import TINY, read_image, small_copy
+from tessera.data.media.sound_preview import PREVIEW, beginning, encode_preview
+from tessera.data.sources.fields import media_kind
 from tessera.errors import TesseraError
 from tessera.runtime.files import replace_file
 
@@ -35,7 +39,13 @@ def with_copies(folder: Path, rows: Sequence[dict[str, Any]]) -> list[dict[str, 
 
 
 def _copy(folder: Path, path: str) -> dict[str, Any] | None:
-    """Write a copy of an image and return its file name and size; None if the image cannot be read."""
+    """Write a copy of an image and return its file name and size; None if the image cannot be read.
+
+    Of a recording, write its beginning.
+    """
+    clip = clip_of(path)
+    if isinstance(clip, AudioClip) or media_kind(path) == "audio":
+        return _preview(folder, clip)
     try:
         changed = Path(path).stat().st_mtime_ns
         image = read_image(Path(path), Limits())
@@ -48,3 +58,19 @@ def _copy(folder: Path, path: str) -> dict[str, Any] | None:
         (folder / FOLDER).mkdir(exist_ok=True)
         replace_file(folder / file, small_copy(image)[0])
     return {"file": file, "width": width, "height": height}
+
+
+def _preview(folder: Path, value: Any) -> dict[str, Any] | None:
+    """Write the beginning of a recording, and return its file name; None if it cannot be read."""
+    path = Path(value.value if isinstance(value, AudioClip) else value)
+    try:
+        content = encode_preview(*beginning(Part("audio", value), path.parent, Limits()))
+    except (TesseraError, OSError, ValueError):
+        return None
+    if content is None:
+        return None
+    file = f"{FOLDER}/{hashlib.sha256(content).hexdigest()[:20]}{PREVIEW}"
+    if not (folder / file).exists():
+        (folder / FOLDER).mkdir(exist_ok=True)
+        replace_file(folder / file, content)
+    return {"file": file}

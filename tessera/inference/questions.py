@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tessera.core.sample import MediaSize, Message, Region, Sample
+from tessera.data.media.clips import AudioClip
 from tessera.data.media.files import ArchiveMember, Limits, resolve
 from tessera.data.media.read import probe
 from tessera.data.media.urls import is_url
@@ -50,12 +51,11 @@ class Question:
 
     @property
     def group(self) -> str:
-        """Return the number of images and of recordings as text. Accuracy is reported per group."""
-        media = self.sample.media()
-        heard = sum(part.kind == "audio" for part in media)
-        counts = ((len(media) - heard, "image"), (heard, "recording"))
-        named = [f"{count} {word}" if count == 1 else f"{count} {word}s" for count, word in counts if count]
-        return " and ".join(named) or "text only"
+        """Return the number of images, and of recordings, as text. Accuracy is reported per group."""
+        sounds = sum(part.kind == "audio" for part in self.sample.media())
+        counts = {"image": len(self.sample.media()) - sounds, "recording": sounds}
+        listed = [f"{count} {name}{'s' if count > 1 else ''}" for name, count in counts.items() if count]
+        return " and ".join(listed) or "text only"
 
     def marked(self, answer: str, processor: object = None) -> dict[str, Any]:
         """Return the row of `answers.jsonl` for a model's answer, which is correct if it equals the expected text.
@@ -75,7 +75,12 @@ class Question:
             "expected": self.expected,
             "answer": answer,
             "correct": answer.strip() == self.expected.strip(),
-            "images": [_where(part.value, self.root) for part in self.sample.media() if part.kind == "image"],
+            "images": [  # and recordings behind them
+                _where(part.value, self.root)
+                for kind in ("image", "audio")
+                for part in self.sample.media()
+                if part.kind == kind
+            ],
             **({"regions": regions} if regions else {}),
         }
 
@@ -128,7 +133,9 @@ def _with_regions(question: Question, answer: Message, processor: object) -> Que
 
 
 def _where(value: Any, root: Path) -> str:
-    """Return the path or URL of an image, or a description for an image in a record or an archive."""
+    """Return the path or URL of a media file, or a description for one in a record or an archive."""
+    if isinstance(value, AudioClip):
+        return _where(value.value, root) + value.span
     if isinstance(value, ArchiveMember):
         return f"{value.name} in {value.file}"
     if is_url(value):

@@ -25,6 +25,7 @@ from torch.utils.data import Dataset as TorchDataset
 
 from tessera.core.row_source import RowSource
 from tessera.core.step_source import StepSource
+from tessera.data.media.clips import AudioSamples, wav_bytes
 from tessera.data.media.images import to_rgb
 from tessera.errors import TesseraError, few_names, first_line, nearest
 from tessera.runtime.files import replace_file
@@ -32,8 +33,14 @@ from tessera.runtime.files import replace_file
 FOLDER = "data"
 KINDS = ("chat", "preference", "unpaired_preference")  # data kinds whose rows can be stored as JSON
 # A mapping with one of these keys is a row of text data. Other mappings are tensors for a model of the user.
-_ROW_KEYS = ("messages", "conversations", "instruction", "chosen", "completion", "query", "question", "text")
-_MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios", "image_url", "video_url", "audio_url", "url")
+_ROW_KEYS = (
+    *("messages", "conversations", "instruction", "chosen", "completion", "query", "question", "text"),
+    *("audio_filepath", "sentence", "transcription"),
+)
+_MEDIA_KEYS = (
+    *("image", "images", "video", "videos", "audio", "audios", "image_url", "video_url", "audio_url", "url"),
+    "audio_filepath",
+)
 
 _LOOKED_AT = 100  # number of rows of a list that are searched for `_ROW_KEYS`
 
@@ -161,7 +168,7 @@ class GivenRows:
             media = _Media(path.parent, _are_outside(rows))
             path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(path, b"".join(_lines(rows, split, media)))
-            log.info("rows          %d of %s are stored in %s, with %d images", len(rows), split, path, media.written)
+            log.info("rows          %d of %s are stored in %s, with %d media", len(rows), split, path, media.written)
 
     def check_resumed(self, folder: Path) -> None:
         """Raise if rows are passed to a resume: it reads the rows in the run folder."""
@@ -175,7 +182,7 @@ class GivenRows:
 
 
 class _Media:
-    """Write images into the folder of the rows. A file is named by a hash of its content, and written once."""
+    """Write images and recordings into the folder of the rows. A file is named by a hash, and written once."""
 
     def __init__(self, folder: Path, whole_paths: bool) -> None:
         self._folder, self._whole = folder.absolute(), whole_paths
@@ -193,6 +200,10 @@ class _Media:
         # Named by its pixels: the bytes of a PNG depend on the version of the library that writes it.
         identity = repr((image.mode, image.size, None)).encode() + image.tobytes()
         return self._keep(identity, ".png", lambda: _png(image))
+
+    def sound(self, samples: AudioSamples) -> str:
+        content = wav_bytes(samples.mono(), samples.rate)
+        return self._keep(content, ".wav", lambda: content)
 
     def file(self, content: bytes) -> str:
         return self._keep(content, "", lambda: content)
@@ -260,6 +271,11 @@ def _lines(rows: Sequence[Mapping[str, Any]], split: str, media: _Media) -> Iter
 
 def _plain(value: Any, key: str, where: str, media: _Media) -> Any:
     """Convert a value of a row to types of JSON. `key`: the key of the value; under `_MEDIA_KEYS`, text is a path."""
+    if isinstance(value, Mapping) and key in _MEDIA_KEYS:  # of Hugging Face: decoded audio, or the bytes of a file
+        if "array" in value and "sampling_rate" in value:
+            return media.sound(AudioSamples(value["array"], value["sampling_rate"]))
+        if isinstance(value.get("bytes"), bytes):
+            return media.file(value["bytes"])
     if isinstance(value, Mapping):
         return {str(name): _plain(part, str(name), f"{where}[{name!r}]", media) for name, part in value.items()}
     if isinstance(value, (list, tuple)):
@@ -281,7 +297,7 @@ def _plain(value: Any, key: str, where: str, media: _Media) -> Any:
     raise TesseraError(
         f"a row cannot contain a {type(value).__name__}",
         where=where,
-        allowed=["text, numbers, lists and mappings", "images as paths, bytes or PIL images"],
+        allowed=["text, numbers, lists and mappings", "media as paths or bytes, PIL images, audio with its rate"],
         fix="leave it out (`table.drop(columns=...)`) or convert it to text; for other items, give a torch Dataset "
         "(docs/how-to/bring-your-own-data.md)",
         code="data.value-not-storable",

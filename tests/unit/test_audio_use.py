@@ -136,3 +136,26 @@ def test_transcripts_of_librispeech_train_adapters(folder: Path, tmp_path: Path)
     run = tessera.train(recipe)
     losses = [row["loss"] for row in run.metrics if row["kind"] == "train"]
     assert losses[-1] < 0.8 * losses[0]
+
+
+def test_rows_in_memory_and_answers_that_are_played(folder: Path, tmp_path: Path) -> None:
+    """Decoded audio of a data set is stored with the run, whose report plays the recordings of held-out questions."""
+    sounds = [tone(1, RATE, 300 + 100 * number) for number in range(4)]
+    rows: list[dict[str, Any]] = [
+        {"audio": {"array": sound, "sampling_rate": RATE, "path": None}, "text": "ONE TWO"} for sound in sounds
+    ]
+    rows += [{"audio": {"bytes": speech.wav(sounds[0], RATE), "path": "a.wav"}, "sentence": "ONE"}]
+    recipe = {
+        "model": {"path": folder, "lora": {"rank": 4}},
+        "data": {"length": 128},
+        "train": {"steps": 2, "global_batch": 1, "device": "cpu", "generate_every": 2},
+        "out": tmp_path / "run",
+    }
+    run = tessera.train(recipe, dataset=rows, eval_dataset=rows[:2])
+    stored = sorted((run.folder / "data" / "media").iterdir())
+    assert len(stored) == 5
+    assert sum(file.suffix == ".wav" for file in stored) == 4
+    (answers,) = run.folder.glob("answers-step-*.jsonl")
+    assert {json.loads(line)["group"] for line in answers.read_text().splitlines()} == {"1 recording"}
+    page = tessera.report(run.folder).read_text(encoding="utf-8")
+    assert page.count("<audio controls") == 2

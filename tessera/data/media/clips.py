@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import struct
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +61,14 @@ class AudioSamples:
         # Channels are the shorter dimension: soundfile puts them last, torchaudio first.
         mono: np.ndarray = sound if sound.ndim == 1 else sound.mean(axis=int(np.argmin(sound.shape)))
         return mono.astype(np.float32)
+
+
+def wav_bytes(sound: np.ndarray, rate: int) -> bytes:
+    """Return float32 [samples] as a WAV file of 32 bit floats, which changes no sample."""
+    data = np.ascontiguousarray(sound, "<f4").tobytes()
+    form = struct.pack("<HHIIHH", 3, 1, rate, 4 * rate, 4, 32)  # float, channels, rate, bytes a second, block, bits
+    body = b"WAVEfmt " + struct.pack("<I", len(form)) + form + b"data" + struct.pack("<I", len(data)) + data
+    return b"RIFF" + struct.pack("<I", len(body)) + body
 
 
 def clip_of(value: Any) -> Any:

@@ -18,6 +18,7 @@ from tessera.data.media.clips import AudioClip
 from tessera.data.media.files import Limits
 from tessera.data.media.read import MediaSampling, decode, probe
 
+PREVIEW = ".mp3"  # suffix of files with previews
 PREVIEW_SECONDS = 10.0
 _PREVIEW_RATE = 16_000
 _PREVIEW_BITS = 32_000  # per second
@@ -102,4 +103,5 @@ def _spectrogram(sound: np.ndarray) -> np.ndarray:
     level = np.clip((decades - largest + _RANGE) / _RANGE, 0, 1) * (len(_COLOURS) - 1)
     below = np.minimum(level.astype(np.int64), len(_COLOURS) - 2)
     part = (level - below)[..., None]
-    return (_COLOURS[below] * (1 - part) + _COLOURS[below + 1] * part).astype(np.uint8)
+    image: np.ndarray = (_COLOURS[below] * (1 - part) + _COLOURS[below + 1] * part).astype(np.uint8)
+    return image

@@ -97,7 +97,7 @@ def open_kaldi(folder: Path, limit: int | None, cache_folder: Path | None) -> Ut
         parts = {id: rest.split() for id, rest in _lines(folder, "segments")} if "segments" in names else None
         for id, words in _lines(folder, "text"):
             recording, *span = [id] if parts is None else parts.get(id, [id])
-            record = {"id": id, "audio": paths.get(recording, ""), "text": words}
+            record: dict[str, Any] = {"id": id, "audio": paths.get(recording, ""), "text": words}
             if len(span) == 2 and all(map(_is_number, span)):
                 record |= {"offset": span[0], "duration": round(float(span[1]) - float(span[0]), 9)}
             elif parts is not None:

@@ -116,7 +116,7 @@ def _images(row: Mapping[str, Any], run: RecordedRun) -> str:
     copies = [*row["copies"], *[None] * len(row["images"])]
     sizes = [*row["sizes"], *[None] * len(row["images"])]
     images = "".join(
-        embedded_image(run.folder, copy or path, regions_overlay(row["regions"], number, sizes[number]))
+        _embedded(run.folder, copy or path, regions_overlay(row["regions"], number, sizes[number]))
         for number, (path, copy) in enumerate(zip(row["images"][:MOST_IMAGES], copies, strict=False))
     )
     more = len(row["images"]) - MOST_IMAGES
@@ -156,6 +156,10 @@ def embedded_image(folder: Path, path: str, overlay: str) -> str:
     content, kind = small_copy(image)
     uri = f"data:image/{kind};base64," + base64.b64encode(content).decode()
     return f'<div class="image drawn"><img{tiny} alt="" src="{uri}">{overlay}</div>'
+
+
+def _embedded(folder: Path, path: str, overlay: str) -> str:
+    return embedded_recording(folder, path) if path.endswith(RECORDING) else embedded_image(folder, path, overlay)
 
 
 def embedded_recording(folder: Path, path: str) -> str:

@@ -49,7 +49,7 @@ _WITHOUT_TOKENS = (
     ("Answers of a sample", "characters", "answer_characters"),
 )
 _ALWAYS = (
-    ("Media of a sample", "images and videos", "media"),
+    ("Media of a sample", "images, videos, recordings", "media"),
     ("Frames of videos", "frames", "frames"),
     ("Largest image of a sample", "pixels", "pixels"),
 )

@@ -34,7 +34,6 @@ from tessera.errors import TesseraError
 from tessera.models.vision.processor import VisionProcessor
 from tessera.runtime import html
 from tessera.tools.data_doctor.findings import (
-    KINDS,
     SAMPLE_KINDS,
     check_texts,
     content_hash,
@@ -370,7 +369,7 @@ def _shortened(text: str) -> str:
 
 def _sound_thumb(name: str, sound: Sound, tokens: int | None) -> Thumb:
     """Return the drawing and the beginning of a recording."""
-    problems = "".join(f"; {KINDS[kind].title.lower()}: {detail}" for kind, detail in sound.problems())
+    problems = "".join(f"; {kind.replace('-', ' ')}: {detail}" for kind, detail in sound.problems())
     part = f", of which {LONGEST:g} s are drawn" if sound.seconds > LONGEST else ""
     text = f"{sound.seconds:.2f} s at {sound.rate:,} Hz{part}{problems}"
     return Thumb(name, text, tokens, draw(sound.samples), sound=play(sound.samples, sound.rate))
