@@ -176,9 +176,8 @@ class _Judge:
             changes = [change_of_update(*pair, largest) for pair in gradients if pair[0].shape == a.shape]
             direction = self._parameter(finding.step, DIRECTION, finding.name)
             if direction is not None and direction[0].shape == a.shape:
-                # It is a mean of gradients, so it differs by no more than they do. Their sum may be smaller than that.
-                limit = max(self._allowed(step, "gradient", finding.name) for step in steps)
-                changes.append(change_of_update(*direction, largest, limit))
+                # A mean of gradients of different signs may be smaller than its own rounding.
+                changes.append(change_of_update(*direction, largest, self._allowed_direction(finding)))
             return torch.stack(changes).amax(0) if changes else None
         if finding.phase == "weight" and finding.step > self._first_step:
             before = [self._parameter(finding.step - 1, moment, finding.name) for moment in ("weight", "update")]
@@ -186,12 +185,13 @@ class _Judge:
             return torch.stack(sums).sum(0) if sums and all(part.shape == a.shape for part in sums) else None
         return None
 
-    def _allowed(self, step: int, moment: str, name: str) -> float:
-        """Return the largest difference of a parameter's tensor that rounding explains; 0: not both sides have it."""
-        sides, tensors = self._joined(step, moment, name), self._parameter(step, moment, name)
-        if sides is None or tensors is None or not tensors[0].numel():
+    def _allowed_direction(self, finding: ParityFinding) -> float:
+        """Return the largest difference of the direction of an update that rounding explains."""
+        sides = self._joined(finding.step, DIRECTION, finding.name)
+        tensor = None if sides is None else sides[0].tensor
+        if sides is None or tensor is None or not tensor.numel():
             return 0.0
-        size = tensors[0].double()
+        size = tensor.double()
         rounding = self._measured(*sides, eps_of(sides[0].entry.dtype, sides[1].entry.dtype))
         return rounding.limits(float(size.abs().max()), float(size.square().mean().sqrt()))[0]
 

@@ -271,9 +271,12 @@ class _RecordingUpdate(OptimizerStep):
             clip = min(1.0, most / (float(grad_norm) + 1e-6))
         for gradients in self._engine.gradients:
             scale_gradients(gradients.values(), torch.tensor(clip))
+        clipped = {name: parameter.grad for name, parameter in parameters.items()}
         if isinstance(trainer.optimizer, Lion):
-            share = 1.0 if most is None else min(1.0, most / (float(grad_norm) + 1e-6))
-            recorder.add_parameters("direction", _directions(trainer.optimizer, parameters, share))
+            recorder.add_parameters("direction", _directions(trainer.optimizer, parameters, clipped))
+            for gradients in self._engine.gradients:
+                with recorder.measured():
+                    recorder.add_parameters("direction", _directions(trainer.optimizer, parameters, gradients))
         moved = [self._moved(trainer.optimizer, parameters, before, grads) for grads in self._engine.gradients]
         self._engine.gradients = []
         outcome = self._inner.update(trainer, loss, grad_norm, microbatches)
@@ -313,17 +316,20 @@ class _RecordingUpdate(OptimizerStep):
 
 
 @torch.no_grad()
-def _directions(optimizer: Lion, parameters: Mapping[str, nn.Parameter], clip: float) -> dict[str, Tensor]:
+def _directions(
+    optimizer: Lion, parameters: Mapping[str, nn.Parameter], gradients: Mapping[str, Tensor | None]
+) -> dict[str, Tensor]:
     """Return what the next updates will be the signs of, where the optimizer has a mean of earlier gradients."""
     betas = {id(p): group["betas"][0] for group in optimizer.param_groups for p in group["params"]}
     directions: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
         mean = optimizer.state.get(parameter, {}).get("exp_avg")
-        if mean is not None and parameter.grad is not None:
+        gradient = gradients.get(name)
+        if mean is not None and gradient is not None:
             earlier = local_shard(mean)
-            gradient = local_shard(parameter.grad).to(earlier) * clip
             directions[name] = parameter.detach().clone()
-            local_shard(directions[name]).copy_(torch.lerp(gradient, earlier, betas[id(parameter)]))
+            direction = torch.lerp(local_shard(gradient).to(earlier), earlier, betas[id(parameter)])
+            local_shard(directions[name]).copy_(direction)
     return directions
 
 
