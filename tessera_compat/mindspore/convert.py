@@ -12,6 +12,7 @@ from typing import Any, Literal
 import yaml
 
 from tessera.errors import TesseraError, nearest
+from tessera_compat.mindspeed_mm.flags import FLAGS
 from tessera_compat.mindspore.script_text import (
     LaunchCommand,
     LaunchOption,
@@ -89,6 +90,7 @@ class _Converter:
         for launch in launches:
             self._launcher(launch)
             self._framework(launch)
+            self._unknown_flags(launch)
         self._features()
         text = self.text
         for span, replacement in sorted(
@@ -137,6 +139,8 @@ class _Converter:
 
     def _option(self, option: LaunchOption, options: Mapping[str, LaunchOption]) -> None:
         name, value = option.name, option.value
+        if not value and name not in _WITHOUT_VALUE and (name in RENAMED or name == "nnodes"):
+            self._leave(option.span.start, f"--{name} has no value")
         if name == "nproc_per_node" and value in ("auto", "gpu", "cpu"):
             self._leave(option.span.start, f"--nproc_per_node {value}: write the number of ranks of a machine")
         elif name == "nnodes":
@@ -203,6 +207,23 @@ class _Converter:
             lines = tail.count("\n")
             gap = separator_at(self.text, end - 1, Span(launch.command.start, end)) if lines else " "
             self._edit(Span(end, end), f"{gap}--ai-framework mindspore", "added --ai-framework mindspore")
+
+    def _unknown_flags(self, launch: LaunchCommand) -> None:
+        """Name flags of an entry point of MindSpeed-MM that nobody knows, as far as the command itself has them."""
+        command = self.code[launch.command.start : launch.command.end]
+        entry = re.search(r"(?<=\s)(?:-m[ \t]+[\w.]+|\S+\.py)\b", command)
+        if entry is None:
+            if "$" not in command:
+                self._leave(launch.launcher.start, "the command names no script")
+            return
+        if self.form != "mm" or not Path(entry[0]).name.startswith("pretrain_"):
+            return
+        for option in options_in(self.code, Span(launch.command.start + entry.end(), launch.command.end)):
+            flag = f"--{option.name.replace('_', '-')}"
+            if flag not in FLAGS and f"--{option.name}" not in FLAGS:
+                near = nearest(flag, FLAGS)
+                hint = f"; did you mean {near}?" if near else ""
+                self._leave(option.span.start, f"{flag}: nobody knows this flag{hint}")
 
     def _features(self) -> None:
         for option in options_in(self.code, Span(0, len(self.code))):

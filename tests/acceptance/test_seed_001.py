@@ -21,6 +21,8 @@ from tessera.config.run_config import SourceSection, load_config
 from tessera.data.media.files import resolve
 from tessera.data.sources.source import open_source
 from tessera.errors import TesseraError
+from tessera.evaluation.parity.recording import read_recording
+from tessera.tools.parity.runs import record
 from tessera_compat.affinity import Topology, format_cores
 from tessera_compat.cpu_affinity import cores_of_rank, parse_affinity
 from tessera_compat.environment import check_environment
@@ -123,6 +125,15 @@ def test_22_go_on_with_another_learning_rate(chats: Path, tmp_path: Path) -> Non
     rates = [row["lr"] for row in again.metrics if row["kind"] == "train"]
     assert rates[0] == pytest.approx(1e-3)
     assert rates[-1] == pytest.approx(5e-4)
+
+
+def test_27_statistics_of_every_module_are_recorded_over_steps(tmp_path: Path) -> None:
+    recipe = chat_recipe(write_chat_set(tmp_path), tmp_path / "runs")
+    entries = read_recording(record(recipe, out=tmp_path / "recording", steps="1-2", rounding=0)).ranks[0].entries
+    for moment, name in (("output", "text.layers.1.mlp.down"), ("gradient", "text.layers.1.mlp.down.weight")):
+        norms = {one.step: one.norm for one in entries if one.moment == moment and one.name == name}
+        assert set(norms) == {1, 2}
+        assert norms[1] != norms[2]
 
 
 @pytest.mark.parametrize("value", ["0", "1", "2"])

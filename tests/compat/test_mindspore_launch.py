@@ -28,6 +28,12 @@ from tests.errors import raises
         ("torchrun --nproc_per_node auto pretrain_vlm.py", "number of ranks"),
         ("torchrun --nnodes 1:4 --nproc_per_node 2 pretrain_vlm.py", "does not grow"),
         ("torchrun --nproc_per_nod 2 pretrain_vlm.py", "did you mean --nproc_per_node"),
+        ("torchrun --nproc_per_node", "--nproc_per_node has no value"),
+        ("torchrun --nproc_per_node 2", "the command names no script"),
+        (
+            "torchrun pretrain_vlm.py --train-itres 3",
+            "nobody knows this flag; did you mean --train-iters?",
+        ),
     ],
 )
 def test_options_that_msrun_cannot_have_are_named(words: str, inside: str) -> None:
@@ -48,6 +54,11 @@ def test_scripts_that_cannot_be_converted_do_not_stop_the_others(tmp_path: Path)
         CliRunner().invoke(app, ["migrate", "mindspore", str(tmp_path / "c.sh")], catch_exceptions=False)
     with raises("job.file-missing", "none.sh"):
         CliRunner().invoke(app, ["migrate", "mindspore", str(tmp_path / "none.sh")], catch_exceptions=False)
+
+
+@pytest.mark.parametrize("words", ["torchrun -m my.train --own 1", "torchrun $ARGS", "torchrun train.py --own 1"])
+def test_flags_of_other_programs_are_their_own(words: str) -> None:
+    assert convert(f"{words}\n", "job.sh", "mm").by_hand == []
 
 
 @pytest.mark.parametrize(("nodes", "ranks"), [("", "1"), ("--nnodes 2", "2")])
