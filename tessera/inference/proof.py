@@ -8,6 +8,7 @@ computed again with every weight changed by one float32 rounding.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -25,7 +26,7 @@ from tessera.core.outputs import LATENTS, LOGITS, REWARDS
 from tessera.core.sample import Message, Part, Sample
 from tessera.core.spec import ModelSpec
 from tessera.data.media.files import Limits
-from tessera.data.media.read import ChatProcessor, read_media
+from tessera.data.media.read import ChatProcessor, MediaSampling, read_media
 from tessera.diffusion.batches import pack
 from tessera.diffusion.config import DiffusersConfig
 from tessera.diffusion.family import GenerationFamily, GenerationSpec
@@ -152,27 +153,27 @@ def generation_batch(spec: ModelSpec, config: Any, family: GenerationFamily) -> 
 
 def _compare_logits(folder: Path, spec: ModelSpec, config: Any) -> Proof:
     ours = OurModel(folder, spec, config)
-    images = ours.images()
-    messages = proof_messages(images)
+    media = ours.media()
+    messages = proof_messages(media)
     warnings: list[str] = []
     batch = ours.example() if ours.processor is None else ours.prompt(messages)
     logits, moved = ours.results(batch)
     inputs: dict[str, Any] = {"input_ids": tokens_of(batch)[None]}
     stock = StockModel(folder) if ours.processor is None else TransformersReference(folder)
     if isinstance(stock, TransformersReference):
-        theirs = stock.inputs(messages, images)
+        theirs = stock.inputs(messages, [part.value for part in media])
         difference = other_prompt(theirs["input_ids"][0].tolist(), tokens_of(batch).tolist())
         if difference is None:
             inputs = theirs
-        else:  # the tokens differ: give both models Tessera's tokens, of the prompt without images
+        else:  # the tokens differ: give both models Tessera's tokens, of the prompt without media
             warnings.append(difference)
             batch = ours.prompt(proof_messages([]))
             inputs["input_ids"] = tokens_of(batch)[None]
             logits, moved = OurModel(folder, spec, config).results(batch)
     expected = stock.logits(inputs)
-    inputs_text = f"{len(tokens_of(batch))} tokens" + (
-        " with an image" if any("pixel" in name for name in inputs) else ""
-    )
+    kinds = {"an image": "pixel", "sound": "input_features"}
+    compared = [kind for kind, name in kinds.items() if any(name in key for key in inputs)]
+    inputs_text = f"{len(tokens_of(batch))} tokens" + (f" with {' and '.join(compared)}" if compared else "")
     proof = _judged("transformers", "logits", stock, (logits, moved, expected), inputs_text, tuple(warnings))
     if spec.generate is None:
         return proof
@@ -275,14 +276,19 @@ class OurModel:
         processor = spec.processor(config, folder) if reads and spec.processor is not None else None
         self.processor = processor if isinstance(processor, ChatProcessor) else None
 
-    def images(self) -> list[Any]:
-        processor = self.processor
-        sees = processor.sees if isinstance(processor, ClassProcessor) else _sees(self._spec, self._config)
-        if processor is None or not sees:
+    def media(self) -> list[Part]:
+        """Return an image if the model sees, and a second of sound if it hears."""
+        processor, parts = self.processor, []
+        if processor is None:
             return []
-        rows, columns = torch.meshgrid(torch.arange(48), torch.arange(64), indexing="ij")
-        colours = torch.stack([5 * rows, 3 * columns, (rows * columns) % 251], dim=-1)
-        return [Image.fromarray(colours.to(torch.uint8).numpy())]
+        if processor.sees if isinstance(processor, ClassProcessor) else _sees(self._spec, self._config):
+            rows, columns = torch.meshgrid(torch.arange(48), torch.arange(64), indexing="ij")
+            colours = torch.stack([5 * rows, 3 * columns, (rows * columns) % 251], dim=-1)
+            parts.append(Part("image", Image.fromarray(colours.to(torch.uint8).numpy())))
+        if not isinstance(processor, ClassProcessor) and isinstance(processor.sampling, MediaSampling):
+            rate = processor.sampling.audio.rate
+            parts.append(Part("audio", torch.sin(torch.arange(rate) ** 1.5 / rate).mul(0.5).numpy()))
+        return parts
 
     def prompt(self, messages: tuple[Message, ...]) -> Batch:
         assert self.processor is not None
@@ -348,8 +354,8 @@ def _sees(spec: ModelSpec, config: Any) -> bool:
     return "vision" in spec.main.plan(config).streams
 
 
-def proof_messages(images: list[Any]) -> tuple[Message, ...]:
-    return (Message("user", (*(Part("image", image) for image in images), Part("text", _TEXT))),)
+def proof_messages(media: Sequence[Part]) -> tuple[Message, ...]:
+    return (Message("user", (*media, Part("text", _TEXT))),)
 
 
 def other_prompt(theirs: list[int], ours: list[int]) -> str | None:
