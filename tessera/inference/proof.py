@@ -49,6 +49,7 @@ _SHARE = 4  # prove=auto uses at most 1/4 of the free memory
 _ROUNDINGS = 8.0  # allowed difference, in multiples of the effect of one rounding of the weights
 _TEXT = "What is this? Say red, 12 or tall."
 _TOKENS = 16
+_SECONDS = 1.0  # length of the recording
 _SCALARS = {"guidance": 3.5}  # model inputs with one value per sample
 _TIME = 500.0  # timestep; 500 and 500/1000 are exact in float32
 
@@ -171,9 +172,9 @@ def _compare_logits(folder: Path, spec: ModelSpec, config: Any) -> Proof:
             inputs["input_ids"] = tokens_of(batch)[None]
             logits, moved = OurModel(folder, spec, config).results(batch)
     expected = stock.logits(inputs)
-    kinds = {"an image": "pixel", "sound": "input_features"}
-    compared = [kind for kind, name in kinds.items() if any(name in key for key in inputs)]
-    inputs_text = f"{len(tokens_of(batch))} tokens" + (f" with {' and '.join(compared)}" if compared else "")
+    inputs_text = f"{len(tokens_of(batch))} tokens"
+    inputs_text += " with an image" if any("pixel" in name for name in inputs) else ""
+    inputs_text += " with a recording" if "input_features" in inputs else ""
     proof = _judged("transformers", "logits", stock, (logits, moved, expected), inputs_text, tuple(warnings))
     if spec.generate is None:
         return proof
@@ -225,7 +226,7 @@ def _obstacle(folder: Path, spec: ModelSpec, config: Any, when: Prove) -> str | 
         return f"transformers has no class {data.get('architectures')}"
     if not foreign and not kind.can_generate():
         return f"the family {spec.name} does not implement the class {kind.__name__}"
-    if spec.processor is not None and _sees(spec, config) and not (folder / "tokenizer.json").is_file():
+    if spec.processor is not None and _encoders(spec, config) and not (folder / "tokenizer.json").is_file():
         return "the folder has no tokenizer"
     if foreign and kind.can_generate() and (reason := _no_conversations(folder, spec, config)) is not None:
         return reason
@@ -277,17 +278,22 @@ class OurModel:
         self.processor = processor if isinstance(processor, ChatProcessor) else None
 
     def media(self) -> list[Part]:
-        """Return an image if the model sees, and a second of sound if it hears."""
-        processor, parts = self.processor, []
+        """Return an image and a recording, as far as the model takes them."""
+        processor = self.processor
         if processor is None:
             return []
-        if processor.sees if isinstance(processor, ClassProcessor) else _sees(self._spec, self._config):
+        encoders = _encoders(self._spec, self._config)
+        if isinstance(processor, ClassProcessor):
+            encoders = ("vision",) if processor.sees else ()
+        parts: list[Part] = []
+        if "vision" in encoders:
             rows, columns = torch.meshgrid(torch.arange(48), torch.arange(64), indexing="ij")
             colours = torch.stack([5 * rows, 3 * columns, (rows * columns) % 251], dim=-1)
             parts.append(Part("image", Image.fromarray(colours.to(torch.uint8).numpy())))
-        if not isinstance(processor, ClassProcessor) and isinstance(processor.sampling, MediaSampling):
-            rate = processor.sampling.audio.rate
-            parts.append(Part("audio", torch.sin(torch.arange(rate) ** 1.5 / rate).mul(0.5).numpy()))
+        if "audio" in encoders and isinstance(processor.sampling, MediaSampling):
+            audio = processor.sampling.audio
+            seconds = torch.arange(round(audio.rate * min(_SECONDS, audio.max_seconds))) / audio.rate
+            parts.append(Part("audio", (seconds * 1500).sin().mul(seconds.sin()).numpy()))
         return parts
 
     def prompt(self, messages: tuple[Message, ...]) -> Batch:
@@ -350,8 +356,9 @@ def _no_conversations(folder: Path, spec: ModelSpec, config: Any) -> str | None:
     return None
 
 
-def _sees(spec: ModelSpec, config: Any) -> bool:
-    return "vision" in spec.main.plan(config).streams
+def _encoders(spec: ModelSpec, config: Any) -> tuple[str, ...]:
+    """Return the names of the encoders' streams: vision, audio."""
+    return tuple(spec.main.plan(config).encoders)
 
 
 def proof_messages(media: Sequence[Part]) -> tuple[Message, ...]:

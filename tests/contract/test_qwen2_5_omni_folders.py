@@ -255,4 +255,4 @@ def test_an_export_is_compared_with_transformers_on_an_image_and_sound(tmp_path:
     proof = prove_folder(folder, spec, config, "always")
     assert not proof.problems
     assert not proof.warnings
-    assert "with an image and sound" in proof.line
+    assert "with an image with a recording" in proof.line
