@@ -86,5 +86,5 @@ def _copy(root: Path, target: Path) -> list[tuple[str, str]]:
                 try:
                     shutil.copy(path, target / relative)
                 except PermissionError as error:
-                    left_out.append((relative.as_posix(), error.strerror))
+                    left_out.append((relative.as_posix(), error.strerror or "not readable"))
     return left_out

@@ -214,7 +214,7 @@ class Scanner:
     def _keyword(self, node: ast.keyword) -> None:
         if node.arg and (rule := self.rules.by_string(node.arg)) and rule.work == "line":
             self._match(rule, node.arg, node)  # a variable, as in dict(os.environ, CUDA_VISIBLE_DEVICES="0")
-        elif node.arg and isinstance(node.value, ast.Constant):
+        elif node.arg and isinstance(node.value, ast.Constant) and isinstance(node.value.value, (str, int)):
             text = f"{node.arg}={node.value.value}"
             if rule := self.rules.by_keyword(text):
                 self._match(rule, text, node)
