@@ -37,8 +37,7 @@ def main(folder: Path, train: int, held_out: int, seed: int) -> None:
     shutil.rmtree(folder / "clips", ignore_errors=True)
     (folder / "clips").mkdir(parents=True)
     speak = Synthesizer()
-    known = [speaker for speaker in SPEAKERS if speaker not in HELD_OUT]
-    write(folder, "train", known, train, speak, seed)
+    write(folder, "train", [name for name in SPEAKERS if name not in HELD_OUT], train, speak, seed)
     write(folder, "held_out", HELD_OUT, held_out, speak, seed)
     texts = ["system\nuser\nassistant\n", ANSWER, *WORDS, *(f" {word}" for word in WORDS)]
     tokenizer = train_tokenizer(texts * 4, VOCABULARY, SPECIAL)

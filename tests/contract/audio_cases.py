@@ -209,15 +209,16 @@ class Qwen3ASR(AudioCase):
 
     def features(self, extractor: Any, clips: Sequence[np.ndarray]) -> dict[str, Tensor]:
         """Each clip alone: beside a longer one, a clip is padded with silence, and its last frames are others."""
-        asked = {"sampling_rate": RATE, "padding": True, "return_attention_mask": True, "return_tensors": "pt"}
-        seen = [extractor(clip, **asked) for clip in clips]
-        longest = max(one["input_features"].shape[-1] for one in seen)
+        options = {"sampling_rate": RATE, "padding": True, "return_attention_mask": True, "return_tensors": "pt"}
+        by_clip = [extractor(clip, **options) for clip in clips]
+        longest = max(seen["input_features"].shape[-1] for seen in by_clip)
         filled = [
-            {name: torch.nn.functional.pad(x, (0, longest - x.shape[-1])) for name, x in one.items()} for one in seen
+            {name: torch.nn.functional.pad(x, (0, longest - x.shape[-1])) for name, x in seen.items()}
+            for seen in by_clip
         ]
         return {
-            "input_features": torch.cat([one["input_features"] for one in filled]),
-            "input_features_mask": torch.cat([one["attention_mask"] for one in filled]),
+            "input_features": torch.cat([seen["input_features"] for seen in filled]),
+            "input_features_mask": torch.cat([seen["attention_mask"] for seen in filled]),
         }
 
 
@@ -227,7 +228,7 @@ HEARING: dict[str, AudioCase] = {case.spec.name: case for case in (Qwen2Audio(),
 def packed(case: AudioCase, number: int, heard: Sequence[Heard], padding: int = 0) -> Any:
     """All samples in one row, with a tail of padding."""
     processor = case.processor(number)
-    length = sum(len(one.encoded.tokens) for one in heard) + padding
-    batch = processor.collate([[one.encoded for one in heard]], length)
+    length = sum(len(sample.encoded.tokens) for sample in heard) + padding
+    batch = processor.collate([[sample.encoded for sample in heard]], length)
     tensors = {name: tensor for name, tensor in batch.tensors.items() if name != "trained"}
     return replace(batch, tensors=tensors)

@@ -68,10 +68,10 @@ def test_tokens_are_the_references(name: str, clips: int, tmp_path: Path) -> Non
         ours.measure(sample, [MediaSize(0, 0, 0, len(heard)) for heard in sounds])
     )
     question = Sample("one", sample.messages[:-1])
-    asked = theirs.apply_chat_template(spoken(question, sounds), tokenize=False, add_generation_prompt=True)
+    prompted = theirs.apply_chat_template(spoken(question, sounds), tokenize=False, add_generation_prompt=True)
     prompt = ours.prompt([sample], [sounds])
-    assert ours.spell(prompt["tokens"].tolist()).count("<|im_start|>") == asked.count("<|im_start|>")
-    assert asked.endswith("<|im_start|>assistant\n")
+    assert ours.spell(prompt["tokens"].tolist()).count("<|im_start|>") == prompted.count("<|im_start|>")
+    assert prompted.endswith("<|im_start|>assistant\n")
 
 
 def test_conversations_are_those_of_the_template_in_transformers(tmp_path: Path) -> None:

@@ -148,10 +148,10 @@ class ChatTemplate:
         turns = [number for number, message in enumerate(messages) if message.role in train_on]
         trained_turns = set(turns[-1:] if last_only else turns)
         before: Message | None = None
-        shown: Counter[PartKind] = Counter()
+        numbers: Counter[PartKind] = Counter()
         for number, message in enumerate(messages):
             trained = number in trained_turns or message.role == PLAIN
-            content = self._content(message, trained, show or self.show, write, shown)
+            content = self._content(message, trained, show or self.show, write, numbers)
             if message.role == PLAIN:
                 spans += [*content, ChatSpan(self.end_of_text, PLAIN, True, special=True)]
                 before = message
@@ -206,9 +206,9 @@ class ChatTemplate:
         trained: bool,
         show: Callable[[Part, str], list[ChatSpan]],
         write: Callable[[Part, ChatSpan], list[ChatSpan]] | None,
-        shown: Counter[PartKind],
+        numbers: Counter[PartKind],
     ) -> list[ChatSpan]:
-        """Return the spans of a message. `shown`: counts the media of the conversation by kind."""
+        """Return the spans of a message. `numbers`: counts the media of the conversation by kind."""
         spans: list[ChatSpan] = []
         parts = sorted(message.parts, key=lambda p: p.kind == "text") if self.media_first else message.parts
         for part in parts:
@@ -217,8 +217,8 @@ class ChatTemplate:
                 written = write(part, said) if part.regions and write is not None else [said]
                 spans += self._enclosed(written, message.role)
             else:  # placeholders of media are not trained
-                shown[part.kind] += 1
-                label = self.words_of(part).label.format(number=shown[part.kind])
+                numbers[part.kind] += 1
+                label = self.words_of(part).label.format(number=numbers[part.kind])
                 spans += [*([ChatSpan(label, message.role)] if label else []), *show(part, message.role)]
         return spans
 

@@ -28,8 +28,8 @@ class Qwen2AudioProcessor(AudioProcessor):
     @classmethod
     def cutter(cls, config: Qwen2AudioConfig, data: Mapping[str, Any], where: str) -> ClipCutter:
         frames = config.audio.frames
-        own = LogMel(config.audio.num_mel_bins)
-        mel = LogMel.read({"chunk_length": frames * own.hop // own.rate, "feature_size": own.bins, **data}, where)
+        seconds = frames * LogMel.hop // LogMel.rate
+        mel = LogMel.read({"chunk_length": seconds, "feature_size": config.audio.num_mel_bins, **data}, where)
         if mel.longest // mel.hop != frames:
             raise TesseraError(
                 f"the folder's features of {mel.seconds} s have {mel.longest // mel.hop} frames, and the model's "
