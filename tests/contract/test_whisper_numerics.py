@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ from whisper_cases import SHAPES, config_of, in_double, packed, pair, sounds, th
 from tessera.core.batch import Batch, Segments
 from tessera.nn.encoder_decoder import MEMORY
 from tessera.ops.loss import linear_cross_entropy
-from tests.close import assert_as_close, queries_for_keys
+from tests.close import assert_as_close
 
 NUMBERS = range(len(SHAPES))
 
@@ -50,7 +51,8 @@ def test_logits_loss_and_gradients_are_those_of_transformers(number: int) -> Non
     peer, judge = gradients(reference), gradients(exact_reference)
     assert sorted(mine) == sorted(peer)
     for name, grad in mine.items():
-        beside = judge[queries_for_keys(name)]
+        # Gradients of scores are small differences of terms as large as those of values: each row of them sums to zero.
+        beside = judge[re.sub(r"\.[qk]_proj\.", ".v_proj.", name)]
         assert_as_close(grad, peer[name], judge[name], what=name, roundings=8, terms=beside)
     # In float64 both compute the same function: what is left is rounding of float64 and of float32 features.
     double_logits, double_loss = ours(exact_model, in_double(batch))
