@@ -8,6 +8,7 @@ computed again with every weight changed by one float32 rounding.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -25,7 +26,7 @@ from tessera.core.outputs import LATENTS, LOGITS, REWARDS
 from tessera.core.sample import Message, Part, Sample
 from tessera.core.spec import ModelSpec
 from tessera.data.media.files import Limits
-from tessera.data.media.read import ChatProcessor, read_media
+from tessera.data.media.read import ChatProcessor, MediaSampling, read_media
 from tessera.diffusion.batches import pack
 from tessera.diffusion.config import DiffusersConfig
 from tessera.diffusion.family import GenerationFamily, GenerationSpec
@@ -48,6 +49,7 @@ _SHARE = 4  # prove=auto uses at most 1/4 of the free memory
 _ROUNDINGS = 8.0  # allowed difference, in multiples of the effect of one rounding of the weights
 _TEXT = "What is this? Say red, 12 or tall."
 _TOKENS = 16
+_SECONDS = 1.0  # length of the recording
 _SCALARS = {"guidance": 3.5}  # model inputs with one value per sample
 _TIME = 500.0  # timestep; 500 and 500/1000 are exact in float32
 
@@ -152,27 +154,27 @@ def generation_batch(spec: ModelSpec, config: Any, family: GenerationFamily) -> 
 
 def _compare_logits(folder: Path, spec: ModelSpec, config: Any) -> Proof:
     ours = OurModel(folder, spec, config)
-    images = ours.images()
-    messages = proof_messages(images)
+    media = ours.media()
+    messages = proof_messages(media)
     warnings: list[str] = []
     batch = ours.example() if ours.processor is None else ours.prompt(messages)
     logits, moved = ours.results(batch)
     inputs: dict[str, Any] = {"input_ids": tokens_of(batch)[None]}
     stock = StockModel(folder) if ours.processor is None else TransformersReference(folder)
     if isinstance(stock, TransformersReference):
-        theirs = stock.inputs(messages, images)
+        theirs = stock.inputs(messages, [part.value for part in media])
         difference = other_prompt(theirs["input_ids"][0].tolist(), tokens_of(batch).tolist())
         if difference is None:
             inputs = theirs
-        else:  # the tokens differ: give both models Tessera's tokens, of the prompt without images
+        else:  # the tokens differ: give both models Tessera's tokens, of the prompt without media
             warnings.append(difference)
             batch = ours.prompt(proof_messages([]))
             inputs["input_ids"] = tokens_of(batch)[None]
             logits, moved = OurModel(folder, spec, config).results(batch)
     expected = stock.logits(inputs)
-    inputs_text = f"{len(tokens_of(batch))} tokens" + (
-        " with an image" if any("pixel" in name for name in inputs) else ""
-    )
+    inputs_text = f"{len(tokens_of(batch))} tokens"
+    inputs_text += " with an image" if any("pixel" in name for name in inputs) else ""
+    inputs_text += " with a recording" if "input_features" in inputs else ""
     proof = _judged("transformers", "logits", stock, (logits, moved, expected), inputs_text, tuple(warnings))
     if spec.generate is None:
         return proof
@@ -224,7 +226,7 @@ def _obstacle(folder: Path, spec: ModelSpec, config: Any, when: Prove) -> str | 
         return f"transformers has no class {data.get('architectures')}"
     if not foreign and not kind.can_generate():
         return f"the family {spec.name} does not implement the class {kind.__name__}"
-    if spec.processor is not None and _sees(spec, config) and not (folder / "tokenizer.json").is_file():
+    if spec.processor is not None and _encoders(spec, config) and not (folder / "tokenizer.json").is_file():
         return "the folder has no tokenizer"
     if foreign and kind.can_generate() and (reason := _no_conversations(folder, spec, config)) is not None:
         return reason
@@ -275,14 +277,24 @@ class OurModel:
         processor = spec.processor(config, folder) if reads and spec.processor is not None else None
         self.processor = processor if isinstance(processor, ChatProcessor) else None
 
-    def images(self) -> list[Any]:
+    def media(self) -> list[Part]:
+        """Return an image and a recording, as far as the model takes them."""
         processor = self.processor
-        sees = processor.sees if isinstance(processor, ClassProcessor) else _sees(self._spec, self._config)
-        if processor is None or not sees:
+        if processor is None:
             return []
-        rows, columns = torch.meshgrid(torch.arange(48), torch.arange(64), indexing="ij")
-        colours = torch.stack([5 * rows, 3 * columns, (rows * columns) % 251], dim=-1)
-        return [Image.fromarray(colours.to(torch.uint8).numpy())]
+        encoders = _encoders(self._spec, self._config)
+        if isinstance(processor, ClassProcessor):
+            encoders = ("vision",) if processor.sees else ()
+        parts: list[Part] = []
+        if "vision" in encoders:
+            rows, columns = torch.meshgrid(torch.arange(48), torch.arange(64), indexing="ij")
+            colours = torch.stack([5 * rows, 3 * columns, (rows * columns) % 251], dim=-1)
+            parts.append(Part("image", Image.fromarray(colours.to(torch.uint8).numpy())))
+        if "audio" in encoders and isinstance(processor.sampling, MediaSampling):
+            audio = processor.sampling.audio
+            seconds = torch.arange(round(audio.rate * min(_SECONDS, audio.max_seconds))) / audio.rate
+            parts.append(Part("audio", (seconds * 1500).sin().mul(seconds.sin()).numpy()))
+        return parts
 
     def prompt(self, messages: tuple[Message, ...]) -> Batch:
         assert self.processor is not None
@@ -344,12 +356,13 @@ def _no_conversations(folder: Path, spec: ModelSpec, config: Any) -> str | None:
     return None
 
 
-def _sees(spec: ModelSpec, config: Any) -> bool:
-    return "vision" in spec.main.plan(config).streams
+def _encoders(spec: ModelSpec, config: Any) -> tuple[str, ...]:
+    """Return the names of the encoders' streams: vision, audio."""
+    return tuple(spec.main.plan(config).encoders)
 
 
-def proof_messages(images: list[Any]) -> tuple[Message, ...]:
-    return (Message("user", (*(Part("image", image) for image in images), Part("text", _TEXT))),)
+def proof_messages(media: Sequence[Part]) -> tuple[Message, ...]:
+    return (Message("user", (*media, Part("text", _TEXT))),)
 
 
 def other_prompt(theirs: list[int], ours: list[int]) -> str | None:

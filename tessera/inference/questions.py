@@ -50,9 +50,12 @@ class Question:
 
     @property
     def group(self) -> str:
-        """Return the number of images as text. Accuracy is reported per group."""
-        count = len(self.sample.media())
-        return "text only" if not count else "1 image" if count == 1 else f"{count} images"
+        """Return the number of images and of recordings as text. Accuracy is reported per group."""
+        media = self.sample.media()
+        heard = sum(part.kind == "audio" for part in media)
+        counts = ((len(media) - heard, "image"), (heard, "recording"))
+        named = [f"{count} {word}" if count == 1 else f"{count} {word}s" for count, word in counts if count]
+        return " and ".join(named) or "text only"
 
     def marked(self, answer: str, processor: object = None) -> dict[str, Any]:
         """Return the row of `answers.jsonl` for a model's answer, which is correct if it equals the expected text.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessera.core.sample import Message
+from tessera.core.sample import Message, Part
 from tessera.errors import TesseraError, first_line
 from tessera.models.transformers.library import chat_template, load_processor
 from tessera.models.transformers.rendering import TemplateLimit, render
@@ -105,7 +105,7 @@ def _class_named(library: Any, name: str, base: type) -> Any:
 class TransformersReference(StockModel):
     """Generate answers with the model and the processor that transformers loads from a folder.
 
-    `apply_chat_template` of the processor renders the prompt, repeats placeholders and preprocesses images.
+    `apply_chat_template` of the processor renders the prompt, repeats placeholders and preprocesses media.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -159,9 +159,9 @@ class TransformersReference(StockModel):
                 count(len(group))
         return answers
 
-    def inputs(self, messages: Sequence[Message], images: Sequence[Any]) -> dict[str, Any]:
-        """Return model inputs for a conversation. `images`: the images of all messages, in order."""
-        chat = self._formatted(messages, iter(images))
+    def inputs(self, messages: Sequence[Message], media: Sequence[Any]) -> dict[str, Any]:
+        """Return model inputs for a conversation. `media`: the images and recordings of all messages, in order."""
+        chat = self._formatted(messages, iter(media))
         with _their_errors(self._folder, "prepare these messages"):
             inputs = self.processor.apply_chat_template(
                 chat,
@@ -173,13 +173,13 @@ class TransformersReference(StockModel):
             )
         return {key: value for key, value in inputs.items() if isinstance(value, torch.Tensor)}
 
-    def _formatted(self, messages: Sequence[Message], images: Any) -> list[dict[str, Any]]:
+    def _formatted(self, messages: Sequence[Message], media: Iterator[Any]) -> list[dict[str, Any]]:
         """Return the messages in a form that the chat template supports.
 
         Templates expect content as a list of parts, as a string, or both. Use the first form for which all texts appear
         in the prompt.
         """
-        parts = [[_part(part, images) for part in message.parts] for message in messages]
+        parts = [[_part(part, media) for part in message.parts] for message in messages]
         texts = [part["text"] for content in parts for part in content if part["type"] == "text"]
         for whole in (False, True) if self._sees else (True, False):
             chat = [
@@ -226,8 +226,8 @@ def _shape(inputs: Mapping[str, Any]) -> tuple[Any, ...]:
     )
 
 
-def _part(part: Any, images: Any) -> dict[str, Any]:
-    return {"type": "text", "text": part.value} if part.kind == "text" else {"type": "image", "image": next(images)}
+def _part(part: Part, media: Iterator[Any]) -> dict[str, Any]:
+    return {"type": part.kind, part.kind: part.value if part.kind == "text" else next(media)}
 
 
 def _only_text(parts: Sequence[Mapping[str, Any]]) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 from tessera.checkpoint.publish import MARK
 from tessera.config.run_config import ModelSection
 from tessera.data.media.files import Limits
-from tessera.data.media.read import decode
+from tessera.data.media.read import ChatProcessor, decode
 from tessera.data.media.video_frames import VideoSampling
 from tessera.errors import TesseraError
 from tessera.evaluation.evaluate import check_max_samples, held_out_sources
@@ -136,7 +136,7 @@ def _answers(
     max_samples: int | None,
     max_new_tokens: int,
 ) -> list[tuple[str, str, str]]:
-    """Return the answers of Tessera and of transformers to the same messages and decoded images.
+    """Return the answers of Tessera and of transformers to the same messages, decoded images and recordings.
 
     Both sides use their own preprocessing, chat template and model, and decode greedily.
     """
@@ -156,17 +156,18 @@ def _answers(
             answers.append(answer)
             progress.count()
     reference = TransformersReference(folder)
-    inputs = [reference.inputs(question.sample.messages, _images(question)) for question in samples]
+    sampling = processor.processor.sampling if isinstance(processor.processor, ChatProcessor) else VideoSampling()
+    inputs = [reference.inputs(question.sample.messages, _media(question, sampling)) for question in samples]
     with WorkProgress("answers of transformers", len(samples), "samples") as progress:
         expected = reference.answer(inputs, max_new_tokens, _BATCH, progress.count)
     return [(q.sample.id, a, b) for q, a, b in zip(samples, answers, expected, strict=True)]
 
 
-def _images(question: Question) -> list[Any]:
-    if any(part.kind != "image" for part in question.sample.media()):
+def _media(question: Question, sampling: VideoSampling) -> list[Any]:
+    if any(part.kind not in ("image", "audio") for part in question.sample.media()):
         raise TesseraError(
-            f"sample {question.sample.id} contains a video or audio: only images and text can be compared",
-            fix="use samples of text and images",
+            f"sample {question.sample.id} contains a video: only images, audio and text can be compared",
+            fix="use samples without videos",
             code="media.video-not-comparable",
         )
-    return [decode(part, question.root, Limits(), VideoSampling()) for part in question.sample.media()]
+    return [decode(part, question.root, Limits(), sampling) for part in question.sample.media()]

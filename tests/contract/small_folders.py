@@ -87,7 +87,9 @@ def _export(name: str) -> Path:
     spec, config = resolve(ModelSection(family=family, preset=preset, config=ids))
     assert spec.processor is not None
     bounds = (
-        {"min_pixels": 1024, "max_pixels": 4096} if family in ("glm4v", "qwen2_vl", "qwen2_5_vl", "qwen3_vl") else {}
+        {"min_pixels": 1024, "max_pixels": 4096}
+        if family in ("glm4v", "qwen2_vl", "qwen2_5_omni", "qwen2_5_vl", "qwen3_vl")
+        else {}
     )
     module = spec.main.build(config)
     randomize(module, 0, 0.3)  # large enough that answers vary

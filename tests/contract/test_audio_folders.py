@@ -3,6 +3,8 @@ both give the same answers."""
 
 from __future__ import annotations
 
+import json
+import wave
 from pathlib import Path
 from typing import Any
 
@@ -94,3 +96,20 @@ def test_greedy_answers_are_those_of_transformers(answering: tuple[str, Path], c
     assert ours == theirs
     assert len(set(ours)) > 2  # it says something
     assert model.generate(batch, max_new_tokens=12) == loaded.processor.decode(theirs)
+
+
+def test_an_export_is_compared_with_transformers_on_a_recording(answering: tuple[str, Path], tmp_path: Path) -> None:
+    """The recording goes through transformers' own processor, and so do those of a data set."""
+    name, folder = answering
+    heard = (sound(HEARING[name].lengths[0]) * 32_767).astype("<i2")
+    with wave.open(str(tmp_path / "a.wav"), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(16_000)
+        file.writeframes(heard.tobytes())
+    content = [{"type": "audio", "audio": "a.wav"}, {"type": "text", "text": "What is said?"}]
+    talk = {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "Seven."}]}
+    (tmp_path / "data.jsonl").write_text(json.dumps(talk) + "\n", encoding="utf-8")
+    agreement = tessera.compare(folder, tmp_path / "data.jsonl", max_new_tokens=8)
+    assert agreement.complete, agreement.lines()
+    assert any("the same logits" in line and "with a recording" in line for line in agreement.lines())

@@ -24,6 +24,7 @@ from tessera.checkpoint.hf import load_folder
 from tessera.checkpoint.state import model_tensors
 from tessera.config.run_config import ModelSection
 from tessera.errors import TesseraError
+from tessera.inference.proof import prove_folder
 from tessera.models import resolve
 from tessera.models.qwen2_5_omni import SPEC
 from tessera.models.qwen2_5_omni.config import Qwen25OmniConfig
@@ -246,3 +247,12 @@ def test_who_tunes_the_thinker_of_a_full_folder_is_warned_of_its_talker(
     }
     tessera.train(recipe)
     assert ("hidden states of the thinker" in capsys.readouterr().err) == full
+
+
+def test_an_export_is_compared_with_transformers_on_an_image_and_sound(tmp_path: Path) -> None:
+    folder = small_folder("qwen2_5_omni", tmp_path)
+    spec, config = resolve(ModelSection(path=folder))
+    proof = prove_folder(folder, spec, config, "always")
+    assert not proof.problems
+    assert not proof.warnings
+    assert "with an image with a recording" in proof.line

@@ -91,7 +91,7 @@ class PackedRows(GuardedRows):
     @property
     def decodes_media(self) -> bool:
         """Return whether any sample has images, video or audio. True if the index does not count them."""
-        counted = [name for name in ("images", "frames", "patches") if name in self.index.names]
+        counted = [name for name in ("images", "frames", "patches", "audio_frames") if name in self.index.names]
         return not counted or any(
             bool(np.any(part.columns[name])) for part in self.index.parts if len(part) for name in counted
         )

@@ -39,7 +39,7 @@ MEL = Stream(
     projector="audio_projector",
     slots="audio_slots",
 )
-AUDIO_STREAMS: MediaStreams = {AUDIO: MediaStream(MEL, (AUDIO,), "audio_frames", "audio_pairs")}
+AUDIO_STREAMS: MediaStreams = {AUDIO: MediaStream(MEL, ("audio",), "audio_frames", "audio_pairs")}
 
 
 @dataclass(frozen=True)

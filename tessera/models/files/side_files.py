@@ -22,7 +22,9 @@ from tessera.runtime.files import leads_out, read_json, read_json_mapping
 
 IMAGE_FILE = "preprocessor_config.json"
 VIDEO_FILE = "video_preprocessor_config.json"
-BOTH_FILE = "processor_config.json"  # settings of the image and the video preprocessor in one file (newer folders)
+BOTH_FILE = "processor_config.json"  # settings of all preprocessors in one file (newer folders)
+# File of a preprocessor -> what processor_config.json calls its settings. Sound has the same file as images.
+_PARTS = {IMAGE_FILE: ("image_processor", "feature_extractor"), VIDEO_FILE: ("video_processor",)}
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
 GENERATION = "generation_config.json"
@@ -180,15 +182,16 @@ class _Writer:
 
     def write_preprocessors(self, origin: str) -> None:
         both = self._read_copied(BOTH_FILE)
-        for name, part in ((IMAGE_FILE, "image_processor"), (VIDEO_FILE, "video_processor")):
+        for name, parts in _PARTS.items():
             if name not in self._written:
                 continue
             if origin == "copied" and name in self._copied:
                 continue
-            if origin == "copied" and part in both:
+            if origin == "copied" and any(part in both for part in parts):
                 (self._target / name).unlink(missing_ok=True)
                 continue
-            both.pop(part, None)
+            for part in parts:
+                both.pop(part, None)
             (self._target / name).write_bytes(self._written[name])
         if origin == "written" and BOTH_FILE in self._copied:
             self._put(BOTH_FILE, {**both, **self._read_written(BOTH_FILE)})

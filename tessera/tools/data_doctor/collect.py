@@ -38,6 +38,7 @@ _WITH_TOKENS = (
     ("Length of a sample", "tokens", "tokens"),
     ("Trained on in a sample", "tokens", "trained"),
     ("Patches of a sample", "patches", "patches"),
+    ("Sound of a sample", "elements of the audio encoder", "audio_frames"),
     ("Text of a sample", "embeddings", "text"),
     ("Length of videos", "seconds", "seconds"),
 )

@@ -67,9 +67,9 @@ def _language_inputs(folder: Path, spec: ModelSpec, config: Any, ours: OurModel)
     if ours.processor is None:
         batch = ours.example()
         return batch, StockModel(folder), {"input_ids": tokens_of(batch)[None]}
-    images = ours.images()
-    batch, stock = ours.prompt(proof_messages(images)), TransformersReference(folder)
-    inputs = stock.inputs(proof_messages(images), images)
+    media = ours.media()
+    batch, stock = ours.prompt(proof_messages(media)), TransformersReference(folder)
+    inputs = stock.inputs(proof_messages(media), [part.value for part in media])
     if other_prompt(inputs["input_ids"][0].tolist(), tokens_of(batch).tolist()) is None:
         return batch, stock, in_float32(inputs)
     batch = ours.prompt(proof_messages([]))  # the chat template gives other tokens there: both get ours
