@@ -1,4 +1,4 @@
-"""What is particular to the processors of thinkers: sound, and videos whose sound track alternates with their frames."""
+"""What is particular to the processors of thinkers: sound, and sound tracks that alternate with the frames of videos."""
 
 from __future__ import annotations
 
