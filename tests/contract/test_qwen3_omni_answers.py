@@ -91,8 +91,8 @@ def noise(seconds: float, seed: int = 0) -> np.ndarray:
 def features(folder: Path, sounds: Sequence[np.ndarray]) -> dict[str, Tensor]:
     """Each sound alone: beside a longer one, a sound is padded with silence, and its last frames are others."""
     extractor = AutoFeatureExtractor.from_pretrained(folder)
-    asked = {"sampling_rate": RATE, "padding": True, "truncation": False, "return_attention_mask": True}
-    seen = [extractor(sound, **asked, return_tensors="pt") for sound in sounds]
+    options = {"sampling_rate": RATE, "padding": True, "truncation": False, "return_attention_mask": True}
+    seen = [extractor(sound, **options, return_tensors="pt") for sound in sounds]
     longest = max(one["input_features"].shape[-1] for one in seen)
     filled = [{name: torch.nn.functional.pad(x, (0, longest - x.shape[-1])) for name, x in one.items()} for one in seen]
     return {

@@ -1,5 +1,4 @@
-"""What is particular to the processor of Qwen2.5-Omni: sound, and videos whose sound track alternates with their
-frames."""
+"""What is particular to the processors of thinkers: sound, and sound tracks that alternate with the frames of videos."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from chats import clip, conversation, picture
-from grid_processors import OMNI_IDS, Qwen25OmniCase
+from grid_processors import OMNI3_IDS, OMNI_IDS, OmniCase
 from processor_families import PROCESSORS
 from transformers import WhisperFeatureExtractor
 
@@ -20,9 +19,11 @@ from tessera.models.processing.streams import media_size
 from tessera.models.qwen2_5_omni.processor import Qwen25OmniProcessor
 from tests.errors import raises
 
-case = PROCESSORS["qwen2_5_omni"]
-assert isinstance(case, Qwen25OmniCase)
-CASE: Qwen25OmniCase = case
+case, later = PROCESSORS["qwen2_5_omni"], PROCESSORS["qwen3_omni"]
+assert isinstance(case, OmniCase)
+assert isinstance(later, OmniCase)
+CASE: OmniCase = case
+LATER: OmniCase = later
 RATE = 16_000
 
 
@@ -72,25 +73,27 @@ def sizes_at(media: list[Any], rate: float | None) -> list[MediaSize]:
 
 
 @pytest.mark.parametrize("name", SHOWN)
-def test_tokens_and_positions_of_mixtures_are_the_references(name: str) -> None:
+@pytest.mark.parametrize(("case", "ids"), [(CASE, OMNI_IDS), (LATER, OMNI3_IDS)], ids=["qwen2_5_omni", "qwen3_omni"])
+def test_tokens_and_positions_of_mixtures_are_the_references(case: OmniCase, ids: dict[str, int], name: str) -> None:
     items, rate = SHOWN[name]
     kinds, media = [kind for kind, _ in items], [item for _, item in items]
     sample, sizes = conversation(*kinds), sizes_at(media, rate)
-    ours = CASE.processor.encode(sample, media, sizes)
-    assert ours.tokens.tolist() == CASE.tokens(sample, media, sizes, answer=False)
-    assert torch.equal(ours.positions, CASE.reference_positions(ours, sample, media, sizes))
+    ours = case.processor.encode(sample, media, sizes)
+    assert ours.tokens.tolist() == case.tokens(sample, media, sizes, answer=False)
+    assert torch.equal(ours.positions, case.reference_positions(ours, sample, media, sizes))
     question = Sample("one", sample.messages[:-1])
-    prompt = CASE.processor.prompt([sample], [media], [sizes])
-    assert prompt["tokens"].tolist() == CASE.tokens(question, media, sizes, answer=True)
-    measured = CASE.processor.measure(sample, sizes)
+    prompt = case.processor.prompt([sample], [media], [sizes])
+    assert prompt["tokens"].tolist() == case.tokens(question, media, sizes, answer=True)
+    measured = case.processor.measure(sample, sizes)
     assert {count: measured[count] for count in ours.counts} == ours.counts
     for name, stream in ours.streams.items():
         placed = ours.tokens[stream.slots]
-        expected = {"audio": {"<|AUDIO|>"}, "vision": {"<|IMAGE|>", "<|VIDEO|>"}}[name]
-        assert set(placed.tolist()) <= {OMNI_IDS[word] for word in expected}
+        words = case.processor.template.media
+        expected = {"audio": ("audio",), "vision": ("image", "video")}[name]
+        assert set(placed.tolist()) <= {ids[words[kind].word] for kind in expected}
         assert len(stream.slots.unique()) == len(stream.slots)
     slots = torch.cat([stream.slots for stream in ours.streams.values()])
-    assert sorted(slots.tolist()) == CASE.is_media(ours.tokens).nonzero()[:, 0].tolist()
+    assert sorted(slots.tolist()) == case.is_media(ours.tokens).nonzero()[:, 0].tolist()
 
 
 def test_a_silent_clip_beside_one_with_sound_is_written_as_before() -> None:
@@ -145,3 +148,34 @@ def test_a_folder_with_all_settings_in_one_file(tmp_path: Path) -> None:
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({**stored, "feature_size": 80}))
     with raises("media.audio-features-differ", "mel bins"):
         Qwen25OmniProcessor.load(CASE.config, tmp_path)
+
+
+@pytest.mark.parametrize("seconds", [0.301, 1.0, 2.005, 4.0, 11.1])
+def test_chunks_contain_the_frames_of_the_references_features(seconds: float) -> None:
+    """The middle frame of each element is every eighth frame of the reference, in chunks of a second. Windows of
+    attention have eight of them."""
+    waves = sound(seconds)
+    extractor = WhisperFeatureExtractor.from_pretrained(LATER.exported)
+    theirs = extractor(waves, sampling_rate=RATE, padding=True, truncation=False, return_tensors="np")
+    mel = theirs["input_features"][0]
+    encoded = LATER.processor.encode(conversation("audio"), [waves])
+    stream = encoded.streams["audio"]
+    assert mel.shape[1] == len(waves) // 160
+    assert stream.lengths == ((104, 41) if seconds > 11 else (LATER.heard(mel.shape[1]),))
+    middle = stream.tensors["mel"].view(-1, 16, 15)[:, :, 7]
+    at = [
+        chunk + frame for chunk in range(0, mel.shape[1], 100) for frame in range(0, min(100, mel.shape[1] - chunk), 8)
+    ]
+    np.testing.assert_allclose(middle.T.numpy(), mel[:, at], rtol=1e-4, atol=1e-4)
+    assert stream.tensors["mel_positions"][:, 0].max() <= 12
+    assert stream.tensors["mel_positions"][:, 1].unique().tolist() == [100]  # a last chunk is filled up
+
+
+def test_positions_between_frames_of_an_odd_rate_are_fractions() -> None:
+    media = [clip(30)]
+    encoded = LATER.processor.encode(conversation("video"), media, sizes_at(media, 3.0))
+    assert encoded.positions.dtype == torch.float32
+    assert (encoded.positions % 1).any()
+    assert LATER.processor.collate([[encoded]], len(encoded.tokens) + 3)["positions"].dtype == torch.float32
+    text = LATER.processor.encode(conversation(), [])
+    assert text.positions.dtype == torch.float32
