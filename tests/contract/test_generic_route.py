@@ -169,9 +169,9 @@ def test_a_class_answers_by_its_own_method_and_commands_for_many_requests_refuse
 
     folder = write_text_class("MistralForCausalLM", {**SIZES, "sliding_window": None}, tmp_path / "class")
     data = write_text_chats(tmp_path / "chats.jsonl")
-    with raises("generation.model-generates-itself", "class of transformers"):
+    with raises("generation.model-generates-itself", "family transformers"):
         tessera.generate_answers(folder, data, tmp_path / "answers.jsonl", device="cpu")
-    with raises("generation.model-generates-itself", "class of transformers"):
+    with raises("generation.model-generates-itself", "family transformers"):
         start_service(ModelOptions(folder, "cpu"), Settings("class", max_length=0))
     score = tessera.evaluate(folder, data=data, max_new_tokens=4, batch=4, device="cpu", out=tmp_path / "eval")
     model, processor = tessera.load(folder, device="cpu")

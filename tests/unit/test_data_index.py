@@ -404,7 +404,7 @@ def test_a_cache_without_a_hash_is_made_again_and_anyone_may_read_it(tmp_path: P
 def test_what_travels_to_a_worker_is_small_and_the_same(tmp_path: Path) -> None:
     path = many(tmp_path, 2000)
     index = build(path, cache_folder=tmp_path / "cache", length=30, workers=0)
-    assert len(pickle.dumps(index)) < 4000
+    assert len(pickle.dumps(index)) < 6000  # 3 bytes for each sample
     assert_same(travelled(index), index)
     held = build(path, length=30, workers=0)
     assert_same(travelled(held), index)

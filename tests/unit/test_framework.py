@@ -79,6 +79,7 @@ EFFECTIVE = {
 DEPENDENT = {
     *("train.generate_samples", "train.generate_tokens", "profile.memory", "profile.ranks"),
     *("evaluation.every", "evaluation.data", "evaluation.max_samples", "evaluation.max_new_tokens"),
+    *("evaluation.metric", "evaluation.functions"),
 }
 
 
