@@ -19,6 +19,8 @@ from tessera.models.llama import LLAMA3
 from tessera.models.processing.tokenizer import train_tokenizer
 from tessera.models.qwen2_5_omni.config import Qwen25OmniConfig
 from tessera.models.qwen2_5_omni.processor import OMNI
+from tessera.models.qwen3_omni.config import Qwen3OmniConfig
+from tessera.models.qwen3_omni.processor import QWEN3_OMNI
 
 VOCAB = 512
 CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -38,11 +40,13 @@ GLM_IDS = {
     "video_end_token_id": "<|end_of_video|>",
 }
 OMNI_IDS = dict(Qwen25OmniConfig.token_fields)
+OMNI3_IDS = dict(Qwen3OmniConfig.token_fields)
 # By a name of the case: family, preset, special words, and which of them the model knows by an id.
 CASES: dict[str, tuple[str, str, list[str], dict[str, str]]] = {
     "qwen2_vl": ("qwen2_vl", "quickstart", SEEN, QWEN_IDS),
     "qwen2_5_vl": ("qwen2_5_vl", "quickstart", SEEN, QWEN_IDS),
     "qwen2_5_omni": ("qwen2_5_omni", "quickstart", ["<|endoftext|>", *OMNI.special_words()], OMNI_IDS),
+    "qwen3_omni": ("qwen3_omni", "quickstart", ["<|endoftext|>", *QWEN3_OMNI.special_words()], OMNI3_IDS),
     "qwen3_vl": ("qwen3_vl", "quickstart", SEEN, QWEN_IDS),
     "qwen3_vl experts": ("qwen3_vl", "quickstart-moe", SEEN, QWEN_IDS),
     "glm4v": ("glm4v", "quickstart", ["<|endoftext|>", "</answer>", *GLM4V.special_words()], GLM_IDS),

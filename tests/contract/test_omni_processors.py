@@ -1,4 +1,4 @@
-"""What is particular to the processors of thinkers: sound, and sound tracks that alternate with the frames of videos."""
+"""What is particular to the processors of thinkers: sound, and sound tracks that alternate with frames of videos."""
 
 from __future__ import annotations
 

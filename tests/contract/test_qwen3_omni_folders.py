@@ -12,12 +12,14 @@ from hub_layouts import billions, changed, preset_of
 from parity import randomize, same_weights
 from qwen3_omni_cases import Qwen3Omni
 from safetensors.torch import save_file
+from small_folders import small_folder
 from transformers import AutoConfig, Qwen3OmniMoeThinkerForConditionalGeneration
 
 from tessera.checkpoint.hf import load_folder
 from tessera.checkpoint.state import model_tensors
 from tessera.config.run_config import ModelSection
 from tessera.errors import TesseraError
+from tessera.inference.proof import prove_folder
 from tessera.models import resolve
 from tessera.models.qwen3_omni import SPEC
 from tessera.models.qwen3_omni.config import Qwen3OmniConfig
@@ -198,3 +200,12 @@ def test_the_thinker_of_a_full_folder_is_read_and_written_alone(tmp_path: Path) 
         assert torch.equal(tensor, theirs[name]), name
     assert "talker" in str(spec.untrained_parts(tmp_path / "full"))
     assert spec.untrained_parts(tmp_path / "alone") is None
+
+
+def test_an_export_is_compared_with_transformers_on_an_image_and_sound(tmp_path: Path) -> None:
+    folder = small_folder("qwen3_omni", tmp_path)
+    spec, config = resolve(ModelSection(path=folder))
+    proof = prove_folder(folder, spec, config, "always")
+    assert not proof.problems
+    assert not proof.warnings
+    assert "with an image with a recording" in proof.line

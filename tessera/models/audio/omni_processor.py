@@ -63,7 +63,7 @@ class OmniProcessor(GridProcessor):
     @classmethod
     def load(cls, config: Any, folder: Path, **options: Any) -> Self:
         loaded = super().load(config, folder, **options)
-        chosen = build(cls.options, options, "data.processor")
+        chosen = build(OmniOptions, options, "data.processor")
         data, clips = read_extractor(Path(folder)), loaded.clips
         if "feature_extractor_type" in data:
             clips = cls.cutter(config, LogMel.read(data, str(folder)))
@@ -98,8 +98,7 @@ class OmniProcessor(GridProcessor):
 
     def named_tokens(self) -> dict[str, str]:
         named = {f"{kind}_token": words.word for kind, words in self.template.media.items()}
-        for name, kind in (("vision", "image"), ("audio", "audio")):
-            words = self.template.media[kind]
+        for name, words in (("vision", self.template.media["image"]), ("audio", self.template.media["audio"])):
             named |= {f"{name}_bos_token": words.before, f"{name}_eos_token": words.after}
         return named
 

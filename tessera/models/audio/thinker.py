@@ -7,6 +7,7 @@ from typing import Any
 
 from tessera.core.batch import Batch
 from tessera.models.audio.family import AudioFamily, with_clips
+from tessera.models.vision.family import GridFamily
 from tessera.weights.layouts import CONFIG_FILE, folder_layout
 
 # Names in folders of full models and of transformers' modules -> names of a thinker alone.
@@ -16,7 +17,7 @@ THINKER_NAMES = (
 )
 
 
-class ThinkerFamily(AudioFamily):
+class ThinkerFamily(AudioFamily, GridFamily):
     """Declare a thinker, before the family of its vision encoder among the base classes. Its configuration is an
     `OmniConfig`."""
 

@@ -40,7 +40,7 @@ class Qwen25OmniProcessor(OmniProcessor, Qwen25VLProcessor):
     seconds_per_chunk: int = 2  # seconds of a video that its sound follows, before the next frames
 
     @classmethod
-    def of_model(cls, config: Qwen25OmniConfig) -> dict[str, Any]:
+    def of_model(cls, config: Any) -> dict[str, Any]:
         return {
             **super().of_model(config),
             "window": config.vision.window,
