@@ -20,6 +20,7 @@ from chats import (
     in_pairs,
     write_words,
 )
+from omni_cases import rope_index_of
 from PIL import Image
 from processors import TEXT, ProcessorCase
 from torch import Tensor
@@ -27,12 +28,12 @@ from transformers import AutoTokenizer, Qwen2_5OmniThinkerConfig, Qwen3OmniMoeTh
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.glm4v.modeling_glm4v import Glm4vModel
 from transformers.models.glm4v.processing_glm4v import Glm4vProcessor as ReferenceGlm4v
-from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniThinkerModel
+from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniThinkerForConditionalGeneration
 from transformers.models.qwen2_5_omni.processing_qwen2_5_omni import Qwen2_5OmniProcessor as ReferenceOmni
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
-from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeThinkerModel
+from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeThinkerForConditionalGeneration
 from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import Qwen3OmniMoeProcessor as ReferenceOmni3
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor as ReferenceQwen3
@@ -361,7 +362,7 @@ class OmniCase(GridCase):
         kinds, images, videos = self.shapes(sample, sizes)
         with torch.device("meta"):
             model = self.model(self.thinker(**self.config.to_hf()))
-        positions, _ = model.get_rope_index(
+        positions, _ = rope_index_of(model)(
             encoded.tokens[None],
             images,
             videos,
@@ -374,7 +375,7 @@ class OmniCase(GridCase):
 
 
 class Qwen25OmniCase(OmniCase, Qwen25VLCase):
-    kind, model = Qwen25OmniProcessor, Qwen2_5OmniThinkerModel
+    kind, model = Qwen25OmniProcessor, Qwen2_5OmniThinkerForConditionalGeneration
     thinker, expansion, per_second = Qwen2_5OmniThinkerConfig, ReferenceOmni, 25
     further: ClassVar[dict[str, Any]] = {"get_chunked_index": partial(ReferenceOmni.get_chunked_index, None)}
     words: ClassVar[Sequence[str]] = OMNI_WORDS
@@ -396,7 +397,7 @@ class Qwen25OmniCase(OmniCase, Qwen25VLCase):
 
 
 class Qwen3OmniCase(OmniCase):
-    kind, image_class, model = Qwen3OmniProcessor, Qwen2VLImageProcessorPil, Qwen3OmniMoeThinkerModel
+    kind, image_class, model = Qwen3OmniProcessor, Qwen2VLImageProcessorPil, Qwen3OmniMoeThinkerForConditionalGeneration
     thinker, expansion, per_second = Qwen3OmniMoeThinkerConfig, ReferenceOmni3, 13
     side = 32
     words: ClassVar[Sequence[str]] = OMNI3_WORDS

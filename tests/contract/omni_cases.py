@@ -26,6 +26,11 @@ class Seen:
     with_sound: bool
 
 
+def rope_index_of(model: Any) -> Any:
+    """Return the method that numbers the positions of a thinker. Its class depends on the version of transformers."""
+    return model.get_rope_index if hasattr(model, "get_rope_index") else model.model.get_rope_index
+
+
 class Omni(Grids):
     """Before the class of the family's pictures among the bases."""
 
@@ -72,7 +77,7 @@ class Omni(Grids):
         ids = torch.tensor(tokens)
         seen = Seen(items, sounds, any(kind == "film" for kind, _ in media))
         inputs = self.shown_to(items)
-        positions, _ = pair.reference.model.get_rope_index(
+        positions, _ = rope_index_of(pair.reference)(
             ids[None],
             inputs.get("image_grid_thw"),
             inputs.get("video_grid_thw"),

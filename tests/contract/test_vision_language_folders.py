@@ -69,5 +69,7 @@ def test_a_base_model_without_its_head_has_other_names(name: str) -> None:
     family = VISION_LANGUAGE[name]
     number = next(n for n in range(len(family.shapes)) if family.config(n).tie_word_embeddings)
     pair = family.pair(number, 0)
+    if type(pair.reference.model).__name__.endswith("TextModel"):
+        pytest.skip("this version of transformers has no model of this family without its head")
     bare = {path.removeprefix("model."): tensor for path, tensor in family.state(pair.reference.model).items()}
     same_weights(pair.model, from_foreign(family.spec, pair.config, bare))

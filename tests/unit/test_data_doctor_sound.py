@@ -129,7 +129,7 @@ def test_page_draws_and_plays_recordings(rows: Path, tmp_path: Path) -> None:
         assert len(base64.b64decode(uri)) < 60_000
     assert len(page) < 30 * 100_000
     assert len(diagnosis.json()) < 100_000  # without drawings
-    assert {"Recordings of a sample", "Audio frames of a sample"} <= {one.title for one in diagnosis.histograms}
+    assert {"Recordings of a sample", "Sound of a sample"} <= {one.title for one in diagnosis.histograms}
 
 
 def test_drawing_and_preview() -> None:
