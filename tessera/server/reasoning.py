@@ -14,12 +14,6 @@ _THINK, _END = "<think>", "</think>"
 _ANSWER, _END_ANSWER = "<answer>", "</answer>"
 # Whether a family writes <answer> tags.
 _FAMILIES = {"qwen3": False, "qwen3_omni": False, "qwen3_vl": False, "internvl": False, "glm4v": True}
-    "qwen3": False,
-    "qwen3_omni": False,
-    "qwen3_vl": False,
-    "internvl": False,
-    "glm4v": True,
-}  # whether it writes <answer> tags
 
 
 def reasoning_for(family: str, prompt: str) -> ReasoningSplitter | None:
