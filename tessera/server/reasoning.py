@@ -12,7 +12,8 @@ State: TypeAlias = Literal["start", "reasoning", "behind", "answer", "content"]
 
 _THINK, _END = "<think>", "</think>"
 _ANSWER, _END_ANSWER = "<answer>", "</answer>"
-_FAMILIES = {"qwen3": False, "qwen3_vl": False, "internvl": False, "glm4v": True}  # whether it writes <answer> tags
+# Whether a family writes <answer> tags.
+_FAMILIES = {"qwen3": False, "qwen3_omni": False, "qwen3_vl": False, "internvl": False, "glm4v": True}
 
 
 def reasoning_for(family: str, prompt: str) -> ReasoningSplitter | None:

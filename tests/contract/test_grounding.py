@@ -61,7 +61,7 @@ ALONE = {
     "llava": "a dog[0.10, 0.20, 0.50, 0.90][0.25, 0.50]",
     "llava_onevision": "a dog[0.10, 0.20, 0.50, 0.90][0.25, 0.50]",
 }
-SAME_AS = {"qwen2_5_omni": "qwen2_5_vl"}
+SAME_AS = {"qwen2_5_omni": "qwen2_5_vl", "qwen3_omni": "qwen3_vl"}
 BOX = [20, 20, 100, 90]
 
 

@@ -16,6 +16,7 @@ from tessera.models.audio.features import LogMel
 from tessera.models.audio.omni_processor import OmniProcessor
 from tessera.models.audio.processor import ClipCutter
 from tessera.models.processing.chat import ChatTemplate, MediaWords
+from tessera.models.processing.grounding import Grounding
 from tessera.models.processing.streams import MediaLayout
 from tessera.models.qwen2 import QWEN_TURNS
 from tessera.models.qwen3_omni.config import Qwen3OmniConfig
@@ -39,6 +40,7 @@ QWEN3_OMNI = ChatTemplate(
 class Qwen3OmniProcessor(OmniProcessor, TableGridProcessor):
     version: ClassVar[str] = "qwen3_omni 1"
     chat: ClassVar[ChatTemplate] = QWEN3_OMNI
+    grounding: ClassVar[Grounding | None] = Grounding(json=True)
     files: ClassVar[GridFiles] = GridFiles(
         processor="Qwen3OmniMoeProcessor",
         image_bounds=(56 * 56, 16384 * 28 * 28),
