@@ -151,8 +151,12 @@ def audio_rules(shape: AudioShape, prefix: str, last_norm: str) -> list[Rule]:
 
 
 def with_clips(batch: Batch, shape: AudioShape, tokens: int) -> Batch:
-    """Return an example batch with clips of one length, which become about the last `tokens` tokens of the batch."""
-    count = max(1, min(EXAMPLE_CLIPS, tokens))
+    """Return an example batch with clips of one length, which become about the last `tokens` tokens of the batch.
+
+    No clip is longer than the stored position embeddings.
+    """
+    longest = shape.positions // shape.pool if shape.positions else tokens
+    count = max(1, min(max(EXAMPLE_CLIPS, -(-tokens // longest)), tokens))
     each = max(1, tokens // count)
     elements = each * shape.pool
     index = torch.arange(elements).repeat(count)
