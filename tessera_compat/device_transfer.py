@@ -27,7 +27,7 @@ from tessera.runtime import device as devices
 FOREIGN = "cuda"
 OWN_BRANCH = ("torch", "torch_npu", "transformers", "accelerate", "peft", "trl", "diffusers", "tessera")
 _DEVICE_KEYS = ("device", "device_type", "map_location", "device_id", "device_ids")
-# Functions of torch that take a device. `torch.device` itself is left: "cuda" stays a name, and its users translate it.
+# Functions of torch that take a device. `torch.device` is not replaced: functions that get "cuda" translate it.
 _FUNCTIONS = (
     *("arange", "as_tensor", "asarray", "bartlett_window", "blackman_window", "empty", "empty_like"),
     *("empty_permuted", "empty_strided", "eye", "from_file", "full", "full_like", "hamming_window"),
@@ -98,7 +98,7 @@ class Transfer:
         @functools.wraps(function)
         def translated(*args: Any, **kwargs: Any) -> Any:
             named = {key: self._translated(value) if key in _DEVICE_KEYS else value for key, value in kwargs.items()}
-            # Lists that are no devices stay the objects that they are.
+            # Positional lists are not devices: pass them as the same objects.
             plain = (self._translated(value) if type(value) not in (list, tuple) else value for value in args)
             return function(*plain, **named)
 
@@ -135,7 +135,7 @@ class Transfer:
     # ------------------------------------------------------------------------------------------ torch.cuda
 
     def _cuda_module(self) -> None:
-        """Let the public names of `torch.cuda` be those of the accelerator's module, where it has them."""
+        """Replace the public names of `torch.cuda` that the accelerator's module has, too."""
         here = torch.get_device_module(self._kind)
         for name in sorted(set(torch.cuda.__all__) & set(dir(here))):
             ours = getattr(here, name)

@@ -96,7 +96,7 @@ def count_missing(numbers: list[range], answered: np.ndarray) -> int:
 
 
 def _missing(answered: np.ndarray, world: dist.World) -> Iterator[range]:
-    """Yield the rows that this rank reads: of each of its blocks, from the first row without an answer to the last."""
+    """Yield the rows that this rank reads: in each of its blocks, from the first to the last row without an answer."""
     size = max(1, min(_BLOCK, len(answered) // (8 * world.size)))
     for first in range(world.rank * size, len(answered), world.size * size):
         missing = np.flatnonzero(~answered[first : first + size])

@@ -81,7 +81,7 @@ class FrozenWeights:
         return {"folder": str(self.folder), "files": files, "names": sorted(self.names)}
 
     def still_frozen(self, names: frozenset[str]) -> FrozenWeights | None:
-        """Return the entry without parameters that are not frozen any more: later checkpoints store those."""
+        """Return the entry for parameters that are still frozen: later checkpoints store all other parameters."""
         frozen = self.names & {f"{MODEL}{name}" for name in names}
         return replace(self, names=frozen) if frozen else None
 

@@ -42,9 +42,8 @@ class EditPipeline:
     captions: Captions  # used instead of the family's captions
     image: str = ""  # the token of the template that stands for an image
     each: str = ""  # text for each image; the joined texts replace {images} in the template, {} is the image number
-    # Area of a resized image in pixels, for the text encoder and for the VAE. None: the same size for both.
-    shown_pixels: int | None = None
-    pixels: int = 1 << 20
+    shown_pixels: int | None = None  # area of an image resized for the text encoder; None: same size as for the VAE
+    pixels: int = 1 << 20  # area of an image resized for the VAE
     multiple: int = 32  # height and width of resized images are multiples of this
     processor: str = "processor"  # folder name of the text encoder's image preprocessor
 

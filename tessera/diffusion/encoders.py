@@ -299,8 +299,8 @@ class Encoders:
     def edit_prompts(
         self, texts: Sequence[str], images: Sequence[Image.Image], pixels: int, device: torch.device
     ) -> list[TextEmbedding]:
-        """Return the embeddings of prompts by a text encoder that also reads the images to edit. `pixels`: size of the
-        images."""
+        """Return prompt embeddings of a text encoder that also reads images to edit. `pixels`: area of the images for
+        the VAE."""
         assert self.edit_images is not None, "images for a model that does not edit were refused"
         edit = replace(self.edit_images, pixels=pixels)
         reader = EditReader(edit, CaptionTokenizer.load(self.parts.folder, edit.edit.captions))
@@ -316,7 +316,7 @@ class Encoders:
 
     @torch.no_grad()
     def references(self, images: Sequence[Image.Image], pixels: int, device: torch.device) -> SampleConditions:
-        """Return images to edit as latent tokens. `pixels`: the size to which each image is resized."""
+        """Return images to edit as latent tokens. `pixels`: the area to which each image is resized."""
         assert self.edit_images is not None, "images for a model that does not edit were refused"
         edit = replace(self.edit_images, pixels=pixels)
         with self._use(VAE, Autoencoder) as vae:

@@ -79,7 +79,7 @@ class PipelineFolder:
         return FrameEncoder(encoder, read_frame_form(self.folder, type(encoder).__name__, encoder.config))
 
     def image_processor(self, name: str) -> Any:
-        """Return an image processor of transformers from the folder. `name`: of its component."""
+        """Return the image processor of transformers from the folder of the component `name`."""
         folder = self.layout.component_folder(name)
         try:
             from transformers import AutoImageProcessor

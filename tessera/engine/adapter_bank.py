@@ -28,12 +28,12 @@ _TOKENS = 4096  # initial size of the table of tokens
 
 
 class AdapterBank:
-    """Hold adapters by name, and add to each row of a call what its adapter adds.
+    """Hold adapters by name, and apply to each row of a call its adapter.
 
     With no adapter loaded, or none selected, the model computes exactly what it computes without a bank. A layer gets
     storage for adapters when the first adapter for it is loaded, and keeps it: loading and unloading adapters of the
     same layers then changes no address. `version` counts the changes of addresses. A caller that has captured calls in
-    CUDA graphs captures them again when it changes.
+    CUDA graphs captures them again when `version` changes.
     """
 
     def __init__(

@@ -72,7 +72,7 @@ class BlockPool:
             self._with_key[key] = block
 
     def discard(self, blocks: Iterable[int]) -> list[int]:
-        """Let no later request reuse those of these blocks that are free, and return them."""
+        """Return the free blocks among these. No later request can reuse their contents."""
         free = [block for block in blocks if not self._users[block]]
         for block in free:
             self._forget(block)

@@ -24,10 +24,10 @@ from tessera.models.processing.tokenizer import ChatEncoder
 
 _LONGEST = 128 << 10  # characters of a constraint
 _QUICK = 2000  # characters of a constraint that compiles in a tenth of a second
-_SECONDS, _GIB = 3, 4  # of CPU time and memory for the compilation of a constraint
+_SECONDS, _GIB = 3, 4  # limits of CPU time and memory to compile a constraint
 _MOST_GRAMMARS = 32  # compiled grammars in the cache
 _LARGEST_MULTIPLE = 50_000  # the automaton of `multipleOf` has this many states
-_MOST_LEXER_STATES = 50_000  # 1 to 2 kB each, for each answer
+_MOST_LEXER_STATES = 50_000  # states per answer, 1 to 2 kB each
 _STEP_FUEL = 100_000  # limits a step to about 10 ms, and the memory of its expressions
 # Between the elements of JSON. Without a limit, a weak model writes blanks until its answer is at its longest.
 _BLANKS = {"whitespace_pattern": r"\n?[ ]{0,32}"}
@@ -50,7 +50,7 @@ class Grammars:
         """Return the state of an answer without tokens."""
         with self._lock:
             compiled = self._compiled.get(constraint)
-        if compiled is None:  # others do not wait meanwhile
+        if compiled is None:  # compile without holding the lock
             compiled = self._compile(constraint)
         with self._lock:
             self._compiled[constraint] = compiled
@@ -81,7 +81,7 @@ class Grammars:
     def _after_a_token(self, matcher: Any) -> Any:
         """Return the state after a possible first token.
 
-        Much of the work is done for it: a grammar that is too large is refused before the first step of its answer.
+        The first token causes much of the work: a grammar that is too large fails here, before its answer begins.
         """
         trial = matcher.deep_copy()
         if trial.is_error():
@@ -155,7 +155,7 @@ def is_quick(constraint: Constraint) -> bool:
 
 def _check_effort(grammar: str) -> None:
     """Compile a grammar in another process, which ends when its limits of time and memory are reached."""
-    # -P: the folder of the program has modules whose names others have, too.
+    # -P: do not import the program's neighbours, whose names other modules have, too.
     program = [sys.executable, "-P", str(Path(__file__).with_name("grammar_check.py")), str(_SECONDS), str(_GIB)]
     done = subprocess.run(program, input=grammar.encode(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     if done.returncode < 0:

@@ -76,17 +76,17 @@ class Engine:
         self._pool = BlockPool(0 if grows else self._most_blocks, limits.block_size)
         self._runner.allocate(self._pool.blocks)
         self._sampler = Sampler(limits.rows, self._vocabulary, model.device)
-        # Not a method: the cache would then be a part of a cycle, whose memory is free only after a garbage collection.
+        # Not a method: the cache would be in a reference cycle, which only garbage collection frees.
         grow = partial(_grow, self._pool, self._runner, self._most_blocks)
         self._scheduler = Scheduler(self._pool, limits, grow, self._sampler.leave)
         self._grammars: dict[frozenset[int], Grammars] = {}
         self._decoders = {skip: decoder_of(model.processor, skip) for skip in (True, False)}
-        # They hash media while this thread goes on: an image of 0.2 megapixels takes 1 to 2 ms.
+        # Separate threads hash media: an image of 0.2 megapixels takes 1 to 2 ms.
         self._threads = ThreadPoolExecutor(_HASHING_THREADS, thread_name_prefix="engine-hash")
         self._numbers = count()
         self._states: dict[int, RequestState] = {}
         self._flight: Flight | None = None
-        self._deltas: list[Delta] = []  # of requests that ended between steps
+        self._deltas: list[Delta] = []  # deltas of requests ended between steps
         self._leaving: set[str] = set()  # adapters that are being unloaded
         self._versions: dict[str | None, int] = {}  # how often adapters were loaded, and weights replaced (None)
         self._counters = _Counters()
@@ -197,7 +197,7 @@ class Engine:
             self._flight = None
             for state in [*self._scheduler.running]:
                 self._deltas.append(self._fail(state, call_failed(error)))
-            for state in self._scheduler.waiting:  # preempted ones sample the tokens of the lost call again
+            for state in self._scheduler.waiting:  # preempted requests sample the lost call's tokens again
                 state.pending = 0
         deltas, self._deltas = self._deltas, []
         return deltas
@@ -217,7 +217,7 @@ class Engine:
         for part in parts:
             if part.start < part.state.prompt_length:
                 self._counters.prefilled += min(part.new, part.state.prompt_length - part.start)
-        if constrained:  # masks depend on the tokens before; the call runs meanwhile
+        if constrained:  # masks need the previous call's tokens; this call runs meanwhile
             self._read(previous)
         self._flight = self._sample(parts, logits, self._masks(parts) if constrained else {})
         if not constrained:
@@ -235,7 +235,7 @@ class Engine:
                 state.in_sampler = True
         if rows:
             numbers = [state.row for state in rows if state.row is not None]
-            every = next(iter(masks.values()), None)  # rows without a constraint do not read theirs
+            every = next(iter(masks.values()), None)  # unread placeholder for rows without a constraint
             stacked = None if every is None else torch.stack([masks.get(state, every) for state in rows])
             on_device = None if stacked is None else stacked.to(self.model.device, non_blocking=True)
             flight.take(self._sampler.sample(flight.logits, numbers, on_device))
@@ -418,7 +418,7 @@ class Engine:
         grammars = self._grammars.get(stop_tokens)
         if grammars is None:  # each set of stop tokens, which clients choose, needs megabytes
             while len(self._grammars) >= _MOST_GRAMMARS:
-                self._grammars.pop(next(iter([*self._grammars])), None)  # another thread may do the same
+                self._grammars.pop(next(iter([*self._grammars])), None)  # another thread may remove it first
             grammars = self._grammars[stop_tokens] = Grammars(processor.encoder, self._vocabulary, stop_tokens)
         return grammars
 

@@ -96,7 +96,7 @@ class Flight:
             yield SampledToken(part.state, token, bool(nan), logprob)
 
     def prompt_logprobs(self) -> Iterator[tuple[CallPart, list[TokenLogprob | None]]]:
-        """Yield the log-probabilities of prompts: those of the tokens after the first of each part."""
+        """Yield the log-probabilities of the prompt tokens that each part predicts."""
         for part, tokens, logprobs in self._prompts:
             counts = [part.state.request.prompt_logprobs] * len(tokens)
             yield part, [] if logprobs is None else logprobs.entries(tokens, counts)

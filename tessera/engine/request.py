@@ -104,12 +104,12 @@ class Finish:
     """State why an answer ended, and count its tokens."""
 
     reason: Literal["stop", "length", "aborted", "error"]
-    stop: str | int | None = None  # the stop string or the stop token that ended it
+    stop: str | int | None = None  # the stop string or stop token that ended the answer
     error: TesseraError | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0  # tokens of the prompt whose keys and values were reused
     new_tokens: int = 0  # including a stop token
-    logprob: TokenLogprob | None = None  # of the stop token that ended it, if log-probabilities were asked for
+    logprob: TokenLogprob | None = None  # log-probability of the stop token, if log-probabilities were asked for
 
 
 class Delta(NamedTuple):

@@ -57,7 +57,7 @@ class _Group:
 
 @dataclass(frozen=True)
 class _Limit:
-    """Hold top_k and top_p of those sampled rows that one search for a threshold serves."""
+    """Hold top_k and top_p of the sampled rows whose thresholds one search finds."""
 
     group: _Group
     depth: int  # number of largest scores to search
@@ -67,7 +67,7 @@ class _Limit:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Hold what a call does, until a row joins or leaves."""
+    """Hold the settings of calls, until a row joins or leaves."""
 
     rows: tuple[int, ...]
     barred: tuple[int, ...]  # rows that may not sample their stop tokens yet

@@ -91,7 +91,7 @@ class HeldOutBenchmark:
             begin += len(source)
 
     def protocol(self) -> dict[str, Any]:
-        """Return JSON of what scores depend on."""
+        """Return the settings that determine scores, as JSON."""
         return {
             "task": self.name,
             "variant": self.variant,

@@ -27,7 +27,7 @@ from tessera.runtime.files import open_regular, read_bytes
 from tessera.version import __version__, package_versions
 
 _PARTS, _PART_BYTES = 16, 1 << 16  # 16 blocks of 64 KiB, evenly spaced, are hashed of each large file
-_NOT_SETTINGS = ("encoder", "train_on", "last_only", "template", "config")  # or hashed beside
+_NOT_SETTINGS = ("encoder", "train_on", "last_only", "template", "config")  # or hashed separately
 
 _NAMES = ("task", "source", "files")  # keys of `task` and `task.data` that name what other keys contain or hash
 
@@ -40,7 +40,7 @@ class Digest(Protocol):
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """Name a model, and hold what of it scores depend on besides its weights."""
+    """Hold a model's name, weights hash, and further settings that scores depend on."""
 
     name: str
     weights: str  # hash
@@ -147,7 +147,7 @@ def compared(protocol: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def protocol_differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return what forbids to compare two results. Processors of two families always differ, and are left out."""
+    """Return differences that make results incomparable. Processors of two families always differ, and are left out."""
     parts = [compared(each) for each in (first, second)]
     processing = [part.get("processing", {}) for part in parts]
     if processing[0].get("family") != processing[1].get("family"):

@@ -18,8 +18,8 @@ from tessera.observe.report.answers import RECORDING
 from tessera.runtime.files import read_json_mapping, replace_file
 
 MOST_CARDS = 600  # answers of a benchmark that a report shows
-MOST_IMAGES = 240  # of a benchmark
-_MOST_RECORDINGS = 60  # of a benchmark
+MOST_IMAGES = 240  # images of a benchmark that a report shows
+_MOST_RECORDINGS = 60  # recordings of a benchmark that a report shows
 _PER_QUESTION = 6
 _FOLDER = "images"
 
@@ -54,10 +54,7 @@ def write_thumbnails(out: Path, benchmark: Benchmark, rows: Sequence[Row], metri
 
 
 def read_thumbnails(out: Path, title: str) -> dict[str, list[tuple[str, tuple[int, int]]]]:
-    """Return the copies of each question by its index: file name, and width and height of the image.
-
-    Recordings follow the images, and have the size 0 x 0.
-    """
+    """Return {index of a question: copied images, then recordings}, each as file name and size in pixels."""
     path = _list_of(out, title)
     if not path.exists():
         return {}

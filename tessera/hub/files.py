@@ -141,7 +141,7 @@ def data_files(names: Sequence[str], id: HubId, split: Split, include: Sequence[
         raise TesseraError(what, allowed=allowed, fix=fix, code="hub.unknown-split")
     pattern = _pattern(chosen, readable)
     if pattern is None:
-        raise TesseraError(f"{id} contains several data sets", allowed=allowed, fix=fix, code="hub.several-datasets")
+        raise TesseraError(f"{id} has several groups of files", allowed=allowed, fix=fix, code="hub.several-datasets")
     return DataFiles(_with_media(chosen, pattern, readable), pattern)
 
 

@@ -225,7 +225,7 @@ def _fill_weights(
     adapters: Mapping[str, Adapter],
     shards: Path | None,
 ) -> None:
-    """Read the weights of this rank from a Hugging Face folder, a run, a checkpoint, adapters or shards."""
+    """Read this rank's weights from a Hugging Face folder, run, checkpoint or adapters, or from `shards`."""
     section, expected = source.section, [name for name in meta.names if name not in meta.fresh]
     if source.origin == "adapters":
         assert section.path is not None

@@ -229,8 +229,8 @@ class TextDecoder(nn.Module):
     def join_projections(self) -> None:
         """Make weights of linear maps with the same input adjacent in memory: decoding multiplies them at once.
 
-        Parameters stay what they are, with the same names and values. Those that are trained are not moved, because
-        optimizers may hold their addresses.
+        Parameters keep their names and values. Trained parameters are not moved, because optimizers may hold their
+        addresses.
         """
         for layer in self.layers:
             for linears in layer.projections() if isinstance(layer, DecoderLayer) else ():

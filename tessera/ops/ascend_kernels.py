@@ -23,7 +23,7 @@ NEEDS: dict[str, Any] = {
 }
 _MASK = 2048  # side of the compressed causal mask, for sequences of any length
 _CAUSAL = 3  # sparse mode: the compressed mask, aligned with the last query and the last key
-_MOST_SEGMENTS = 1024  # of one call
+_MOST_SEGMENTS = 1024  # limit on the segments of one call
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

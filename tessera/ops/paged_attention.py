@@ -20,15 +20,15 @@ class AttentionLaunch(NamedTuple):
     """Choose how the kernel is launched, the same for any number of rows. `bench/decode_kernels.py` compares some."""
 
     part: int  # tokens of a part
-    most: int  # parts of a row: those of rows with more than part x most tokens are longer
+    most: int  # largest number of parts of a row; longer rows have longer parts
     tile: int  # tokens that a thread block reads at once
     warps: int
-    stages: int  # of the pipeline of loads, of which the loads of the table take some; 1: no pipeline
-    combine_warps: int = 4  # of the kernel that combines parts
+    stages: int  # stages of the load pipeline; loads of the table use some stages; 1: no pipeline
+    combine_warps: int = 4  # warps of the kernel that combines parts
 
 
 LAUNCH = AttentionLaunch(part=128, most=64, tile=128, warps=4, stages=2)
-_TILE_BYTES = 32768  # the most bytes of the keys of a tile
+_TILE_BYTES = 32768  # limit on the bytes of a tile's keys
 
 
 def paged_attention(
@@ -79,7 +79,7 @@ def paged_attention(
             WIDTH=width,
             PART=launch.part,
             MOST=launch.most,
-            MANY=16,  # always: the order of sums depends on it
+            MANY=16,  # fixed, because the order of sums depends on MANY
             num_warps=launch.combine_warps,
         )
     return out

@@ -191,7 +191,7 @@ def _mesh(plan: ExpertPlan, mesh: Mesh) -> DeviceMesh:
         return mesh.view(EP if plan.tp == 1 else TENSOR)
     parts = mesh.axes.views[TENSOR]
     with warnings.catch_warnings():
-        # As in `slice_flattened_mesh`.
+        # This slicing is deprecated, see `slice_flattened_mesh`.
         warnings.filterwarnings("ignore", message="Slicing a flattened dim")
         return mesh.root[EP, parts[0] if len(parts) == 1 else TENSOR]
 

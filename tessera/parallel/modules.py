@@ -105,7 +105,7 @@ def _blocks(
             raise TesseraError(
                 f"{path} is in parallel.wrap, and {outer} is in parallel.ignore",
                 where="parallel.wrap and parallel.ignore",
-                fix="name it in one of the two",
+                fix=f"remove {path} from parallel.wrap, or {outer} from parallel.ignore",
                 code="layout.wrapped-and-ignored",
             )
         if path in at_root:

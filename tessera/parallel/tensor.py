@@ -41,7 +41,7 @@ class TensorPlan:
     inner: Mapping[str, Split] = field(default_factory=dict)
     # Paths of norms over features that are split over ranks: each rank has a part of them.
     feature_norms: tuple[str, ...] = ()
-    decoder: str = ""  # with `sequence`: the module inside of which tokens are sharded
+    decoder: str = ""  # if `sequence`: the module in which tokens are sharded
 
     def in_decoder(self, path: str) -> bool:
         return self.sequence and home(path, [self.decoder]) is not None
@@ -124,7 +124,7 @@ def _layers(styles: Mapping[str, TensorStyle], module: nn.Module, experts: Seque
     for name, style in styles.items():
         path, _, kind = name.rpartition(".")
         if kind == "bias" and styles.get(f"{path}.weight") == "row" and style != "replicate":
-            # It is added to the sum over all ranks. Under `sequence`, its gradient would be summed twice.
+            # The bias is added to the sum over ranks. Under `sequence`, its gradient would be summed twice.
             raise TesseraError(
                 f"{name} has the style {style}: the bias of a layer that is split by row is replicated",
                 where="the `tensor` table in the model's plan",

@@ -392,8 +392,8 @@ class Graph:
     """Hold the kernels that a function launches on a device that supports "graphs", and launch them again at once."""
 
     def __init__(self, device: torch.device, run: Callable[[], torch.Tensor], pool: Any = None) -> None:
-        """Run the function twice: to compile its kernels, then to capture them. `pool`: of another graph, whose memory
-        this one may reuse: its output then holds until either is launched."""
+        """Run the function twice: to compile its kernels, then to capture them. `pool`: memory pool of
+        another graph, to be shared. The output is then valid until either graph is launched."""
         with torch.cuda.device(device):
             side = torch.cuda.Stream(device)
             side.wait_stream(torch.cuda.current_stream(device))

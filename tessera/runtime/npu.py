@@ -145,7 +145,7 @@ def load(machine: Machine | None = None) -> None:
 
 
 def explained(error: BaseException | None, machine: Machine | None = None) -> TesseraError:
-    """Return the first obstacle with the number of others. `error`: what the extension raised, if it raised."""
+    """Return the first obstacle, whose fix names the further ones. `error`: error of the extension, if any."""
     reasons = obstacles(machine)
     if not reasons:
         said = f": {first_line(error)}" if error is not None else ""

@@ -80,10 +80,10 @@ class Mailbox:
 
 @dataclass(frozen=True)
 class Submitters:
-    """Hold threads that pass requests to the engine: compiling a constraint takes seconds, and others do not wait."""
+    """Hold threads that pass requests to the engine: other requests do not wait while a constraint compiles."""
 
     plain: Executor
-    quick: Executor  # of constraints that compile at once
+    quick: Executor  # for constraints that compile quickly
     slow: Executor
 
     def of(self, request: Request) -> Executor:
@@ -106,7 +106,7 @@ class AnswerGroup:
         self._engine = engine
         self._mailbox = mailbox
         self._submitters = submitters
-        self._numbers: dict[int, int] = {}  # number in the engine of each answer that is not complete
+        self._numbers: dict[int, int] = {}  # index of an incomplete answer -> its number in the engine
         self._waiting: dict[int, Delta] = {}
         self._arrived = asyncio.Event()
         self._remaining = 0

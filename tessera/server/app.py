@@ -40,8 +40,8 @@ from tessera.version import __version__
 
 B = TypeVar("B", bound=Body)
 Result: TypeAlias = dict[str, Any] | AsyncGenerator[dict[str, Any], None]
-_HEALTH_S = 60.0  # the longest step of an engine that is well
-_STATS_S = 2.0  # time in which the engine reports its figures
+_HEALTH_S = 60.0  # longest step of a healthy engine
+_STATS_S = 2.0  # longest wait for the engine's figures
 
 
 class Json(Response):

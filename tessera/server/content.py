@@ -30,7 +30,7 @@ def chat_messages(
 ) -> list[dict[str, Any]]:
     """Return messages as {role, content parts}. Tools are listed in the system message.
 
-    `continues`: the model continues the last message. Otherwise, it must not be of the assistant.
+    `continues` True: the model continues the last message; False: raise if the assistant wrote it.
     """
     if len(messages) > settings.max_messages:
         raise ApiError(
@@ -132,7 +132,7 @@ def media_source(url: str, where: str, settings: Settings) -> str:
 
 
 def _local_file(url: str, where: str, settings: Settings) -> str:
-    """Return the path in a file: URL. Whether it leads out of the allowed folder is checked where it is opened, too."""
+    """Return the path in a file: URL. Opening the file also checks that it is in the allowed folder."""
     if settings.allow_files is None:
         raise ApiError(
             400,

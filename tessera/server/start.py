@@ -43,7 +43,7 @@ class ModelOptions:
     dtype: str | None = None
     family: str | None = None
     trust: bool = False
-    adapters: Mapping[str, Path] = field(default_factory=dict)  # by their served names
+    adapters: Mapping[str, Path] = field(default_factory=dict)  # served name -> folder of the adapter
     max_length: int | None = None  # None: the context of the model, or what the cache holds
     rows: int = 256
     blocks: int | None = None

@@ -94,7 +94,7 @@ def truncate_ledger(path: Path, step: int, segments: Sequence[Segment]) -> None:
         if last <= step:
             closed = max(closed, last)
             continue
-        if first <= step:  # the segment has steps to keep: decompress it into the file, which is truncated at the end
+        if first <= step:  # the segment has steps to keep: decompress it; `truncate_after` removes later steps
             replace_file(path, _unpacked(segment))
         segment.unlink()
     truncate_after(path, step)
@@ -235,8 +235,8 @@ class Quarantine(Callback):
         max_bad_share: float = 1.0,
         guarded: Callable[[], Container[str]] = tuple,
     ) -> None:
-        """Take the samples that the data index left out. `from_index`: the first of them, with reasons. `in_all`: how
-        many they are. `guarded`: returns the ids that the guard leaves out; they do not count as unusable."""
+        """`from_index`: the first samples that the data index left out, with reasons. `in_all`: number of all samples
+        that it left out. `guarded`: returns the ids that the guard leaves out, which do not count as unusable."""
         self._from_index = [BadSample(*bad) for bad in from_index]  # known before training
         self._unlisted = max(0, in_all - len(self._from_index))
         self._max_bad_share, self._guarded = max_bad_share, guarded

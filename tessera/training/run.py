@@ -161,7 +161,7 @@ def resume(
 
 
 def _start_framework(config: RunConfig) -> None:
-    """Check the framework of the recipe, and take the place of this process among those that its launcher started."""
+    """Check the framework of the recipe. A process of msrun gets its rank, or serves as scheduler."""
     if config.framework == "torch" and "MS_ROLE" in os.environ and "RANK" not in os.environ:
         raise TesseraError(
             "msrun started this process, and the recipe trains on torch, whose ranks msrun does not describe",

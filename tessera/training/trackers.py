@@ -221,7 +221,7 @@ class _Writer:
     def __init__(self, name: str, tracker: Tracker, folder: Path, *, from_start: bool) -> None:
         self._name, self._tracker, self._path = name, tracker, folder / "metrics.jsonl"
         self._position = 0 if from_start else self._size()  # number of bytes of the file that were read
-        self._lock = threading.Lock()  # of the position
+        self._lock = threading.Lock()  # guards `_position`
         self._news, self._ending, self._failed = threading.Event(), False, False
         self._thread = threading.Thread(target=self._write, name=f"tessera-{name}", daemon=True)
         self._thread.start()

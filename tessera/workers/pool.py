@@ -27,7 +27,7 @@ PoolWork = Callable[[Any, Note], Any]  # (item, note) -> result; the work calls 
 
 _SMALL = 1 << 14  # bytes that fit into the buffer of a socket while the other process does not read
 _SERVERS = 3  # number of killed servers after which the pool raises
-_TRIES = 3  # limit of attempts for an item if its workers end, but not during the work on it
+_TRIES = 3  # limit of attempts for an item whose workers end before or after the work on it
 
 
 def no_note(number: int) -> None:

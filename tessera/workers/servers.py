@@ -49,7 +49,7 @@ _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Hold the settings of the user's process that its workers inherit."""
+    """Hold the user's working folder, import path, environment and main module, for workers."""
 
     folder: str
     path: list[str]

@@ -37,7 +37,7 @@ class SourceFile:
     path: Path
     name: str  # path inside of the analysed folder, with slashes
     kind: FileKind
-    text: str  # of a notebook: its code cells, one after the other
+    text: str  # file content, or the joined code cells of a notebook
     encoding: str = "utf-8"
     cells: tuple[tuple[int, int], ...] = ()  # of a notebook: (number of the cell, its first line in `text`)
     commands: tuple[tuple[int, str], ...] = ()  # shell commands of a script or notebook: (line in `text`, command)
@@ -81,9 +81,9 @@ def read_sources(root: Path) -> tuple[list[SourceFile], list[Unread]]:
             if path.is_symlink() and not single:
                 if leads_out(path, root):
                     unread.append(Unread(name, "a link that leads out of the folder"))
-                continue  # its target is read by its own name
+                continue  # linked files are read under their own names
             files.append(_read(path, name))
-        except (OSError, ValueError, SyntaxError, RecursionError, LookupError) as error:  # of unknown encodings
+        except (OSError, ValueError, SyntaxError, RecursionError, LookupError) as error:  # or unknown encoding
             unread.append(Unread(name, first_line(error)))
     if not files and not unread:
         raise TesseraError(

@@ -76,7 +76,7 @@ class ModelHub:
 
     MODEL_MAPPINGS: ClassVar[
         dict[str, type[nn.Module]]
-    ] = {}  # model_id -> class; scripts add their classes, and those of transformers are found without an entry
+    ] = {}  # model_id -> class; scripts add their classes; classes of transformers need no entry
 
     @staticmethod
     def build(config: Any, transformer_config: Any) -> type[nn.Module]:

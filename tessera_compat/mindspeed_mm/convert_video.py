@@ -33,7 +33,7 @@ from tessera_compat.shards.layout import MegatronLayout, parse_layout
 from tessera_compat.shards.resplit import resplit
 from tessera_compat.shards.weight_form import FAMILIES as FORMS
 
-Options = Mapping[str, Any]  # by dotted key, without the leading `cfg.`
+Options = Mapping[str, Any]  # dotted key without the leading `cfg.` -> value
 _TARGET = "target_parallel_config."
 _PIPELINES = ("wan", "cogvideox")  # families whose jobs support pipeline parallelism
 _TENSORS = ("hunyuan_video", "cogvideox")  # families whose jobs support tensor parallelism

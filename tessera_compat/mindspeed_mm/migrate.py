@@ -260,7 +260,7 @@ def _check_entry(launch: Launch) -> None:
         )
     if name not in (*_TRAINING, *ENTRIES, FSDP_TRAINER.name):
         raise TesseraError(
-            f"the entry point {name} is not supported",
+            f"the Python script {name} is not supported",
             where=launch.where,
             allowed=[*_TRAINING, *ENTRIES, str(FSDP_TRAINER)],
             code="job.unknown-entry",

@@ -115,7 +115,7 @@ class KeyRule:
         "not needed"  # if `target` and `allowed` are empty; null, false, 0 and empty values are "not needed"
     )
     convert: Callable[[Any], Any] | None = None
-    yields: bool = False  # if another key sets the same recipe key, use the other
+    yields: bool = False  # another key that sets the same recipe key takes precedence
 
 
 def sets(target: str, convert: Callable[[Any], Any] | None = None, *, yields: bool = False) -> KeyRule:

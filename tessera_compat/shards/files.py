@@ -301,7 +301,7 @@ def _models(path: Path, iterations: dict[Any, Path]) -> list[dict[str, StoredTen
     content = read_torch_file(path, CLASSES)
     if not isinstance(content, dict):
         raise TesseraError(
-            "the file contains no mapping with a model", where=str(path), code="weights.no-model-in-file"
+            "the file contains no dictionary with a model", where=str(path), code="weights.no-model-in-file"
         )
     if isinstance(number := content.get("iteration"), int):
         iterations.setdefault(number, path)

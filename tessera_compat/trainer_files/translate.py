@@ -40,7 +40,7 @@ _FSDP = (
 
 
 def trainer_of(data: Any) -> str:
-    """Return whose file it is, by its keys; "" if nobody's that is known."""
+    """Return the trainer of a file, by its keys; "" if it is unknown."""
     if not isinstance(data, Mapping):
         return ""
     if {"zero_optimization", "train_micro_batch_size_per_gpu"} & set(data):
@@ -57,7 +57,7 @@ def trainer_of(data: Any) -> str:
 
 
 def read_trainer_file(path: Path) -> dict[str, Any] | None:
-    """Read a file of another trainer. Return None for a file of nobody that is known."""
+    """Read a file of another trainer. Return None if the trainer is unknown."""
     if path.suffix not in (".json", ".yaml", ".yml"):
         return None
     data = read_job_file(path)
@@ -262,7 +262,7 @@ class _Translation:
         self.report.add(source, key, value, outcome, note)
 
     def _file_of(self, name: str, flat: Mapping[str, Any]) -> str:
-        """Return the file of a data set; "" if the name does not say it."""
+        """Return the file of a data set; "" if it is unknown."""
         if Path(name).suffix in (".json", ".jsonl", ".parquet", ".csv"):
             return name
         folder = self.path.parent / str(flat.get("dataset_dir") or "data")
@@ -288,7 +288,7 @@ class _Translation:
         self.add(dict(_flat(data)), deepspeed_rules(), file.name)
 
     def recipe(self, trainer: str) -> dict[str, Any]:
-        """Return the recipe. What the file does not say is a placeholder, and reported."""
+        """Return the recipe. Missing keys get placeholders, which are reported."""
         settings = self.settings
         if "train.steps" in settings:
             settings.pop("train.epochs", None)

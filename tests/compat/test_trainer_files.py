@@ -258,6 +258,7 @@ def test_files_that_are_no_jobs_are_refused(name: str, text: str, code: str, tmp
     assert not (tmp_path / "r.yaml").exists()
 
 
+@pytest.mark.slow
 def test_odd_values_never_end_in_a_traceback(tmp_path: Path) -> None:
     odd: list[Any] = [None, "x", -1, 0, 1e400, [], {}, [1], {"a": {}}, True, "auto", "1e-5"]
     for rules, base in (

@@ -63,6 +63,7 @@ def of_family(name: str, cases: list[Case], folder: Path) -> list[Case]:
     return [replace(case, name=f"{name}, {case.name}", model=changes) for case in cases]
 
 
+@pytest.mark.slow  # Qwen2.5-Omni has the same encoder in `make test`
 def test_layouts_train_like_one_process(tmp_path: Path) -> None:
     pooled = of_family("qwen2_audio", [TENSOR, PIPELINE, ULYSSES], tmp_path)
     train_like_one_process([*pooled, *of_family("qwen3_asr", [FSDP], tmp_path)], tmp_path)

@@ -112,6 +112,7 @@ def test_chat_with_audio(
     assert chat.turns[3]["content"] == loaded[0].generate(loaded[1](chat.messages[:-1]), 8)
 
 
+@pytest.mark.slow  # seconds of training
 def test_transcripts_of_librispeech_train_adapters(folder: Path, tmp_path: Path) -> None:
     """From a folder of recordings to a run whose loss falls, with a validation set of a manifest."""
     chapter = tmp_path / "train" / "1" / "2"

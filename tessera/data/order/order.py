@@ -126,7 +126,7 @@ class _Excess:
 
     values: np.ndarray  # [N] int64
     unit: float  # FLOPs per integer unit; a power of two
-    linear: int  # FLOPs of a row of only padding tokens, in the same unit
+    linear: int  # FLOPs of a row of only padding tokens, divided by `unit`
 
 
 def _make(samples: Samples, config: PackingConfig) -> RowTable:

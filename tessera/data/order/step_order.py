@@ -35,12 +35,12 @@ class StepSize:
 class StepOrder:
     """Map row indices, counted over all epochs, to samples, if every step has the same number of samples.
 
-    An epoch has enough steps for all draws. If the draws do not fill the last step, a few occur twice, other ones in
-    each epoch.
+    An epoch has enough steps for all draws. If the draws do not fill the last step, a few occur twice. These differ
+    by epoch.
     """
 
     mixture: Mixture
-    by_length: np.ndarray  # indices of the draws, shortest first
+    by_length: np.ndarray  # indices of all draws, shortest first
     row_of: np.ndarray  # [samples of a step]: row index within a step of each stratum
     rows_per_step: int
     seed: int
@@ -91,7 +91,7 @@ class StepOrder:
 
 
 def step_order(samples: Samples, config: PackingConfig, size: StepSize) -> StepOrder:
-    """Return the order of rows for steps of a fixed number of samples, with as few rows per step as possible."""
+    """Return an order of rows. Every step has the same number of samples, and as few rows as possible."""
     if not config.shuffle:
         raise TesseraError(
             "train.samples_per_step needs data.shuffle, which is off",

@@ -83,7 +83,7 @@ def _without_elements(rows: PackedRows) -> dict[str, Tensor]:
         except TesseraError:  # a damaged first sample must not stop the run: try the next
             if number + 1 == len(rows.index):
                 raise
-    raise AssertionError("an index has samples")
+    raise AssertionError("index without samples")
 
 
 def build(request: RowRequest) -> RowSource:

@@ -53,7 +53,7 @@ class RecordedShard:
         return self.at(_SHARED[:2]) if self.encoder is None else self.encoder[1]
 
     def batch_tensor(self, name: str) -> Tensor | None:
-        """Return a complete tensor of the micro-batch that this tensor was computed from."""
+        """Return tensor `name` of this shard's micro-batch; None unless it was recorded completely."""
         entry, entries = self.entry, self.rank.entries
         same = (e for e in entries if (e.step, e.moment, e.name, e.rows) == (entry.step, "data", name, entry.rows))
         key = next((e.key for e in same if e.stride == 1), None)
@@ -62,14 +62,14 @@ class RecordedShard:
 
 @dataclass
 class JoinedTensor:
-    """Hold a tensor of one side: its kept elements (None: statistics only), and what the shards say together."""
+    """Hold a tensor of one side, joined from shards. `tensor`: its kept elements; None: statistics only."""
 
     shards: list[RecordedShard]
     tensor: Tensor | None
     shape: list[int]
     stride: int = 1
     replicas: list[Tensor] = field(default_factory=list)  # the same tensor as other ranks have it
-    partial: bool = False  # True: the sum over the replicas may be meant
+    partial: bool = False  # whether the replicas may be terms of a sum
 
     @property
     def entry(self) -> TensorEntry:
@@ -102,14 +102,14 @@ def grouped(recording: Recording) -> Groups:
         for entry in rank.entries:
             groups.setdefault(entry.identity, {}).setdefault(entry.rows, []).append(RecordedShard(entry, rank))
     for by_rows in groups.values():
-        for rows, shards in by_rows.items():  # of a module that is split over stages, the last one has the output
+        for rows, shards in by_rows.items():  # the last stage of a module on several stages has its output
             last = max(shard.entry.stage for shard in shards)
             by_rows[rows] = [shard for shard in shards if shard.entry.stage == last]
     return groups
 
 
 def join(shards: Sequence[RecordedShard], like: Sequence[int]) -> JoinedTensor | None:
-    """Return the tensor of these shards, which the other side has in the shape `like`; None if they do not fit."""
+    """Join shards into one tensor. `like`: its shape on the other side. None if the shards do not fit."""
     first = shards[0].entry
     if any(shard.elements is None for shard in shards):
         return _only_statistics(shards, like)
@@ -231,11 +231,11 @@ def _row_numbers(shards: Sequence[RecordedShard]) -> list[Tensor] | None:
         sharding = SequenceSharding(ring, ulysses, unit)
         ranges = [sharding.ranges(total, shard.sequence_position) for shard in shards]
         numbers = [torch.cat([torch.arange(start, end) for start, end in parts]) for parts in ranges]
-    else:  # the batch says where each element of the sequence is after an all-gather of parts of the longest length
+    else:  # the batch has each element's index in an all-gather of parts of the longest length
         order = first.batch_tensor(encoder[0])
         if order is None or not len(order) or total % len(order):
             return None
-        rows = total // len(order)  # of each element
+        rows = total // len(order)  # rows per element
         longest = max(counts) // rows
         numbers = []
         for shard in shards:

@@ -37,7 +37,7 @@ class Difference:
 
     @property
     def excess(self) -> float:
-        """Return the difference as a multiple of what is allowed."""
+        """Return the difference as a multiple of its limit."""
         if self.not_finite:
             return math.inf
         return max(_ratio(self.max_abs, self.limit_max), _ratio(self.rms, self.limit_rms))
@@ -53,13 +53,13 @@ def _ratio(value: float, limit: float) -> float:
 
 @dataclass(frozen=True)
 class Rounding:
-    """Hold by how much rounding moves a tensor; None: no pass measured it, and `depth` operations estimate it."""
+    """Hold how far rounding moves a tensor. None: not measured, but estimated from `depth` operations."""
 
     largest: float | None
     rms: float | None
     eps: float
     depth: float = 1.0
-    floor: float = 0.0  # rounding of what the tensor is a difference of
+    floor: float = 0.0  # rounding of the tensors that were subtracted
     drift: float = 1.0  # by how many roundings the weights of the two sides are apart, if by more than one
 
     def limits(self, largest: float, rms: float) -> tuple[float, float]:
@@ -80,7 +80,7 @@ def eps_of(*codes: str) -> float:
 
 
 def difference(a: Tensor, b: Tensor, rounding: Rounding, explained: Tensor | None = None) -> Difference:
-    """Compare two tensors of the same shape. `explained`: by how much other differences let each element differ."""
+    """Compare two tensors of the same shape. `explained`: part of each element's difference that has a known cause."""
     if not a.numel():
         return Difference(0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0)
     first, second = a.double(), b.double()
@@ -117,12 +117,7 @@ def difference(a: Tensor, b: Tensor, rounding: Rounding, explained: Tensor | Non
 
 
 def change_of_update(gradient: Tensor, other: Tensor, largest: float, limit: float = math.inf) -> Tensor:
-    """Return by how much the difference of two gradients lets each element of the update differ.
-
-    Optimizers divide a gradient by its own size, so the update of an element whose gradient is mostly rounding has any
-    sign. A relative change of the gradient changes the update by about the same share of its size (`largest`).
-    `limit`: a larger difference of the two is not rounding, and explains nothing.
-    """
+    """Return how much each element of the update may differ because the two gradients differ."""
     first, second = gradient.double(), other.double()
     smaller = torch.minimum(first.abs(), second.abs())
     apart = (first - second).abs()

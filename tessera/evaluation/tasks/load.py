@@ -28,7 +28,7 @@ _FOLDER = Path(__file__).parent
 _SUFFIXES = (".yaml", ".yml")
 _REASONING = (("<think>", "</think>"), ("<analysis>", "</analysis>"))
 _WITHOUT_ANSWERS = ("ifeval", "boxes")
-_SUMS = ("wer", "cer", "bleu")  # their values are terms of sums, of which a group has no least
+_SUMS = ("wer", "cer", "bleu")  # scored by sums over all answers: a group has no worst answer
 _NOT_OF_THE_PROTOCOL = {"about", "variants", "categories", "default_variant", "name"}
 
 
@@ -65,7 +65,7 @@ class TaskBenchmark:
             yield number, question
 
     def protocol(self) -> dict[str, Any]:
-        """Return JSON of what scores depend on."""
+        """Return the settings that determine scores, as JSON."""
         task = self.task.model_dump(mode="json", exclude=_NOT_OF_THE_PROTOCOL)
         names = [file.name for file in self.table.files]
         data = {"source": self.table.source, "files": names, "md5": self.table.sums, "published": self.published}

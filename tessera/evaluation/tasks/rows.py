@@ -172,7 +172,7 @@ class Rows:
     # ------------------------------------------------------------------------------------------ media
 
     def _media(self, row: Mapping[str, Any]) -> list[Part | None]:
-        """Return the images by number, None for one that the row does not have; or the video; then the recordings."""
+        """Return images, video and recordings, in this order. An image that the row lacks is None."""
         columns = self.task.columns
         media: list[Part | None]
         if columns.image_paths and row.get(columns.image_paths) is not None:
@@ -281,7 +281,7 @@ def _matches(pattern: str, value: str) -> bool:
 
 
 def _placed(text: str, media: list[Part | None], how: str) -> tuple[Part, ...]:
-    """Return the parts of a prompt: media before or after the text, or in it where it names images."""
+    """Return the parts of a prompt: media before the text, after the text, or at its image marks."""
     there = [part for part in media if part is not None]
     words = (Part("text", text),) if text else ()
     if how == "last":
@@ -299,7 +299,7 @@ def _placed(text: str, media: list[Part | None], how: str) -> tuple[Part, ...]:
         pieces = _MARK.split(text)  # texts and numbers take turns
         parts = [numbered(piece) if index % 2 else Part("text", piece) for index, piece in enumerate(pieces)]
         return tuple(part for part in parts if part.kind != "text" or part.value)
-    # In order: the n-th mark is replaced by the n-th of the images that the text names, whatever its number.
+    # In order: the n-th mark is replaced by the n-th image that the text names. The number of the mark is ignored.
     images = [numbered(number) for number in sorted(set(_MARK.findall(text)))]
     *before, tail = (piece.strip() for piece in _MARK.sub("<image>", text).split("<image>"))
     parts = []

@@ -26,7 +26,7 @@ def _preset(
 
 _LARGE_V3: dict[str, Any] = {"hidden": 1280, "heads": 20, "vocab": 51866, "bins": 128}
 PRESETS: dict[str, dict[str, Any]] = {
-    # Recordings of at most 3 s, for two CPU cores.
+    # Model for two CPU cores, audio up to 3 s.
     "quickstart": {
         "text": {
             "vocab_size": 2048,

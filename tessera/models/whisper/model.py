@@ -147,7 +147,7 @@ def weights(config: WhisperConfig) -> WeightMap:
 
 
 def frames_of(mel: Tensor) -> Tensor:
-    """Return the mel frames [frames, bins] of a recording from its elements, each of which has those beside its own."""
+    """Return the mel frames [frames, bins] of a recording from its elements, which also contain neighbouring frames."""
     middle = mel.view(mel.shape[0], -1, 2 * REACH + 1)[:, :, REACH : REACH + STRIDE]
     return middle.transpose(1, 2).flatten(0, 1)
 

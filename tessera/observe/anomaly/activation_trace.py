@@ -25,7 +25,7 @@ Moment = Literal["output", "gradient"]  # recorded tensor: a module's output, or
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """Describe the outputs of a module in one micro-batch, or the gradient of one of them."""
+    """Describe the outputs of a module in one micro-batch, or the gradient of one output."""
 
     moment: Moment
     module: str
@@ -43,7 +43,7 @@ class ActivationTrace:
     """Hold the tensors and losses that this rank computed in one traced step."""
 
     records: list[TensorRecord]
-    losses: dict[int, tuple[float, float]]  # by micro-batch: summed loss, and the number of tokens or samples in it
+    losses: dict[int, tuple[float, float]]  # micro-batch -> its summed loss, and its number of tokens or samples
 
     def finite(self, microbatch: int) -> bool:
         loss = self.losses.get(microbatch, (0.0, 0.0))[0]
@@ -117,7 +117,7 @@ class _TracedTask(Task):
         self._numbers = {id(batch): number for number, batch in reversed(list(enumerate(microbatches)))}
         self._recorder = recorder
         self._counts: dict[int, Counts | None] = {}
-        self.sums: dict[int, tuple[Tensor, Tensor]] = {}  # by micro-batch: summed loss, number of tokens or samples
+        self.sums: dict[int, tuple[Tensor, Tensor]] = {}  # micro-batch -> its summed loss, number of tokens or samples
 
     @property
     def reads(self) -> tuple[str, ...]:  # type: ignore[override]

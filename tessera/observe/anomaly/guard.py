@@ -364,7 +364,7 @@ class Guard(OptimizerStep):
             restart(trainer, self._first_buffers)
 
     def _stop_if_asked_for_damage(self, trainer: TrainerHandle, bad_step: BadStep) -> None:
-        """End the run under `policy: stop`, or if a rollback cannot repair the damage: it is initial, or returned."""
+        """End the run under `policy: stop`, or if a rollback cannot repair damage that is initial or has returned."""
         stop: GuardStop | None = None
         where = f"guard.policy={self.settings.policy}"
         damaged = [tensor.name for tensor in bad_step.damage]

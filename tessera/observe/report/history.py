@@ -21,7 +21,7 @@ from tessera.version import __version__, package_versions
 
 HISTORY = "history.jsonl"
 START, ALIVE, END = "start", "alive", "end"
-SILENT = timedelta(minutes=5)  # a run on another machine is "silent" this long after its last row
+SILENT = timedelta(minutes=5)  # without a row for this long, a run on another machine is "silent"
 _PACKAGES = ("torch", "transformers", "diffusers", "torch-npu")
 
 log = logging.getLogger("tessera")

@@ -17,7 +17,7 @@ from tessera.data.media.read import MediaSampling, audio_rate, decode
 LONGEST = 60.0  # seconds of a recording that are examined, from its beginning
 SILENT = 1e-3  # largest sample of a silent recording; full scale is 1
 CLIPPED = 1e-3  # larger share of samples at a flat top: clipped
-_FLAT_TOP = 0.99  # of the largest sample
+_FLAT_TOP = 0.99  # least share of the largest sample at a flat top
 _EQUAL = 2e-5  # difference of neighbours at a flat top: less than a step of 16 bits
 _SHORTEST = 0.5  # seconds; the spectrum of a shorter recording says little
 _EMPTY_ABOVE = 0.28  # of the rate: just above half of the frequencies, where resamplers let some power through
@@ -31,7 +31,7 @@ class Sound:
 
     samples: np.ndarray  # float32 [samples]
     rate: int
-    seconds: float  # of the full recording
+    seconds: float  # length of the full recording
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield kinds of findings with their details."""

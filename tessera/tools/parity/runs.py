@@ -27,7 +27,7 @@ from tessera.training.setup import build_meta_model
 
 _SHARED = "TESSERA_RECORD_FOLDER"
 _PREFIX = "tessera-record-"
-_LAST_LINES = 8  # of a log, in an error
+_LAST_LINES = 8  # log lines in an error message
 _STEP = re.compile(r"step-(\d{8,12})")
 _QUIET: Mapping[str, Any] = {
     **{"checkpoint.at_end": False, "checkpoint.every": 0, "checkpoint.export": False},

@@ -28,10 +28,10 @@ from tessera.inference.questions import Question, questions
 
 @dataclass(frozen=True)
 class TokenDifference:
-    """Compare the log-probabilities of one token. `limit`: what rounding explains."""
+    """Compare one token's log-probabilities. `limit`: difference that rounding explains."""
 
     sample: str
-    position: int  # in the sequence of prompt and answer
+    position: int  # index in prompt plus answer
     token: int
     generated: bool
     trainer: float
@@ -115,7 +115,7 @@ def _one_question(loaded: Any, name: str, batch: Batch, count: int) -> Iterator[
     for seed in range(2):
         with moved_weights(module, compute, seed):
             moved.append((_log_probabilities(module, sequence) - plain).abs())
-    # One token's own change may be small by chance: its limit is at least that of the sequence's root mean square.
+    # A token's own change may be small by chance: use at least the root mean square over the sequence.
     effect = torch.stack(moved).amax(0)
     effect = torch.maximum(effect, effect.square().mean().sqrt())
     eps = torch.finfo(compute).eps

@@ -133,7 +133,7 @@ class _Reader:
     # ------------------------------------------------------------------------------------------ lists of commands
 
     def run(self, tokens: Sequence[Token]) -> bool | None:
-        """Evaluate commands in order, and return the status of the last command."""
+        """Interpret commands in order. Return the status of the last; None: unknown."""
         status: bool | None = True
         at, join, depth, negated = 0, ";", len(self.branches), False
         while at < len(tokens):
@@ -319,7 +319,7 @@ class _Reader:
         if name == "false":
             return False
         if name in ("exit", "return"):
-            if name == "exit" and self.values.absent:  # a file is missing here that the job has: do not exit
+            if name == "exit" and self.values.absent:  # the file is missing on this machine only: do not exit
                 self.job.absent.append((line, self.values.absent))
             elif self.doubt is None:
                 raise _End(line)

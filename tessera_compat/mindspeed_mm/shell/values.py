@@ -74,7 +74,7 @@ class Values:
         self.path, self.output = path, output
         self.unset: dict[str, int] = {}  # unset variables that were read -> line
         self.letters = 0
-        self.absent = ""  # missing file that made the last test fail
+        self.absent = ""  # missing file that made the last `[ ]` false
 
     def set(self, name: str, value: str | list[str], line: int) -> None:
         """Set a variable. Raise if the values of a script become too long."""
