@@ -27,6 +27,7 @@ from tessera.models.processing.chat import ChatSpan, ChatTemplate, MediaWords, T
 from tessera.models.processing.conversation import ConversationProcessor, PromptEnding, check_special_tokens
 from tessera.models.processing.streams import MediaLayout, MediaStream, MediaStreams, media_size
 from tessera.models.processing.tokenizer import ChatEncoder, load_tokenizer, write_tokenizer
+from tessera.models.processing.transcription import no_time_stamps
 from tessera.models.vision.preprocessor_files import write_json
 from tessera.models.whisper.config import LEAST_TOKENS, REACH, STRIDE, WhisperConfig
 from tessera.models.whisper.generation import STAMPS, SUPPRESSED, SUPPRESSED_FIRST, after_stamps
@@ -223,8 +224,9 @@ class WhisperProcessor(ConversationProcessor):
         return chosen
 
     def _check_language(self, name: str, where: str) -> None:
-        languages = [match[1] for word in self.encoder.added_words if (match := _LANGUAGE.fullmatch(word))]
-        if self.multilingual and name not in languages:
+        words = self.encoder.added_words if self.multilingual else ("<|en|>",)
+        languages = [match[1] for word in words if (match := _LANGUAGE.fullmatch(word))]
+        if name not in languages:
             raise TesseraError(
                 f"{name[:40]!r} is not a language of this model",
                 where=where,
@@ -284,6 +286,22 @@ class WhisperProcessor(ConversationProcessor):
             pieces.append(self.encoder.decode(run))
             begins += after_stamps(window, first, self._window * STRIDE)[1] * self.mel.hop / self.mel.rate
         return "".join(pieces)
+
+    def transcription_instruction(self, language: str | None, prompt: str | None, timestamps: bool) -> str:
+        if prompt:
+            raise TesseraError(
+                "this model takes no text beside the recording but its language and the task, and prompt is set",
+                fix="leave prompt out",
+                code="generation.option-without-effect",
+            )
+        if timestamps and not self.directions.timestamps:
+            raise no_time_stamps("load the model with the option timestamps: true of its processor")
+        if language:
+            self._check_language(language.lower(), "language")
+        return (language or "").lower()
+
+    def transcript(self, answer: str) -> str:
+        return answer.strip()
 
     @cached_property
     def stop_tokens(self) -> tuple[int, ...]:
