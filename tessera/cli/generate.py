@@ -60,7 +60,7 @@ def generate(
     video: Annotated[list[Path] | None, typer.Option("--video", help="text: video to ask about")] = None,
     audio: Annotated[
         list[Path] | None,
-        typer.Option("--audio", help="text: recording to ask about, or to transcribe; a.wav#t=3,7.5: a part"),
+        typer.Option("--audio", help="text: recording to ask about or transcribe; a.wav#t=3,7.5 is a part"),
     ] = None,
     system: Annotated[str | None, typer.Option("--system", help="text: system prompt")] = None,
     max_new_tokens: Annotated[int | None, typer.Option("--max-new-tokens", help="text: 256 by default")] = None,

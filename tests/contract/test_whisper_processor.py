@@ -152,17 +152,16 @@ def test_models_of_english_have_no_tokens_for_language_and_task(folder: Path, tm
 
 
 def test_requests_for_a_transcript_name_its_language(folder: Path) -> None:
-    ours, stamped = processor(folder), processor(folder, timestamps=True)
+    ours = processor(folder)
     assert [transcription_instruction(ours, name, None, False) for name in (None, "DE")] == ["", "de"]
-    assert transcription_instruction(stamped, "en", None, True) == "en"
+    said = transcription_instruction(ours, "de", None, True)
+    (clip,) = sounds(0, 1)
+    assert ours.prompt([talk(clip, said=said)], [[clip]])["tokens"].tolist() == [START, DE, TRANSCRIBE]
     assert transcript(ours, " ten!") == "ten!"
-    for language, prompt, timestamps, code in (
-        ("fr", None, False, "data.unknown-language"),
-        (None, "Names: Ada", False, "generation.option-without-effect"),
-        (None, None, True, "generation.no-time-stamps"),
-    ):
-        with raises(code):
-            transcription_instruction(ours, language, prompt, timestamps)
+    with raises("data.unknown-language"):
+        transcription_instruction(ours, "fr", None, False)
+    with raises("generation.option-without-effect"):
+        transcription_instruction(ours, None, "Names: Ada", False)
 
 
 def test_what_is_no_transcript_of_one_recording_is_refused(folder: Path) -> None:

@@ -37,5 +37,7 @@ def transcript(processor: object, answer: str) -> str:
     return processor.transcript(answer) if isinstance(processor, Transcriber) else answer
 
 
-def no_time_stamps(fix: str = "ask for json or text") -> TesseraError:
-    return TesseraError("this model writes no time stamps", fix=fix, code="generation.no-time-stamps")
+def no_time_stamps() -> TesseraError:
+    return TesseraError(
+        "this model writes no time stamps", fix="ask for json or text", code="generation.no-time-stamps"
+    )

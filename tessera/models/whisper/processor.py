@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -27,7 +27,6 @@ from tessera.models.processing.chat import ChatSpan, ChatTemplate, MediaWords, T
 from tessera.models.processing.conversation import ConversationProcessor, PromptEnding, check_special_tokens
 from tessera.models.processing.streams import MediaLayout, MediaStream, MediaStreams, media_size
 from tessera.models.processing.tokenizer import ChatEncoder, load_tokenizer, write_tokenizer
-from tessera.models.processing.transcription import no_time_stamps
 from tessera.models.vision.preprocessor_files import write_json
 from tessera.models.whisper.config import LEAST_TOKENS, REACH, STRIDE, WhisperConfig
 from tessera.models.whisper.generation import STAMPS, SUPPRESSED, SUPPRESSED_FIRST, after_stamps
@@ -191,7 +190,8 @@ class WhisperProcessor(ConversationProcessor):
         parts = () if answer is None else answer.parts
         written = [span for part in parts for span in self._transcript(str(part.value), "assistant" in self.train_on)]
         stamped = any(span.special for span in written) or (prompt and layouts[0].lengths[0] > self._window)
-        directions = self._directions(question)._replace(timestamps=stamped or (prompt and self.directions.timestamps))
+        named = self._directions(question)
+        directions = named._replace(timestamps=stamped or (prompt and named.timestamps))
         trained = "assistant" in self.train_on and not prompt
         words = [f"<|{directions.language}|>", f"<|{directions.task}|>"] if self.multilingual else []
         words += [] if directions.timestamps else [NO_STAMPS]
@@ -216,6 +216,9 @@ class WhisperProcessor(ConversationProcessor):
         """Return the directions of a sample: those that its user names, such as "de translate", else the recipe's."""
         chosen = self.directions
         for word in (word for part in question.parts if part.kind == "text" for word in str(part.value).split()):
+            if word == FIRST_STAMP:
+                chosen = chosen._replace(timestamps=True)
+                continue
             name = word.removeprefix("<|").removesuffix("|>").lower()
             task = next((task for task in TASKS if task == name), None)
             if task is None:
@@ -237,6 +240,13 @@ class WhisperProcessor(ConversationProcessor):
             )
 
     # ------------------------------------------------------------------------------------------ batches and text
+
+    def prompt_of_tokens(self, tokens: Sequence[int]) -> Batch:
+        raise TesseraError(
+            "this model answers recordings only, not plain text",
+            fix="use /v1/audio/transcriptions, or /v1/chat/completions with input_audio",
+            code="generation.no-plain-text",
+        )
 
     def prompt(
         self,
@@ -270,7 +280,14 @@ class WhisperProcessor(ConversationProcessor):
         return replace(batch, segments=segments).with_tensors(positions=positions)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of a transcript. Time stamps, if they are asked for, count from the beginning."""
+        """Return the text of a transcript. Time stamps, if the options ask for them, count from the beginning."""
+        return self._text(tokens, self.encoder.decode, self.directions.timestamps)
+
+    def spell(self, tokens: Sequence[int]) -> str:
+        """Return the text of a transcript with special tokens, and time stamps that count from the beginning."""
+        return self._text(tokens, self.encoder.spell, stamps=True)
+
+    def _text(self, tokens: Sequence[int], decode: Callable[[Sequence[int]], str], stamps: bool) -> str:
         first, end = self.encoder.id_of(FIRST_STAMP), self.encoder.id_of(END)
         pieces, begins = [], 0.0
         for window in _split(tokens, end):
@@ -279,11 +296,11 @@ class WhisperProcessor(ConversationProcessor):
                 if token < first:
                     run.append(token)
                     continue
-                pieces.append(self.encoder.decode(run))
+                pieces.append(decode(run))
                 run = []
-                if self.directions.timestamps:
+                if stamps:
                     pieces.append(f"<|{begins + (token - first) * _SECONDS_PER_STAMP:.2f}|>")
-            pieces.append(self.encoder.decode(run))
+            pieces.append(decode(run))
             begins += after_stamps(window, first, self._window * STRIDE)[1] * self.mel.hop / self.mel.rate
         return "".join(pieces)
 
@@ -294,11 +311,9 @@ class WhisperProcessor(ConversationProcessor):
                 fix="leave prompt out",
                 code="generation.option-without-effect",
             )
-        if timestamps and not self.directions.timestamps:
-            raise no_time_stamps("load the model with the option timestamps: true of its processor")
         if language:
             self._check_language(language.lower(), "language")
-        return (language or "").lower()
+        return " ".join([*([language.lower()] if language else []), *([FIRST_STAMP] if timestamps else [])])
 
     def transcript(self, answer: str) -> str:
         return answer.strip()
