@@ -59,7 +59,8 @@ def generate(
     strength: StrengthOption = None,
     video: Annotated[list[Path] | None, typer.Option("--video", help="text: video to ask about")] = None,
     audio: Annotated[
-        list[Path] | None, typer.Option("--audio", help="text: recording to ask about; a.wav#t=3,7.5 is a part of it")
+        list[Path] | None,
+        typer.Option("--audio", help="text: recording to ask about or transcribe; a.wav#t=3,7.5 is a part"),
     ] = None,
     system: Annotated[str | None, typer.Option("--system", help="text: system prompt")] = None,
     max_new_tokens: Annotated[int | None, typer.Option("--max-new-tokens", help="text: 256 by default")] = None,
@@ -248,16 +249,9 @@ def _option(name: str) -> str:
 def _answer(options: Mapping[str, Any], adapters: Mapping[Path, float]) -> None:
     from tessera.inference.load import generate as run
 
-    if "question" not in options:
-        raise TesseraError(
-            "the command needs a question",
-            where="tessera generate",
-            fix='tessera generate MODEL "What is it?"',
-            code="generation.no-prompt",
-        )
     run(
         options["model"],
-        options["question"],
+        options.get("question"),
         images=options.get("image", []),
         videos=options.get("video", []),
         audios=options.get("audio", []),

@@ -68,7 +68,8 @@ class Chat:
         media = [{"type": "image", "image": image} for image in images]
         media += [{"type": "video", "video": video} for video in videos]
         media += [{"type": "audio", "audio": audio} for audio in audios]
-        question = {"role": "user", "content": [*media, {"type": "text", "text": text}] if media else text}
+        words = [{"type": "text", "text": text}] if text else []
+        question = {"role": "user", "content": [*media, *words] if media else text}
         batch = self.processor([*self.messages, question])
         answer = self.model.generate(batch, self.max_new_tokens, on_text=on_text, turns=self.engine, **self.sampling)
         assert isinstance(answer, str), "one conversation has one answer"

@@ -39,6 +39,7 @@ from tessera.models import build_on_meta, fresh_names, resolve
 from tessera.models.foreign import Arguments, takes_batch
 from tessera.models.module import MODEL_TYPE, spec_of_object
 from tessera.models.processing.conversation import warn_of_another_template
+from tessera.models.processing.transcription import Transcriber, transcript, transcription_instruction
 from tessera.parallel.apply import parallelize
 from tessera.parallel.make_plan import make_plan
 from tessera.parallel.mesh import CONTEXT, Mesh
@@ -326,7 +327,7 @@ def adapter_strengths(adapters: AdapterPaths | None) -> dict[Path, float]:
 
 def generate(
     model: str | Path,
-    question: str,
+    question: str | None = None,
     *,
     images: Sequence[str | Path] = (),
     videos: Sequence[str | Path] = (),
@@ -342,14 +343,34 @@ def generate(
 ) -> str:
     """Load a model, ask it one question and return the answer. To ask more than once, `load` the model once.
 
-    `on_text` is called with each new part of the answer. `adapters`, `family` and `trust`: see `load`. `sampling`:
-    temperature, top_k, top_p, seed.
+    `question` None: return the transcript of the recording in `audios`, by a model that is trained to transcribe.
+    `on_text` is called with each new part of the answer; with the whole transcript, at its end. `adapters`, `family`
+    and `trust`: see `load`. `sampling`: temperature, top_k, top_p, seed.
     """
     sampling_of(**sampling)  # raise for wrong values before the model is loaded
+    if question is None and not (audios and _transcribes(model, family, trust)):
+        raise TesseraError(
+            "the model needs a question: only models that are trained to transcribe answer a recording without one",
+            where="question",
+            fix='tessera generate MODEL "What is it?"',
+            code="generation.no-prompt",
+        )
     loaded, processor = load(model, device=device, adapters=adapters, family=family, trust=trust)
     loaded.freeze()
     conversation = Chat(loaded, processor, system, max_new_tokens, sampling)
-    return conversation.ask(question, images=images, videos=videos, audios=audios, on_text=on_text)
+    if question is not None:
+        return conversation.ask(question, images=images, videos=videos, audios=audios, on_text=on_text)
+    text = transcription_instruction(processor.processor, None, None, timestamps=False)
+    answer = conversation.ask(text, images=images, videos=videos, audios=audios)
+    text = transcript(processor.processor, answer)
+    if on_text is not None:
+        on_text(text)
+    return text
+
+
+def _transcribes(model: str | Path, family: str | None, trust: bool) -> bool:
+    """Return whether a model is trained to transcribe. Its weights are not read."""
+    return isinstance(describe(model, family=family, trust=trust).processor.processor, Transcriber)
 
 
 def _over_ranks(

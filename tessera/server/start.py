@@ -18,11 +18,14 @@ from tessera.errors import TesseraError
 from tessera.inference.adapters import bank_of
 from tessera.inference.answering import context_of
 from tessera.inference.load import load
-from tessera.inference.loaded import LoadedModel
+from tessera.inference.loaded import LoadedModel, LoadedProcessor
 from tessera.inference.prepare import PromptPool
 from tessera.models.processing.conversation import ConversationProcessor
+from tessera.models.processing.transcription import Transcriber
 from tessera.runtime.log import logger
+from tessera.server.answers import EngineAccess
 from tessera.server.metrics import Metrics
+from tessera.server.one_by_one import OneByOne
 from tessera.server.service import Service
 from tessera.server.settings import Settings
 from tessera.server.tokens import Tokens
@@ -31,6 +34,7 @@ _LENGTH = 32768  # context of models whose configuration does not state it
 _SLOTS = 8  # adapters that may be loaded at a time
 # Of all frames of an animation. A slow core decodes 5 to 50 megapixels a second, and other prompts wait meanwhile.
 _ANIMATION_PIXELS = 200_000_000
+_RECORDINGS = 16  # answers computed or waiting, of a model that answers one by one: half an hour of sound is 230 MB
 _LARGEST_RANK = 512  # the memory and time of every slot follow the largest rank
 
 
@@ -64,17 +68,50 @@ def start_service(options: ModelOptions, settings: Settings) -> Service:
             code="generation.model-not-served",
         )
     logger().info(f"loaded in {time.perf_counter() - begun:.1f} s on {model.device}")
+    if model.spec.generate is not None and isinstance(inner, Transcriber):
+        _check_one_by_one(model, options, settings)
+        settings = replace(settings, max_length=_LENGTH, max_requests=min(settings.max_requests, _RECORDINGS))
+        logger().info(f"answers one request at a time; at most {settings.max_requests} are computed or wait")
+        return _service(settings, OneByOne(model, inner), processor, options, model.spec.name)
     engine = Engine(model, EngineLimits(blocks=options.blocks, rows=options.rows), _bank(model, options, settings))
     for name, folder in options.adapters.items():
         engine.load_adapter(name, folder)
         logger().info(f"loaded the adapter {name} from {folder}")
     settings = replace(settings, max_length=_length(engine, model.config, options.max_length))
+    return _service(settings, EngineThread(engine), processor, options, model.spec.name)
+
+
+def _service(
+    settings: Settings, engine: EngineAccess, processor: LoadedProcessor, options: ModelOptions, family: str
+) -> Service:
+    inner = processor.processor
+    assert isinstance(inner, LanguageProcessor), "checked by the caller"
     adapters = {name: str(folder) for name, folder in options.adapters.items()}
     tokens = Tokens(inner)
     prompts = PromptPool(replace(processor, limits=replace(processor.limits, max_animation_pixels=_ANIMATION_PIXELS)))
     if isinstance(inner, ConversationProcessor) and inner.streams:
         prompts.start()  # before the first image arrives
-    return Service(settings, EngineThread(engine), prompts, tokens, Metrics(), adapters, model.spec.name)
+    return Service(settings, engine, prompts, tokens, Metrics(), adapters, family)
+
+
+def _check_one_by_one(model: LoadedModel, options: ModelOptions, settings: Settings) -> None:
+    """Refuse options of the engine for a model that the engine cannot run."""
+    changed = {
+        "--adapter": bool(options.adapters),
+        "--allow-adapters": settings.allow_adapters is not None,
+        "--max-length": options.max_length is not None,
+        "--rows": options.rows != ModelOptions.rows,
+        "--blocks": options.blocks is not None,
+        "--allow-priority": settings.allow_priority,
+    }
+    name = next((name for name in changed if changed[name]), None)
+    if name is not None:
+        raise TesseraError(
+            f"{name} has no effect: models of the family {model.spec.name} answer one request at a time",
+            where=name,
+            fix=f"leave {name} out; tessera convert merges adapters into a model",
+            code="generation.option-without-effect",
+        )
 
 
 def _bank(model: LoadedModel, options: ModelOptions, settings: Settings) -> AdapterBank | None:

@@ -9,11 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import transformers
+from typer.testing import CliRunner
 from whisper_cases import END, RATE, SECONDS, START, extractor, pair, sounds, write_tokenizer_files
 
 import tessera
+from tessera.cli.main import app
 from tessera.engine.request import GREEDY
 from tessera.inference.own_generation import OwnGeneration
+from tests.errors import raises
+from tests.toys import speech
+from tests.toys.audio_folder import audio_folder
 
 NEW = 24
 SUPPRESSED, FIRST = list(range(3, 40)), [50, 51, END]
@@ -109,3 +114,30 @@ def test_time_stamps_of_later_windows_count_from_the_beginning(tmp_path: Path) -
     tokens = [first, *words, first + 40, first + 40, END, first + 5, *end, first + 20]
     texts = [processor.encoder.decode(part) for part in (words, end)]
     assert processor.decode(tokens) == f"<|0.00|>{texts[0]}<|0.80|><|0.80|><|0.90|>{texts[1]}<|1.20|>"
+
+
+@pytest.mark.parametrize("seconds", [0.7, 2.2], ids=["one window", "windows"])
+def test_a_recording_is_transcribed_without_a_question(seconds: float, tmp_path: Path) -> None:
+    pytest.importorskip("av")
+    folder = folder_of(tmp_path / "model", 0, suppress_tokens=SUPPRESSED)
+    (clip,) = sounds(0, 1, seconds)
+    (tmp_path / "q.wav").write_bytes(speech.wav(clip, RATE, -32))
+    model, processor = tessera.load(folder)
+    ask = [{"role": "user", "content": [{"type": "audio", "audio": clip}]}]
+    expected = model.generate(processor(ask), NEW)
+    assert isinstance(expected, str)
+    pieces: list[str] = []
+    recordings = [tmp_path / "q.wav"]
+    answer = tessera.generate(folder, audios=recordings, max_new_tokens=NEW, device="cpu", on_text=pieces.append)
+    assert pieces == [answer] == [expected.strip()]
+    words = ["generate", str(folder), "--audio", str(tmp_path / "q.wav"), "--max-new-tokens", str(NEW)]
+    result = CliRunner().invoke(app, [*words, "--device", "cpu"], catch_exceptions=False)
+    assert result.stdout == answer + "\n"
+
+
+def test_other_models_need_a_question(tmp_path: Path) -> None:
+    folder = audio_folder(tmp_path / "chat")
+    (tmp_path / "q.wav").write_bytes(speech.wav(speech.steps(1, RATE), RATE))
+    for path, recordings in ((folder, [tmp_path / "q.wav"]), (folder_of(tmp_path / "whisper", 0), [])):
+        with raises("generation.no-prompt", "question"):
+            tessera.generate(path, audios=recordings, device="cpu")

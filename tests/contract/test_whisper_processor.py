@@ -24,6 +24,7 @@ from whisper_cases import (
 
 from tessera.core.batch import IGNORE
 from tessera.core.sample import MediaSize, Message, Part, Region, Sample
+from tessera.models.processing.transcription import transcript, transcription_instruction
 from tessera.models.whisper.config import LEAST_TOKENS
 from tessera.models.whisper.model import frames_of
 from tessera.models.whisper.processor import WhisperProcessor
@@ -146,6 +147,21 @@ def test_models_of_english_have_no_tokens_for_language_and_task(folder: Path, tm
     write_tokenizer_files(tmp_path, config_of(0)[1])
     (tmp_path / "generation_config.json").write_text('{"is_multilingual": false}')
     assert labels_of(processor(tmp_path), "ten!")[0][:2] == [START, NO_STAMPS]
+    with raises("data.unknown-language"):
+        transcription_instruction(processor(tmp_path), "de", None, False)
+
+
+def test_requests_for_a_transcript_name_its_language(folder: Path) -> None:
+    ours = processor(folder)
+    assert [transcription_instruction(ours, name, None, False) for name in (None, "DE")] == ["", "de"]
+    said = transcription_instruction(ours, "de", None, True)
+    (clip,) = sounds(0, 1)
+    assert ours.prompt([talk(clip, said=said)], [[clip]])["tokens"].tolist() == [START, DE, TRANSCRIBE]
+    assert transcript(ours, " ten!") == "ten!"
+    with raises("data.unknown-language"):
+        transcription_instruction(ours, "fr", None, False)
+    with raises("generation.option-without-effect"):
+        transcription_instruction(ours, None, "Names: Ada", False)
 
 
 def test_what_is_no_transcript_of_one_recording_is_refused(folder: Path) -> None:

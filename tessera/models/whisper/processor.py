@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -190,7 +190,8 @@ class WhisperProcessor(ConversationProcessor):
         parts = () if answer is None else answer.parts
         written = [span for part in parts for span in self._transcript(str(part.value), "assistant" in self.train_on)]
         stamped = any(span.special for span in written) or (prompt and layouts[0].lengths[0] > self._window)
-        directions = self._directions(question)._replace(timestamps=stamped or (prompt and self.directions.timestamps))
+        named = self._directions(question)
+        directions = named._replace(timestamps=stamped or (prompt and named.timestamps))
         trained = "assistant" in self.train_on and not prompt
         words = [f"<|{directions.language}|>", f"<|{directions.task}|>"] if self.multilingual else []
         words += [] if directions.timestamps else [NO_STAMPS]
@@ -215,6 +216,9 @@ class WhisperProcessor(ConversationProcessor):
         """Return the directions of a sample: those that its user names, such as "de translate", else the recipe's."""
         chosen = self.directions
         for word in (word for part in question.parts if part.kind == "text" for word in str(part.value).split()):
+            if word == FIRST_STAMP:
+                chosen = chosen._replace(timestamps=True)
+                continue
             name = word.removeprefix("<|").removesuffix("|>").lower()
             task = next((task for task in TASKS if task == name), None)
             if task is None:
@@ -223,8 +227,9 @@ class WhisperProcessor(ConversationProcessor):
         return chosen
 
     def _check_language(self, name: str, where: str) -> None:
-        languages = [match[1] for word in self.encoder.added_words if (match := _LANGUAGE.fullmatch(word))]
-        if self.multilingual and name not in languages:
+        words = self.encoder.added_words if self.multilingual else ("<|en|>",)
+        languages = [match[1] for word in words if (match := _LANGUAGE.fullmatch(word))]
+        if name not in languages:
             raise TesseraError(
                 f"{name[:40]!r} is not a language of this model",
                 where=where,
@@ -235,6 +240,13 @@ class WhisperProcessor(ConversationProcessor):
             )
 
     # ------------------------------------------------------------------------------------------ batches and text
+
+    def prompt_of_tokens(self, tokens: Sequence[int]) -> Batch:
+        raise TesseraError(
+            "this model answers recordings only, not plain text",
+            fix="use /v1/audio/transcriptions, or /v1/chat/completions with input_audio",
+            code="generation.no-plain-text",
+        )
 
     def prompt(
         self,
@@ -268,7 +280,14 @@ class WhisperProcessor(ConversationProcessor):
         return replace(batch, segments=segments).with_tensors(positions=positions)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of a transcript. Time stamps, if they are asked for, count from the beginning."""
+        """Return the text of a transcript. Time stamps, if the options ask for them, count from the beginning."""
+        return self._text(tokens, self.encoder.decode, self.directions.timestamps)
+
+    def spell(self, tokens: Sequence[int]) -> str:
+        """Return the text of a transcript with special tokens, and time stamps that count from the beginning."""
+        return self._text(tokens, self.encoder.spell, stamps=True)
+
+    def _text(self, tokens: Sequence[int], decode: Callable[[Sequence[int]], str], stamps: bool) -> str:
         first, end = self.encoder.id_of(FIRST_STAMP), self.encoder.id_of(END)
         pieces, begins = [], 0.0
         for window in _split(tokens, end):
@@ -277,13 +296,27 @@ class WhisperProcessor(ConversationProcessor):
                 if token < first:
                     run.append(token)
                     continue
-                pieces.append(self.encoder.decode(run))
+                pieces.append(decode(run))
                 run = []
-                if self.directions.timestamps:
+                if stamps:
                     pieces.append(f"<|{begins + (token - first) * _SECONDS_PER_STAMP:.2f}|>")
-            pieces.append(self.encoder.decode(run))
+            pieces.append(decode(run))
             begins += after_stamps(window, first, self._window * STRIDE)[1] * self.mel.hop / self.mel.rate
         return "".join(pieces)
+
+    def transcription_instruction(self, language: str | None, prompt: str | None, timestamps: bool) -> str:
+        if prompt:
+            raise TesseraError(
+                "this model takes no text beside the recording but its language and the task, and prompt is set",
+                fix="leave prompt out",
+                code="generation.option-without-effect",
+            )
+        if language:
+            self._check_language(language.lower(), "language")
+        return " ".join([*([language.lower()] if language else []), *([FIRST_STAMP] if timestamps else [])])
+
+    def transcript(self, answer: str) -> str:
+        return answer.strip()
 
     @cached_property
     def stop_tokens(self) -> tuple[int, ...]:
