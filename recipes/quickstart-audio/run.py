@@ -67,7 +67,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1, help="of voices, words, noise, initial weights and order")
     parser.add_argument("--folder", type=Path, default=Path("build/quickstart-audio"), help="for clips and tokenizer")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="for the run")
-    parser.add_argument("--train", type=int, default=3000, help="clips to train on")
+    parser.add_argument("--train", type=int, default=6000, help="clips to train on")
     parser.add_argument("--held-out", type=int, default=200, help="clips by held-out speakers")
     parser.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="of recipe.yaml")
     return parser.parse_args()
