@@ -55,7 +55,7 @@ class FrozenWeights:
             paths = sorted(folder_layout(folder).weight_files())[ranks.rank :: ranks.world]
             return [replace(hash_file(path), name=str(path.relative_to(folder))) for path in paths]
 
-        files = [record for found in ranks.on_all(hash_some) for record in found]
+        files = [record for records in ranks.on_all(hash_some) for record in records]
         names = frozenset(f"{MODEL}{name}" for name in source.names)
         return FrozenWeights(folder, tuple(sorted(files, key=lambda record: record.name)), names)
 

@@ -146,5 +146,5 @@ def position_bits(positions: np.ndarray) -> np.ndarray:
 
 
 def positions_of(bits: Tensor, kind: np.dtype[Any]) -> Tensor:
-    """Return the positions [...] of their integers [...]. `kind`: type of the positions."""
+    """Undo `position_bits`: return positions [...] from integers [...]. `kind`: dtype of the positions."""
     return bits if kind == np.int64 else bits.int().view(torch.float32)

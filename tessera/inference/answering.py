@@ -221,7 +221,7 @@ def context_of(config: Section) -> int | None:
 
 
 def _room(prompt: int, max_new_tokens: int, context: int | None) -> int:
-    """Return how many tokens may follow a prompt. Raise if it fills the context, as a server does."""
+    """Return `max_new_tokens`, or less if the context ends earlier. Raise if the prompt fills the context."""
     if context is None:
         return max_new_tokens
     if prompt >= context:

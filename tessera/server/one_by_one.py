@@ -48,7 +48,7 @@ class OneByOne:
         self._stops = frozenset(processor.stop_tokens)
         self._numbers = itertools.count()
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()
-        self._lock = threading.Lock()  # of the attributes below
+        self._lock = threading.Lock()  # guards _jobs, the counters and _closed
         self._jobs: dict[int, _Job] = {}  # that run or wait
         self._generated = self._prefilled = self._answered = 0
         self._closed = False

@@ -113,7 +113,7 @@ class WeightMap:
             name = prefixes.get(new, "") + template[len(new) :]
             return name if self.canonical(name) == template else template
 
-        rules = [replace(one, foreign=tuple(map(spelled, one.foreign_names()))) for one in self.rules]
+        rules = [replace(rule, foreign=tuple(map(spelled, rule.foreign_names()))) for rule in self.rules]
         return replace(self, rules=tuple(rules))
 
     def rule_for(self, name: str) -> tuple[Rule, tuple[str, ...]] | None:
@@ -153,7 +153,7 @@ class WeightMap:
     def to_foreign(self, native: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Translate native tensors to foreign tensors. All tensors of a `group_of` must be passed together."""
         rows = {name: TensorRows.of(tensor) for name, tensor in native.items()}
-        return {name: made.whole() for name, made in self.to_foreign_rows(rows).items()}
+        return {name: tensor.whole() for name, tensor in self.to_foreign_rows(rows).items()}
 
     def to_foreign_rows(self, native: Mapping[str, TensorRows]) -> dict[str, TensorRows]:
         """Translate native tensors to foreign tensors like `to_foreign`, without concatenating row blocks."""

@@ -80,7 +80,7 @@ def refuses(reason: str) -> FileRule:
 def model_path(value: Any) -> Settings:
     """Return the path of a model; `org/name` is a model of Hugging Face."""
     if not isinstance(value, str):
-        raise ValueError("not a path or the name of a model")
+        raise ValueError(f"must be a text (a path or the name of a model), not {value!r}")
     text = value
     is_id = text.count("/") == 1 and not text.startswith((".", "/", "~")) and not text.endswith("/")
     return {"model.path": f"hf://{text}" if is_id else text}

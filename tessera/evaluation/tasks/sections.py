@@ -36,7 +36,7 @@ class ColumnsSection(Section):
     image_paths: str | None = None  # column with paths, used in place of `images` if the file has it
     video: tuple[str, ...] = ()  # templates of paths, of which the first that exists is used
     audio: tuple[str, ...] = ()  # columns or templates of paths of recordings
-    media_needed: bool = True  # a row without image, video or recording is unusable
+    media_needed: bool = True  # if the task names columns of media, a row without any of these media is unusable
     group: str | None = None  # template: questions with the same text count as one, by the worst
     fields: Mapping[str, str | list[str]] = {}  # name for the metric -> column, or columns of a list
     image_size: bool = False  # give the metric `width` and `height` of the first image

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from tessera.config.reader import Section
 from tessera.models.text.hf import Check, check_supported
+from tessera.nn.audio import AudioShape
 
 CHUNK_STRIDE = 8  # mel frames per token of a `ChunkAudioConfig`
 CHUNK_TOKENS = 13  # transformers counts this many tokens for each of its chunks
@@ -35,6 +36,19 @@ class AudioConfig(Section):
                 f"d_model {self.d_model} must be even and a multiple of {self.encoder_attention_heads} heads"
             )
         return self
+
+    def shape(self, attention: str, **options: Any) -> AudioShape:
+        """Return the shape of the encoder. `options`: fields of `AudioShape` that the family sets."""
+        return AudioShape(
+            bins=self.num_mel_bins,
+            hidden=self.d_model,
+            intermediate=self.encoder_ffn_dim,
+            layers=self.encoder_layers,
+            heads=self.encoder_attention_heads,
+            activation=self.activation_function,
+            attention=attention,
+            **options,
+        )
 
     @classmethod
     def read(cls, audio: Mapping[str, Any], where: str) -> dict[str, Any]:

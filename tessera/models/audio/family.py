@@ -14,6 +14,7 @@ from torch import nn
 from tessera.core.batch import Batch, Segments
 from tessera.core.model_plan import PipelineUnit, StageActivation, Stream, TensorStyle
 from tessera.core.spec import FULL, Training
+from tessera.models.audio.config import ChunkAudioConfig
 from tessera.models.audio.processor import AUDIO, AUDIO_STREAMS, MEL
 from tessera.models.media_family import MediaFamily, Tower
 from tessera.models.text.costs import Measures, example_batch
@@ -65,18 +66,8 @@ class ChunkAudioFamily(AudioFamily):
     """Declare a family whose audio encoder has a `ChunkAudioConfig`, followed by an MLP projector."""
 
     def audio_shape(self, config: Any) -> AudioShape:
-        audio = config.audio
-        return AudioShape(
-            bins=audio.num_mel_bins,
-            hidden=audio.d_model,
-            intermediate=audio.encoder_ffn_dim,
-            layers=audio.encoder_layers,
-            heads=audio.encoder_attention_heads,
-            activation=audio.activation_function,
-            channels=audio.downsample_hidden_size,
-            key_bias=True,
-            attention=config.attention,
-        )
+        audio: ChunkAudioConfig = config.audio
+        return audio.shape(config.attention, channels=audio.downsample_hidden_size, key_bias=True)
 
     def audio_projector(self, config: Any, shape: AudioShape) -> nn.Module:
         return MLPProjector(shape.hidden, config.text.hidden_size, inner=shape.hidden, activation=shape.activation)

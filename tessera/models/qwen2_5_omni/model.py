@@ -42,17 +42,10 @@ class Qwen25Omni(ThinkerFamily, Qwen25VL):
     unread: ClassVar[tuple[str, ...]] = ("talker.", "token2wav.")
 
     def audio_shape(self, config: Qwen25OmniConfig) -> AudioShape:
-        audio = config.audio
-        return AudioShape(
-            bins=audio.num_mel_bins,
-            hidden=audio.d_model,
-            intermediate=audio.encoder_ffn_dim,
-            layers=audio.encoder_layers,
-            heads=audio.encoder_attention_heads,
-            activation=audio.activation_function,
+        return config.audio.shape(
+            config.attention,
             norm_after=False,  # the features are normalised after they are averaged
             pool=POOL,
-            attention=config.attention,
         )
 
     def audio_projector(self, config: Qwen25OmniConfig, shape: AudioShape) -> nn.Module:

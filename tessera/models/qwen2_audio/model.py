@@ -26,18 +26,11 @@ class Qwen2Audio(AudioFamily):
     processor: ClassVar[str] = "Qwen2AudioProcessor"
 
     def audio_shape(self, config: Qwen2AudioConfig) -> AudioShape:
-        audio = config.audio
-        return AudioShape(
-            bins=audio.num_mel_bins,
-            hidden=audio.d_model,
-            intermediate=audio.encoder_ffn_dim,
-            layers=audio.encoder_layers,
-            heads=audio.encoder_attention_heads,
-            activation=audio.activation_function,
-            positions=audio.max_source_positions,
+        return config.audio.shape(
+            config.attention,
+            positions=config.audio.max_source_positions,
             norm_after=False,  # the features are normalised after they are averaged
             pool=POOL,
-            attention=config.attention,
         )
 
     def audio_projector(self, config: Qwen2AudioConfig, shape: AudioShape) -> nn.Module:

@@ -145,7 +145,7 @@ class Collection:
 
     @property
     def seconds(self) -> np.ndarray:
-        """Return the length of the recordings of each sample."""
+        """Return the total length of the recordings of each sample, in seconds."""
         return self.column("sound_ms") / 1000
 
     def locate(self, at: int) -> tuple[ExaminedSet, int]:

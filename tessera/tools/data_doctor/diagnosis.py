@@ -60,7 +60,7 @@ class Diagnosis:
         return f"All {rows:,} samples are sound"
 
     def total(self, name: str) -> int:
-        return sum(getattr(one, name) for one in self.sets)
+        return sum(getattr(data_set, name) for data_set in self.sets)
 
     def facts(self) -> list[tuple[str, str]]:
         """Return the main figures as (name, value)."""
@@ -128,11 +128,11 @@ class Diagnosis:
             "length": self.length,
             "decoded": self.decoded,
             "seconds": round(self.seconds, 2),
-            "sets": [asdict(one) for one in self.sets],
+            "sets": [asdict(data_set) for data_set in self.sets],
             "findings": [
                 {"kind": name, **asdict(KINDS[name]), **asdict(finding)} for name, finding in self.findings.items()
             ],
-            "histograms": [asdict(one) for one in self.histograms],
+            "histograms": [asdict(histogram) for histogram in self.histograms],
             "forecast": [asdict(rung) for rung in self.forecast],
         }
         return json.dumps(facts, indent=2, ensure_ascii=True)
@@ -238,8 +238,10 @@ _WORDS = {"loss": "loses samples", "warning": "looks wrong", "note": "worth know
 def _page(diagnosis: Diagnosis) -> str:
     """Return the diagnosis as an HTML page."""
     chosen = [number for number, rung in enumerate(diagnosis.forecast) if rung.chosen]
-    names = ", ".join(one.path for one in diagnosis.sets)
-    findings = "".join(_finding(KINDS[name], one, diagnosis.total("rows")) for name, one in diagnosis.findings.items())
+    names = ", ".join(data_set.path for data_set in diagnosis.sets)
+    findings = "".join(
+        _finding(KINDS[name], each, diagnosis.total("rows")) for name, each in diagnosis.findings.items()
+    )
     sections = [
         f'<header class="{diagnosis.worst}"><p class="soft">{escape(names)}</p><h1>{escape(diagnosis.verdict)}</h1>',
         "".join(f'<p class="soft">{escape(note)}</p>' for note in diagnosis.notes()),

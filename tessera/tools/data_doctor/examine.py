@@ -161,15 +161,15 @@ def _show(sets: Sequence[ExaminedSet], options: _Options, samples: int, seed: in
     if samples < 1:
         return []
     each = max(1, samples // len(sets))
-    first = [ToShow(n, row) for n, one in enumerate(sets) for row in range(min(each, len(one.source)))]
+    first = [ToShow(n, row) for n, data_set in enumerate(sets) for row in range(min(each, len(data_set.source)))]
     chance = np.random.default_rng(seed)
-    sizes = np.array([len(one.source) for one in sets], dtype=np.float64)
+    sizes = np.array([len(data_set.source) for data_set in sets], dtype=np.float64)
     drawn = []
     for _ in range(-(-samples // 2)):
         number = int(chance.choice(len(sets), p=sizes / sizes.sum()))
         drawn.append(ToShow(number, int(chance.integers(len(sets[number].source)))))
     items = list(dict.fromkeys([*first[:samples], *drawn]))
-    work = ShowSamples([one.source for one in sets], [one.look for one in sets], options.timeout_s)
+    work = ShowSamples([data_set.source for data_set in sets], [data_set.look for data_set in sets], options.timeout_s)
     workers = default_workers() if options.workers == "auto" else options.workers
     with Pool(work, min(workers, len(items)), timeout_s=options.timeout_s) as pool:
         return [
