@@ -1,0 +1,134 @@
+"""Language models that read and predict speech as codes: the tokens of a neural codec.
+
+A codec turns sound into frames, and each frame into one code per codebook. The main head predicts the first code of the
+next frame, as a language model predicts the next token. From the same hidden state, a small decoder over the codebooks
+(the depth decoder) predicts the other codes of that frame.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tessera.core.batch import IGNORE, Batch, Segments
+from tessera.core.outputs import Outputs, Projection
+from tessera.nn.causal_lm import LanguageModel
+from tessera.nn.decoder import DecoderLayer, DecoderShape, TextDecoder
+from tessera.nn.layers import RMSNorm, TokenEmbedding
+
+CODES = "codes"  # batch tensor [codebooks, T]: codes that are read at each position; IGNORE: none
+NEXT_CODES = "next_codes"  # batch tensor [codebooks, T]: codes of the frame that follows; IGNORE: none
+CODED = "coded"  # batch tensor [N]: positions at which the codes of the next frame are trained on
+
+
+def code_output(codebook: int) -> str:
+    """Return the name of the output with the logits of a codebook; the main head predicts codebook 0."""
+    return f"codes.{codebook}"
+
+
+class CodeEmbedding(TokenEmbedding):
+    """Sum the embeddings of the codes at each position. The tables of all codebooks are one table."""
+
+    def __init__(self, sizes: Sequence[int], hidden: int) -> None:
+        super().__init__(sum(sizes), hidden)
+        self.starts = tuple(accumulate(sizes, initial=0))[:-1]  # first row of each codebook
+
+    def forward(self, codes: Tensor) -> Tensor:
+        """Return embeddings [T, D] of codes [codebooks, T]; zeros where there is no code."""
+        total = torch.zeros((), dtype=self.weight.dtype, device=codes.device)
+        # One codebook at a time: embeddings of all codebooks would be `codebooks` times as large as their sum.
+        for row, start in zip(codes, self.starts, strict=True):
+            present = row != IGNORE
+            total = total + super().forward((row + start).where(present, 0)) * present.unsqueeze(1)
+        return total
+
+    def rows(self, codes: Tensor) -> Tensor:
+        """Return the rows of the table [K, N] for codes [K, N] of the first K codebooks."""
+        starts = torch.tensor(self.starts[: codes.shape[0]], device=codes.device)
+        return codes + starts.unsqueeze(1)
+
+
+class DepthDecoder(nn.Module):
+    """Predict the codes of a frame, codebook by codebook, from the hidden state that predicts its first code.
+
+    The sequence of a frame is the hidden state, then the embeddings of its codes but the last. Position g predicts
+    codebook g; position 0 predicts nothing, because the main head does.
+    """
+
+    def __init__(self, shape: DecoderShape, sizes: Sequence[int], codes: CodeEmbedding, projected: bool) -> None:
+        """`sizes`: numbers of codes of all codebooks. `projected`: inputs are projected to the decoder's width."""
+        super().__init__()
+        self._codes = (codes,)  # in a tuple, so that it is not registered as a submodule; see `TiedHead`
+        self.shape = shape
+        self.proj = nn.Linear(codes.embedding_dim, shape.hidden, bias=False) if projected else None
+        self.layers = nn.ModuleList(DecoderLayer(shape) for _ in range(shape.layers))
+        self.norm = RMSNorm(shape.hidden, shape.norm_eps)
+        self.heads = nn.ModuleList(nn.Linear(shape.hidden, size, bias=False) for size in sizes[1:])
+
+    def forward(self, hidden: Tensor, codes: Tensor) -> Tensor:
+        """Return the hidden states [N, K + 1, D] after the hidden states [N, W] of N frames and their first K codes
+        [K, N]."""
+        (table,) = self._codes
+        read = nn.functional.embedding(table.rows(codes).T, table.weight)
+        x = torch.cat([hidden.unsqueeze(1).to(read.dtype), read], dim=1)
+        frames, steps = x.shape[:2]
+        if self.proj is not None:
+            x = self.proj(x)
+        x = x.flatten(0, 1)
+        positions = torch.arange(steps, device=x.device).repeat(frames)
+        bounds = torch.arange(0, (frames + 1) * steps, steps, device=x.device, dtype=torch.int32)
+        segments = Segments(bounds, steps, (steps,) * frames, rows=frames)
+        angles = self.shape.rope.angles(positions)
+        for layer in self.layers:
+            x = layer(x, angles, segments)
+        normed: Tensor = self.norm(x)
+        return normed.unflatten(0, (frames, steps))
+
+
+class SpeechModel(LanguageModel):
+    """Compute a text decoder over text and speech, and a depth decoder over the codebooks.
+
+    Batch: as for `LanguageModel`, with `CODES` and, to train, `NEXT_CODES` and `CODED`. `labels` are the first codes of
+    the frames that follow. Without `CODES` the model reads text alone.
+    """
+
+    def __init__(
+        self,
+        text: TextDecoder,
+        head: nn.Module,
+        codes: CodeEmbedding,
+        depth: DepthDecoder,
+        initializer_range: float,
+        replaces: bool,
+    ) -> None:
+        """`replaces`: codes are read instead of the token at their position; else both embeddings are added."""
+        super().__init__(text, head, initializer_range)
+        self.codes: CodeEmbedding | None = codes
+        self.depth: DepthDecoder | None = depth
+        self.replaces = replaces
+
+    def _embed(self, batch: Batch) -> Tensor:
+        assert self.codes is not None
+        x, codes = super()._embed(batch), batch.get(CODES)
+        if codes is None:  # the sum keeps collectives of the codes' table in step with ranks that have codes
+            codes = torch.full((len(self.codes.starts), 1), IGNORE, device=x.device)
+        if self.replaces:
+            x = x * (codes == IGNORE).all(0).unsqueeze(1)
+        return x + self.codes(codes)
+
+    def _outputs(self, hidden: Tensor, batch: Batch, *others: Any) -> Outputs:
+        outputs = super()._outputs(hidden, batch, *others)
+        if self.depth is None or CODED not in batch:
+            return outputs
+        coded, following = batch[CODED], batch[NEXT_CODES]
+        states, read = hidden.index_select(0, coded), following.index_select(1, coded)[:-1]
+        if not coded.shape[0]:  # ranks with frames wait for this one in collectives
+            states, read = hidden[:1] * 0, following.new_zeros(following.shape[0] - 1, 1)
+        decoded = self.depth(states, read)
+        for number, head in enumerate(self.depth.heads, 1):
+            outputs[code_output(number)] = Projection(decoded[:, number], head)
+        return outputs

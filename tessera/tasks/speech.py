@@ -1,0 +1,105 @@
+"""Train a model to speak: to predict the codes of the next frame of a recording (see `nn.codes`)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from tessera.config.reader import Section, build
+from tessera.config.run_config import RunConfig
+from tessera.core.batch import IGNORE, Batch
+from tessera.core.model_plan import Stream
+from tessera.core.outputs import Outputs, projection
+from tessera.core.task import Counts, Losses, LossTerm
+from tessera.errors import TesseraError
+from tessera.nn.codes import CODED, NEXT_CODES, SpeechModel, code_output
+from tessera.ops.loss import linear_cross_entropy
+from tessera.runtime.rng import generator
+from tessera.tasks.language import LanguageTask
+
+FRAMES = "frames"  # key of the number of frames whose other codes are trained on
+CODE_LOSS = "code_loss"
+DEPTH_LOSS = "depth_loss"
+
+
+class SpeechOptions(Section):
+    """Declare `train.task_options` of `SpeechTask`."""
+
+    depth_weight: float = Field(1.0, ge=0, le=1e3, description="weight of the loss of all codebooks but the first")
+    depth_frames: float = Field(
+        1.0, gt=0, le=1, description="share of the frames whose other codebooks are trained on; less saves memory"
+    )
+
+
+class SpeechTask(LanguageTask):
+    """Sum the cross-entropy of the first codes, and that of the other codes of each frame.
+
+    The loss of a frame's other codes is their mean over codebooks, as transformers computes it.
+    """
+
+    def __init__(
+        self, depth_weight: float = 1.0, depth_frames: float = 1.0, neftune_alpha: float | None = None
+    ) -> None:
+        super().__init__(neftune_alpha)
+        options = {"depth_weight": depth_weight, "depth_frames": depth_frames}
+        self.speech = build(SpeechOptions, options, "train.task_options")
+
+    def check(self, config: RunConfig, module: nn.Module) -> None:
+        if not isinstance(module, SpeechModel):
+            raise TesseraError(
+                f"{type(module).__name__} does not predict codes of speech",
+                where="train.task",
+                fix="use a family that speaks, such as csm, or train.task: language",
+                code="task.no-codes",
+            )
+        super().check(config, module)
+
+    def prepare(self, batch: Batch) -> Batch:
+        share = self.speech.depth_frames
+        if share == 1 or CODED not in batch:
+            return batch
+        chosen = _draws(batch) < share
+        names = [name for name in (CODED, Stream.sources(CODED)) if name in batch]
+        return batch.with_tensors(**{name: batch[name][chosen] for name in names})
+
+    def counts(self, batch: Batch) -> Counts:
+        return {**super().counts(batch), FRAMES: batch[CODED].shape[0] if CODED in batch else 0}
+
+    def losses(self, outputs: Outputs, batch: Batch) -> Losses:
+        code, *others = super().losses(outputs, batch).terms
+        return Losses(
+            [
+                replace(code, name=CODE_LOSS),
+                *others,
+                LossTerm(DEPTH_LOSS, self._depth_loss(outputs, batch), FRAMES, self.speech.depth_weight),
+            ]
+        )
+
+    def _depth_loss(self, outputs: Outputs, batch: Batch) -> Tensor:
+        """Return the sum over frames of the mean cross-entropy of their codes but the first."""
+        following = batch[NEXT_CODES][1:].index_select(1, batch[CODED])
+        if not following.shape[1]:  # the model has decoded a blank frame
+            following = following.new_full((following.shape[0], 1), IGNORE)
+        total: Tensor = torch.zeros((), device=following.device)
+        for number, labels in enumerate(following, 1):
+            hidden, head = projection(outputs, code_output(number))
+            weight = head.weight
+            loss, _ = linear_cross_entropy(hidden.to(weight.dtype), weight, labels, implementation=self._implementation)
+            total = total + loss
+        return total / following.shape[0]
+
+
+def _draws(batch: Batch) -> Tensor:
+    """Return a random number for each position of `CODED`, from the seeds of rows, so that it does not depend on how
+    rows are split over ranks."""
+    length = sum(batch.segments["text"].lengths) // len(batch.seeds)
+    drawn = torch.cat([torch.rand(length, generator=generator("cpu", seed, "depth")) for seed in batch.seeds])
+    index = batch.get("token_index")
+    positions = batch[CODED] if index is None else index[batch[CODED]]
+    return drawn[positions]
+
+
+TASK = SpeechTask
