@@ -85,8 +85,8 @@ class DepthDecoder(nn.Module):
         angles = self.shape.rope.angles(positions)
         for layer in self.layers:
             x = layer(x, angles, segments)
-        normed: Tensor = self.norm(x)
-        return normed.unflatten(0, (frames, steps))
+        normed: Tensor = self.norm(x).view(frames, steps, -1)
+        return normed
 
 
 class SpeechModel(LanguageModel):
@@ -118,7 +118,8 @@ class SpeechModel(LanguageModel):
             codes = torch.full((len(self.codes.starts), 1), IGNORE, device=x.device)
         if self.replaces:
             x = x * (codes == IGNORE).all(0).unsqueeze(1)
-        return x + self.codes(codes)
+        embedded: Tensor = self.codes(codes)
+        return x + embedded
 
     def _outputs(self, hidden: Tensor, batch: Batch, *others: Any) -> Outputs:
         outputs = super()._outputs(hidden, batch, *others)
