@@ -65,7 +65,7 @@ def answer_file(
         answered = output.answered() | output.finished
         dist.wait_for_all_ranks(world)  # a rank that is already writing would change what the others have just read
         numbers = [*_missing(answered, world)]
-        if numbers:
+        if not answered.all():  # every rank loads the model, also one whose rows are answered: ranks load it together
             with _started(start, output, world) as answering, output.part(world.rank) as part:
                 answering.run(numbers, answered, part)
         dist.wait_for_all_ranks(world)
