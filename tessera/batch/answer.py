@@ -20,7 +20,7 @@ from tessera.inference.prepare import PromptPool
 from tessera.runtime import distributed as dist
 from tessera.runtime.progress import TokenProgress
 
-_AT_ONCE = 512  # rows that the engine has at once: those it answers, and the next ones
+_AT_ONCE = 512  # rows that are handed to the engine at once: the ones that it answers, and the next ones
 _BLOCK = 64  # consecutive rows of a rank
 
 
@@ -39,7 +39,7 @@ class BatchResult:
     path: Path
     rows: int
     errors: int  # rows that have an error instead of an answer
-    answered: int  # rows that this rank answered now; the others were answered before, or by other ranks
+    answered: int  # rows that this rank answered in this call; the others were answered earlier, or by other ranks
 
 
 def answer_file(
@@ -63,7 +63,8 @@ def answer_file(
             else:
                 output = BatchOutput.joined(out)
         answered = output.answered() | output.finished
-        dist.wait_for_all_ranks(world)  # a rank that is already writing would change what the others have just read
+        # a rank that writes already would change the answers that other ranks are still reading
+        dist.wait_for_all_ranks(world)
         numbers = [*_missing(answered, world)]
         if not answered.all():  # every rank loads the model, also one whose rows are answered: ranks load it together
             with _started(start, output, world) as answering, output.part(world.rank) as part:

@@ -40,7 +40,7 @@ class BodyRow:
 
 @dataclass(frozen=True)
 class BodyRows:
-    """Read the requests of a file. A request without a seed gets the one derived from `seed` and its index."""
+    """Read the requests of a file. A request without a seed gets a seed derived from `seed` and its index."""
 
     records: Container
     root: Path  # folder of media that requests name by file: URLs
@@ -86,7 +86,10 @@ class BodyRows:
 
 
 def response_row(index: int, custom_id: str | None, status: int, body: Mapping[str, Any]) -> Row:
-    """Return an output row in OpenAI's form. A refused request has the error in its body, and again outside."""
+    """Return an output row in OpenAI's form.
+
+    A refused request has the error in its body, and also in the row itself.
+    """
     error = body.get("error") if status != 200 else None
     return {
         "id": f"batch_req_{index}",

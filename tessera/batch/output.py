@@ -38,9 +38,9 @@ class BatchOutput:
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         self.path = path
         self.rows = int(settings["rows"])
-        self.began = int(settings["began"])  # seconds since 1970
+        self.began = int(settings["began"])  # time when the output was begun, in seconds since 1970
         self.finished = settings["sha256"] is not None
-        self.errors = int(settings["errors"])  # rows with an error, of a finished output
+        self.errors = int(settings["errors"])  # number of rows with an error; known when the output is finished
         self._folder = _folder_of(path)
         self._settings = settings
 
@@ -49,8 +49,8 @@ class BatchOutput:
     def claimed(path: Path, rows: int, facts: Mapping[str, Any], overwrite: bool = False) -> Iterator[BatchOutput]:
         """Lock an output file for this process and continue it, or begin a new one.
 
-        `facts`: JSON of the input and the options. An output that was begun with other facts is refused, and so is a
-        file that was not written by this function.
+        `facts`: JSON of the input and the options. Refuse an output that was begun with other facts, and a file that
+        this function has not written.
         """
         folder = _folder_of(path)
         if path.exists() and not folder.exists() and not overwrite:
@@ -68,7 +68,7 @@ class BatchOutput:
         return self._lines()[0] >= 0
 
     def withdraw(self) -> None:
-        """Remove the settings of an output without a part file, so that nothing remains of a start that failed."""
+        """Remove the settings of an output without a part file, so that a failed start leaves no files."""
         if not self.finished and not self._parts() and not self.path.exists():
             (self._folder / SETTINGS).unlink(missing_ok=True)
 
@@ -94,7 +94,7 @@ class BatchOutput:
             os.fsync(file.fileno())
         keep_inside(self.path)
         os.replace(fresh, self.path)
-        # Until this line the part files are complete: a process that is killed before it publishes again.
+        # Until this line the part files are complete: after a kill, the next process publishes again.
         _write(self._folder, {**self._settings, "errors": errors, "sha256": content.hexdigest()})
         self.finished, self.errors = True, errors
         for part in parts:
@@ -164,7 +164,7 @@ def _continued(path: Path, rows: int, facts: Mapping[str, Any], overwrite: bool)
         if settings["facts"] != facts or settings["rows"] != rows:
             raise _other_facts(path, settings["facts"], facts)
         if settings["sha256"] is not None and not path.exists():
-            settings = None  # the user has removed the answers: begin again
+            settings = None  # the user has removed the output file: begin again
     if settings is not None and settings["sha256"] is not None and settings["sha256"] != _hash(path):
         raise TesseraError(
             f"{path} was changed after its last row was written",
@@ -172,7 +172,8 @@ def _continued(path: Path, rows: int, facts: Mapping[str, Any], overwrite: bool)
             fix=_OVERWRITE,
             code="output.changed",
         )
-    if settings is None or settings["sha256"] is not None:  # in the second case the last process was killed at its end
+    # a hash in the settings means: the last process was killed after it had written the output file
+    if settings is None or settings["sha256"] is not None:
         for part in folder.glob(_PART.replace("{:05d}", "*")):
             part.unlink()
     if settings is None:  # the answers of an earlier batch remain until those of this batch replace them

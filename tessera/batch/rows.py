@@ -41,7 +41,10 @@ class UnusableRow:
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """State how all rows of a data set are answered. `sampling.seed` and its index give the seed of a row."""
+    """State how all rows of a data set are answered.
+
+    The seed of a row is derived from `sampling.seed` and the index of the row.
+    """
 
     max_new_tokens: int = 256
     sampling: Sampling = field(default_factory=Sampling)
@@ -75,7 +78,10 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "se
 
 @dataclass(frozen=True)
 class SampleRows:
-    """Read the samples of a data set. A last message of the assistant is not asked: it is the expected answer."""
+    """Read the samples of a data set.
+
+    If the last message is the assistant's, it is the expected answer, and not part of the question.
+    """
 
     source: Source
     options: AnswerOptions

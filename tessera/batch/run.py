@@ -46,8 +46,8 @@ def generate_answers(
 ) -> BatchResult:
     """Answer every row of a file, and write the answers to `out` as JSON lines, in the order of the rows.
 
-    `data`: a data set, or a file of requests in the form of OpenAI's batches. A last message of the assistant in a row
-    is not asked; it is written as the expected answer. A row that cannot be used becomes a row with an error. If the
+    `data`: a data set, or a file of requests in the form of OpenAI's batches. If the last message of a row is the
+    assistant's, it is written as the expected answer. A row that cannot be used becomes a row with an error. If the
     process ends early, the same call continues. With a launcher such as torchrun the rows are split over ranks.
 
     `root`: folder of media; None: the folder of the data. `max_new_tokens` None: 256. `overwrite`: answer all rows

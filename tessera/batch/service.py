@@ -33,7 +33,7 @@ _AT_ONCE = 320  # requests that are prepared or answered at a time; the engine r
 def service_answers(
     rows: BodyRows, out: Path, options: ModelOptions
 ) -> Callable[[], contextlib.AbstractContextManager[ServiceAnswers]]:
-    """Return what loads the model and starts the service for a batch."""
+    """Return a function that loads the model and starts the service for a batch."""
 
     @contextlib.contextmanager
     def start() -> Iterator[ServiceAnswers]:
@@ -49,7 +49,10 @@ def service_answers(
 
 @dataclass(frozen=True)
 class ServiceAnswers:
-    """Answer requests with a service. `created`: time that all answers state, so that a resumed batch is the same."""
+    """Answer requests with a service.
+
+    `created`: creation time in all answers, so that a resumed batch gives the same output.
+    """
 
     rows: BodyRows
     service: Service
@@ -76,7 +79,7 @@ class ServiceAnswers:
         with TokenProgress("answering", total, "rows") as progress:
             try:
                 asyncio.run(answer_all())
-            except ExceptionGroup as group:  # of all tasks that the first error has ended
+            except ExceptionGroup as group:  # the errors of all tasks: the first one has ended the others
                 raise group.exceptions[0] from None
 
     async def _answer(self, row: BodyRow | UnusableRow) -> tuple[int, dict[str, Any]]:
@@ -92,7 +95,7 @@ class ServiceAnswers:
             name = str(row.body.get("model") or job.model)
             job = replace(job, id=str(row.index), created=self.created, model=name)
             body = await chat_completion(self.service, job, wanted)
-            body["usage"].pop("prompt_tokens_details", None)  # what is reused depends on the other rows
+            body["usage"].pop("prompt_tokens_details", None)  # the number of cached tokens depends on the other rows
             return 200, body
         except ApiError as error:
             refusal = error

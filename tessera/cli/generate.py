@@ -216,7 +216,7 @@ def _ranks(layout: Mapping[str, int], device: str) -> Iterator[dict[str, int] | 
         name = next((name for name in axes if axes[name] != 1), None)
         if name is not None:
             raise TesseraError(
-                f"--{name} {axes[name]} needs {axes[name]} ranks, and this is a single process",
+                f"--{name} {axes[name]} needs {axes[name]} ranks, and this command runs in a single process",
                 where=f"--{name}",
                 fix=f"tessera generate --nproc {axes[name]} ..., or start it with torchrun",
                 code="layout.needs-more-ranks",

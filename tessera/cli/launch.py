@@ -61,7 +61,8 @@ def start_ranks(words: Sequence[str], cluster: Cluster, join_timeout_s: float, f
         raise SystemExit(first.exitcode if first.exitcode > 0 else RankFailure.exit_code) from None
     except (RendezvousError, dist.DistNetworkError, dist.DistStoreError) as error:
         raise TesseraError(
-            f"{cluster.min_nodes} machines did not come together at {cluster.endpoint} within {join_timeout_s:g} s "
+            f"{cluster.min_nodes} machines did not join the rendezvous at {cluster.endpoint} within "
+            f"{join_timeout_s:g} s "
             f"({first_line(error)})",
             fix="start the same command on every machine; --nnodes is the number of machines",
             code="job.machines-did-not-join",
@@ -144,8 +145,8 @@ def _check_nodes(cluster: Cluster, timeout_s: float) -> Store | None:
             missing = [node for node, key in enumerate(keys) if not store.check([key])]
             word = f"machines {spans(missing)} are" if len(missing) > 1 else f"machine {missing[0]} is"
             raise TesseraError(
-                f"{word} missing: {len(keys) - len(missing)} of {len(keys)} came to {cluster.endpoint} "
-                f"within {timeout_s:g} s",
+                f"{word} missing: {len(keys) - len(missing)} of {len(keys)} joined {cluster.endpoint} within "
+                f"{timeout_s:g} s",
                 fix="start the same command on the missing machines, each with its own --node-rank",
                 code="job.machines-did-not-join",
             )

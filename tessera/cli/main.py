@@ -263,7 +263,7 @@ def _run_app() -> None:
     try:
         app()
     except SystemExit as end:
-        if isinstance(end.__context__, _UsageError):  # its words are on the screen
+        if isinstance(end.__context__, _UsageError):  # click has printed the message already
             error = TesseraError(
                 "the command line has an unknown word, a wrong value, or lacks an argument",
                 fix="add --help: it lists what the command takes",
@@ -274,7 +274,7 @@ def _run_app() -> None:
     except OSError as error:
         if error.errno not in _NO_SPACE:
             raise
-        with contextlib.suppress(OSError):  # what could not be printed would fail again at the end of the process
+        with contextlib.suppress(OSError):  # unprinted output would fail again when the process flushes it at its end
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise TesseraError(
             f"cannot be written: {error.strerror}",

@@ -206,7 +206,7 @@ def _prepare_rank() -> list[Callback]:
 
 @contextmanager
 def _stopped_at_once(folder: Path) -> Iterator[None]:
-    """Turn a KeyboardInterrupt into a message and exit code 130."""
+    """Convert a KeyboardInterrupt to a message and exit code 130."""
     try:
         yield
     except KeyboardInterrupt:

@@ -37,7 +37,7 @@ class BuiltIns:
     def unknown(self, name: str) -> TesseraError:
         names = self.names()
         near = nearest(name, names)
-        module = near is None and name.isidentifier()  # perhaps one of the user's, without a package
+        module = near is None and name.isidentifier()  # the name may be the user's own module, without a package
         return TesseraError(
             f"unknown {self.kind}: {name[:200]!r}",
             where=self.key,
@@ -48,7 +48,7 @@ class BuiltIns:
         )
 
 
-@cache  # the name of a family in a folder is searched in all families, and each search would read all files
+@cache  # cached: detecting a folder's family asks all families, and each would read all files again
 def _modules(packages: tuple[str, ...], attribute: str) -> Mapping[str, str]:
     defined = re.compile(rf"^{attribute}\b", re.MULTILINE)
     modules = {}

@@ -131,7 +131,7 @@ class DataSection(Section):
     @classmethod
     def _roles_are_said_in_one_place(cls, value: dict[str, Any]) -> dict[str, Any]:
         if "train_on" in value:
-            raise ValueError("processors have no `train_on`; set data.train_on")
+            raise ValueError("data.processor has no key `train_on`; set data.train_on")
         return value
 
     @field_validator("train", "eval", mode="before")

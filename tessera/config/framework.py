@@ -20,7 +20,7 @@ class Limit:
     key: str
     values: tuple[Any, ...]  # the first one is set where unsupported features are switched off
     what: str
-    essential: bool = False  # without it the run would train something else: it is never switched off
+    essential: bool = False  # whether the run would train something else without it: then it is never switched off
 
 
 LIMITS = (
@@ -78,7 +78,7 @@ LIMITS = (
 )
 
 
-# What the host part of a run on MindSpore sets. No key of a recipe chooses these.
+# Settings of the host part of a run on MindSpore. No recipe key changes them.
 HOST_SETTINGS: Mapping[str, Any] = {
     "train.device": "cpu",
     "parallel.shard": 1,
@@ -99,7 +99,7 @@ def check_framework(values: Mapping[str, Any]) -> None:
         f"{first.key}={_at(values, first.key)!r} is not available on MindSpore: {first.what}{also}",
         where=first.key,
         allowed=[str(value) for value in first.values],
-        fix="set it so, or leave framework out to train on torch",
+        fix="set the key to this value, or leave framework out to train on torch",
         code="framework.feature-not-available",
     )
 
@@ -112,7 +112,7 @@ def unsupported(values: Mapping[str, Any]) -> list[Limit]:
 def without_unsupported(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[Limit, Any]]]:
     """Return a recipe without the features that MindSpore lacks, and the limit and the former value of each of them.
 
-    Features that change what is trained are not switched off: `check_framework` refuses them.
+    Features that change the trained result are not switched off: `check_framework` refuses them.
     """
     recipe = _copied(values)
     switched_off = [(limit, _at(recipe, limit.key)) for limit in unsupported(values) if not limit.essential]

@@ -78,7 +78,7 @@ class LoraSection(Section):
     @model_validator(mode="after")
     def _goes_together(self) -> LoraSection:
         if self.init == "pissa" and self.dora:
-            raise ValueError("init pissa does not go with dora: take one of them")
+            raise ValueError("init pissa cannot be combined with dora: choose one of them")
         if self.init == "pissa" and self.quantize is not None:
             raise ValueError("init pissa needs unquantized weights; leave `quantize` or `init` out")
         return self

@@ -65,7 +65,7 @@ class PrecisionSection(Section):
         for key in ("reduce", "output"):
             if getattr(self, key) == "float16" and self.compute != "float16":
                 raise ValueError(
-                    f"{key}: float16 needs the loss scale, which compute: float16 alone has; "
+                    f"{key}: float16 needs the loss scale, which only compute: float16 has; "
                     f"set precision.compute: float16, or precision.{key}: float32"
                 )
         return self

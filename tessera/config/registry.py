@@ -171,7 +171,7 @@ def _unwrapped(target: Any) -> Any:
 
 
 def _is_library(module: str) -> bool:
-    """Return whether a module belongs to an installed package, and not to the user's own code."""
+    """Return whether a module belongs to an installed package, and not to the code of the user."""
     if module.partition(".")[0] == "tessera":
         return True
     loaded = sys.modules.get(module)

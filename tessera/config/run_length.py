@@ -108,7 +108,8 @@ class RunLength:
         if every.unit == "minutes" or not every:
             return False
         assert self.rows_per_epoch is not None, "epochs of data without a length are refused before"
-        between = every.amount * self.rows_per_epoch  # rows; 1e-9 below absorbs rounding errors of fractions
+        # rows between two ends; 1e-9 in the next line absorbs rounding errors of fractions
+        between = every.amount * self.rows_per_epoch
         return math.floor(rows / between + 1e-9) > math.floor((rows - self.rows_per_step) / between + 1e-9)
 
     def row_after(self, state: Mapping[str, Any]) -> int:
@@ -120,7 +121,7 @@ class RunLength:
         """
         rows, before = int(state["rows_drawn"]), state.get("length") or {}
         if not 0 <= rows < 1 << 63:  # row indices are 64-bit integers
-            raise ValueError(f"no row index: {rows}")
+            raise ValueError(f"not a row index: {rows}")
         same = all(before.get(key) == getattr(self, key) for key in ("samples_per_step", "rows_per_step"))
         if same or (self.samples_per_step is None and before.get("samples_per_step") is None):
             return rows

@@ -115,7 +115,10 @@ class TrainSection(Section):
     @classmethod
     def _is_the_same_on_all_ranks(cls, value: int | str) -> int | str:
         if parse_interval(value).unit == "minutes":
-            raise ValueError("evaluations are counted in steps (500) or epochs (1epoch), so that a resume repeats them")
+            raise ValueError(
+                "write the interval of evaluations in steps (500) or epochs (1epoch), so that a resume evaluates at "
+                "the same steps"
+            )
         return value
 
     @model_validator(mode="after")

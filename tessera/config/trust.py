@@ -82,7 +82,7 @@ def check_trusted(folder: Path, code: Mapping[str, str], trust: Trust) -> None:
 
 
 def remember(folder: Path, code: Mapping[str, str]) -> None:
-    """Record in the user's state folder that the code of this run is trusted. A failure is only logged."""
+    """Record in the user's state folder that the code of this run is trusted. If that fails, only log it."""
     if not code:
         return
     name = _read_id(folder)

@@ -54,7 +54,10 @@ class CacheStep:
 
     @staticmethod
     def of(rows: Sequence[CacheRow], block_size: int, device: torch.device | str, width: int = 0) -> CacheStep:
-        """Return the step of these rows. `width`: columns of the table, if it should have more than are needed."""
+        """Return the `CacheStep` for these rows.
+
+        `width`: columns of the table, if it should have more than are needed.
+        """
         width = max(width, *(len(row.blocks) for row in rows))
         parts = _indices(rows, block_size, width)
         # Copy all index tensors to the device in one transfer.
@@ -75,11 +78,11 @@ class CacheStep:
         )
 
     def refill(self, rows: Sequence[CacheRow]) -> None:
-        """Overwrite the tensors by those of other rows, as many and with as many new tokens, in one transfer.
+        """Overwrite the tensors by those of other rows, in one transfer. The numbers of rows and new tokens are equal.
 
         Blocks beyond the width of the table are left out.
 
-        `longest` and `prefill` stay, so they must hold for these rows, too.
+        `longest` and `prefill` do not change, so they must be correct for the new rows, too.
         """
         assert [row.new for row in rows] == list(self.segments.lengths)
         parts = _indices(rows, self.block_size, self.table.shape[1])
@@ -109,7 +112,7 @@ def _indices(rows: Sequence[CacheRow], block_size: int, width: int) -> tuple[np.
         line[: len(row.blocks)] = row.blocks[:width]
     bounds = np.concatenate([[0], new.cumsum()])
     member = np.repeat(np.arange(len(rows)), new)
-    token = np.arange(len(member)) + (cached - bounds[:-1])[member]  # in its row
+    token = np.arange(len(member)) + (cached - bounds[:-1])[member]  # index of each new token in its row
     slots = table[member, token // block_size] * block_size + token % block_size
     last = bounds[1:][[row.sampled for row in rows]] - 1
     return bounds, lengths, table.ravel(), slots, last

@@ -39,7 +39,7 @@ class AuxiliaryLoss(NamedTuple):
     weight: float
 
 
-# Only dictionaries and tuples: FSDP finds tensors in these to add its backward hooks.
+# Only dictionaries and tuples, because FSDP searches these for tensors to add its backward hooks.
 Outputs = dict[str, Tensor | Projection | AuxiliaryLoss]
 
 

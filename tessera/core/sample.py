@@ -21,7 +21,7 @@ class StoredTensors(ABC):
     @property
     @abstractmethod
     def content(self) -> str:
-        """Return a text that identifies the tensors: it differs between samples with different tensors."""
+        """Return a text that identifies the tensors. Samples with different tensors have different texts."""
 
     @abstractmethod
     def load(self) -> dict[str, Tensor]:
@@ -51,7 +51,9 @@ REGION = re.compile("<(?:ref-object|bbox)>")  # placeholders of regions in a tex
 @dataclass(frozen=True)
 class Part:
     """Hold one part of a message. `value`: text, or media as a path inside the data root, the location of its bytes in
-    another file, bytes, or a decoded object. `regions`: what the placeholders (`REGION`) of a text stand for."""
+    another file, bytes, or a decoded object. `regions`: the regions that the placeholders (`REGION`) of a text stand
+    for.
+    """
 
     kind: PartKind
     value: Any

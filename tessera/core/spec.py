@@ -205,7 +205,8 @@ class ModelSpec:
     # The same for folders in the original format of a model's authors, with a function that translates config.json:
     # (folder, original config.json) -> config.json of Hugging Face.
     originals: Mapping[str, Callable[[Path, Mapping[str, Any]], dict[str, Any]]] = field(default_factory=dict)
-    # (folder of the initial weights) -> a warning about parts of it that are not trained; None if it has none.
+    # (folder of the initial weights) -> a warning about parts of the folder that are not trained; None if there are
+    # none.
     untrained_parts: Callable[[Path], str | None] = lambda _: None
 
     def gives(self, output: str) -> bool:

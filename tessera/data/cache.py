@@ -42,7 +42,7 @@ def digest_of(facts: Any) -> str:
 
 
 def share(file: Path) -> None:
-    """Put an index file into the cache, for other runs over the same data. A failure is only logged."""
+    """Put an index file into the cache, for other runs over the same data. If that fails, only log it."""
     shared = user_cache("index") / file.name
     if shared == file:
         return

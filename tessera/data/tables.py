@@ -85,7 +85,8 @@ def write_tables(file: Path, arrays: Mapping[str, np.ndarray], about: Mapping[st
     dense = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     with replacing(file) as fresh:
         fresh.write_bytes(b"")
-        permissions = fresh.stat().st_mode  # as the umask sets them; safetensors would deny other users to read
+        # permissions as the umask sets them: safetensors would deny other users to read the file
+        permissions = fresh.stat().st_mode
         safetensors.numpy.save_file(dense, fresh, metadata={**about, _HASH: _content_hash(dense, about)})
         fresh.chmod(permissions)
 

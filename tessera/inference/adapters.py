@@ -52,7 +52,7 @@ def load_adapters(source: Path, base: Path | None, dtype: str | None, trust: Tru
     in_file = is_adapters(source)
     if base is not None and not in_file:
         raise TesseraError(
-            "a run names its base model itself",
+            "a run contains the path of its base model",
             where="--like",
             fix="leave --like out",
             code="adapter.run-names-its-model",

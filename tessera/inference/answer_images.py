@@ -41,7 +41,7 @@ def with_copies(folder: Path, rows: Sequence[dict[str, Any]]) -> list[dict[str, 
 def _copy(folder: Path, path: str) -> dict[str, Any] | None:
     """Write a copy of an image and return its file name and size; None if the image cannot be read.
 
-    Of a recording, write its beginning.
+    For a recording, write its beginning.
     """
     clip = clip_of(path)
     if isinstance(clip, AudioClip) or media_kind(path) == "audio":

@@ -48,8 +48,8 @@ def answers_to_all(
 ) -> Iterator[tuple[T, Answer | BaseException]]:
     """Yield each item with its answer, or with its own error, in the order in which they end.
 
-    `at_once`: requests that the engine has at a time, those that wait there included. `on_step` gets the number of new
-    tokens after each step. Raise an error that no item is the cause of.
+    `at_once`: number of requests in the engine at a time, including those that wait there. `on_step` gets the number of
+    new tokens after each step. An error that is not due to one item is raised.
     """
     source, more = iter(items), True
     preparing: dict[Future[Batch], T] = {}
@@ -79,12 +79,12 @@ def answers_to_all(
 
 
 def stops_all(error: BaseException) -> bool:
-    """Return whether no single request is the cause of an error, so that a new start may answer all of them."""
+    """Return whether an error is not due to a single request, so that all requests may be answered after a restart."""
     return isinstance(error, TesseraError) and error.code in _STOPS
 
 
 def _item_error(error: Exception) -> Exception:
-    """Return the error of an item. Raise one that is not the item's."""
+    """Return the error of an item. Raise an error that is not due to the item."""
     if stops_all(error):
         raise error
     return error
@@ -106,7 +106,7 @@ def answer_texts(
     `sample`: returns the question of an item, and the root folder of its media. `total`: how many items there are.
     """
     finished: dict[int, str] = {}
-    waiting: dict[int, T] = {}  # in order
+    waiting: dict[int, T] = {}  # items without an answer, in order
 
     def numbered() -> Iterator[tuple[int, T]]:
         for number, item in enumerate(items):
@@ -212,7 +212,7 @@ def _answers_of_group(
 def context_of(config: Section) -> int | None:
     """Return the number of positions that a configuration states, at its top or for its text model."""
     values = config.model_dump()
-    hf = values.get("hf") or {}  # of a class of transformers
+    hf = values.get("hf") or {}  # configuration of a transformers class
     for part in (values, values.get("text"), hf, hf.get("text_config")):
         length = part.get("max_position_embeddings") if isinstance(part, Mapping) else None
         if isinstance(length, int):

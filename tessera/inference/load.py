@@ -259,7 +259,7 @@ def _filled(folder: Path, module: nn.Module) -> tuple[LoadedModel, LoadedProcess
         )
     if any(tensor.is_meta for tensor in model_tensors(module).values()):
         raise TesseraError(
-            "the module is on the meta device",
+            "the module is on the meta device, without memory for its weights",
             where="model",
             fix="allocate it first: net.to_empty(device='cpu')",
             code="model.module-without-memory",

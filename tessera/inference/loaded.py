@@ -69,7 +69,7 @@ class LoadedModel(nn.Module):
         self._limits = limits or Limits()
 
     def freeze(self) -> Self:
-        """Freeze all weights of a model that only answers: decoding may then make some adjacent in memory."""
+        """Freeze all weights of a model that is not trained. Decoding may then store some of them side by side."""
         self.module.requires_grad_(False)
         return self
 
@@ -127,9 +127,9 @@ class LoadedModel(nn.Module):
         """Generate the answer to one prompt, or a list of answers to several prompts.
 
         `on_text` is called with each new part of the answer, for one prompt only. The engine answers all prompts
-        together; a class of another library answers with its own method (see `OwnGeneration`). Each prompt
-        samples with a seed that follows from `seed` and its number (`Sampling.nth`). `turns`: keeps the cache for later
-        prompts that begin alike.
+        together; a class of another library answers with its own method (see `OwnGeneration`). Each prompt samples with
+        a seed that follows from `seed` and its number (`Sampling.nth`). `turns`: keeps the cache for later prompts with
+        the same beginning.
         """
         if self.spec.gives(REWARDS):
             raise _reward_model()

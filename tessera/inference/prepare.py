@@ -33,7 +33,7 @@ from tessera.workers.worker import time_limit
 Conversation = Sample | Sequence[Mapping[str, Any]]  # a sample of a data set, or messages {role, content}
 
 _MIN_WORKERS, _MAX_WORKERS = 2, 16
-LONG_TEXT = 32_768  # characters: about 50 ms of tokenizing
+LONG_TEXT = 32_768  # number of characters that are tokenized in about 50 ms
 _log = logging.getLogger("tessera")
 
 
@@ -41,7 +41,7 @@ _log = logging.getLogger("tessera")
 class _Item:
     conversation: Conversation
     root: Path | None
-    limits: Limits | None  # None: those of the processor
+    limits: Limits | None  # None: the limits of the processor
     options: Mapping[str, Any]
 
 
@@ -67,9 +67,9 @@ class PromptPool:
     """Prepare prompts for the engine. All methods may be called from any thread.
 
     `workers`: processes for conversations with media. 0: everything is prepared in threads of this process, where an
-    image that crashes its decoder ends the process. "auto": the CPUs of this rank, minus one, from 2 to 16: a video
-    that is slow to decode does not hold up all other prompts. A prompt that takes longer than `timeout_s` is given up.
-    The first conversation with media starts the processes, which takes seconds; `start` does it in advance.
+    image that crashes its decoder ends the process. "auto": the CPUs of this rank, minus one, from 2 to 16: with two or
+    more, a slow video does not delay all other prompts. A prompt that takes longer than `timeout_s` fails. The first
+    conversation with media starts the processes, which takes seconds; `start` does it in advance.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class PromptPool:
         self._workers = share if workers == "auto" else workers
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tessera-prompts")
         self._long_texts = ThreadPoolExecutor(1, thread_name_prefix="tessera-long-prompts")
-        self._lock = threading.Lock()  # of the attributes below
+        self._lock = threading.Lock()  # guards the attributes below
         self._waiting: deque[tuple[_Item, Future[Batch]]] = deque()
         self._unfinished: set[Future[Batch]] = set()
         self._pool: Pool | None = None
@@ -98,8 +98,8 @@ class PromptPool:
         """Prepare one prompt. The future raises the error of a conversation that cannot be prepared.
 
         `root`: folder that all media files must be inside of. None: relative paths begin at the working folder, and
-        paths in messages may lead anywhere. `options`: as of `LoadedProcessor.prompt`. A future that is cancelled
-        before its work begins costs nothing.
+        paths in messages may lead anywhere. `options`: see `LoadedProcessor.prompt`. If a future is cancelled before
+        its work begins, the work is skipped.
         """
         item = _Item(conversation, None if root is None else Path(root), limits, options)
         with self._lock:
@@ -143,7 +143,7 @@ class PromptPool:
                 self._serve()
 
     def close(self) -> None:
-        """End all processes, also one that hangs in a decoder. Prompts that are not ready are cancelled."""
+        """End all processes, even if one hangs in a decoder. Prompts that are not ready are cancelled."""
         with self._lock:
             self._closed = True
             if self._pool is not None:
@@ -180,7 +180,7 @@ class PromptPool:
                 self._work_here()
             else:
                 pool.serve(self._take)
-        except Exception as error:  # such as a server of the processes that was killed several times
+        except Exception as error:  # for example, the server of the worker processes was killed several times
             reason = error
         finally:
             with self._lock:
@@ -200,7 +200,7 @@ class PromptPool:
             pool = Pool(self._work, self._workers, timeout_s=self._work.timeout_s)
         except Exception as error:
             if isinstance(error, TesseraError) and error.code == "environment.workers-killed":
-                raise  # not the processor is the cause: the next conversation with media starts another pool
+                raise  # the processor is not the cause: the next conversation with media starts another pool
             _log.warning("prompts are prepared without worker processes: %s", first_line(error))
             with self._lock:
                 self._workers = 0
@@ -212,7 +212,7 @@ class PromptPool:
         return pool
 
     def _work_here(self) -> None:
-        """Prepare the conversations that wait. Later ones are prepared in the thread for texts."""
+        """Prepare the waiting conversations without worker processes. Later ones use the thread for texts."""
         while not self._closed and (taken := self._take()) is not None:
             item, report = taken
             try:

@@ -49,7 +49,7 @@ _SHARE = 4  # prove=auto uses at most 1/4 of the free memory
 _ROUNDINGS = 8.0  # allowed difference, in multiples of the effect of one rounding of the weights
 _TEXT = "What is this? Say red, 12 or tall."
 _TOKENS = 16
-_SECONDS = 1.0  # length of the recording
+_SECONDS = 1.0  # length of the recording for the comparison, in seconds
 _SCALARS = {"guidance": 3.5}  # model inputs with one value per sample
 _TIME = 500.0  # timestep; 500 and 500/1000 are exact in float32
 
@@ -61,7 +61,7 @@ class Proof:
     line: str  # what was compared, or why nothing was compared
     problems: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()  # problems that do not concern the weights
-    obstacle: str | None = None  # why a comparison was impossible, if the folder is not to blame
+    obstacle: str | None = None  # why a comparison was impossible, if the folder is not the reason
 
 
 def check_choice(when: str) -> None:
@@ -101,7 +101,7 @@ def prove_folder(folder: Path, spec: ModelSpec, config: Any, when: Prove = "auto
     try:
         return (_compare_latents if library == "diffusers" else _compare_logits)(folder, spec, config)
     except Exception as error:  # code of the library, of a chat template or of a codec may raise any exception
-        if isinstance(error.__cause__, RuntimeError):  # the weights do not fit the class: a problem of the folder
+        if isinstance(error.__cause__, RuntimeError):  # the weights do not fit the class: the folder is wrong
             return Proof(f"compared with {library}", (first_line(error),))
         if when == "always":
             raise
@@ -115,7 +115,8 @@ def _untrue_fields(folder: Path, spec: ModelSpec, config: Any) -> list[str]:
     """Return descriptions of the fields of a folder's config.json that contradict the trained `config`."""
     if not spec.hf_types:  # a class of the user or of transformers: it has no config of Tessera to compare
         return []
-    stored = folder_config(spec, folder)  # not by the name of the family: one of the user's has an import path
+    # by the family's own function: a family of the user has an import path, not a name in a table
+    stored = folder_config(spec, folder)
     trained = config.model_dump(mode="json")
     return [f"config.json: {one}" for one in config_differences(stored.model_dump(mode="json"), trained, "training")]
 
@@ -170,7 +171,7 @@ def _compare_logits(folder: Path, spec: ModelSpec, config: Any) -> Proof:
         difference = other_prompt(theirs["input_ids"][0].tolist(), tokens_of(batch).tolist())
         if difference is None:
             inputs = theirs
-        else:  # the tokens differ: give both models Tessera's tokens, of the prompt without media
+        else:  # the tokens differ: give both models Tessera's tokens of the prompt without media
             warnings.append(difference)
             batch = ours.prompt(proof_messages([]))
             inputs["input_ids"] = tokens_of(batch)[None]
@@ -349,7 +350,7 @@ def tokens_of(batch: Batch) -> Tensor:
 
 
 def _no_conversations(folder: Path, spec: ModelSpec, config: Any) -> str | None:
-    """Return why a class of transformers cannot be prompted with a conversation; None if it can."""
+    """Return why a class of transformers does not accept a conversation as prompt; None if it does."""
     processor = None if spec.processor is None else spec.processor(config, folder)
     if not isinstance(processor, ClassProcessor):
         return f"the family {spec.name} has no conversations"

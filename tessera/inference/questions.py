@@ -29,7 +29,7 @@ class Question:
     expected: str
     root: Path
     regions: tuple[Region, ...] = ()  # boxes and points of the expected answer, in pixels of their images
-    size: MediaSize | None = None  # of the image that the first of them is in
+    size: MediaSize | None = None  # size of the image that contains the first of `regions`
 
     def prompt(self) -> tuple[Sample, Path]:
         """Return the sample and the root folder of its media."""
@@ -75,7 +75,7 @@ class Question:
             "expected": self.expected,
             "answer": answer,
             "correct": answer.strip() == self.expected.strip(),
-            "images": [  # and recordings behind them
+            "images": [  # images first, then recordings
                 _where(part.value, self.root)
                 for kind in ("image", "audio")
                 for part in self.sample.media()
@@ -119,7 +119,7 @@ def _with_regions(question: Question, answer: Message, processor: object) -> Que
         return question
     try:
         sizes = [probe(part, question.root, Limits(), VideoSampling()) for part in images]
-    except (TesseraError, OSError):  # whoever reads the image for the prompt reports it
+    except (TesseraError, OSError):  # the code that reads the image for the prompt reports this error
         return question
     if not regions:
         read = processor.read_boxes(question.expected, sizes[0], points=False)

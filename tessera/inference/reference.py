@@ -176,8 +176,8 @@ class TransformersReference(StockModel):
     def _formatted(self, messages: Sequence[Message], media: Iterator[Any]) -> list[dict[str, Any]]:
         """Return the messages in a form that the chat template supports.
 
-        Templates expect content as a list of parts, as a string, or both. Use the first form for which all texts appear
-        in the prompt.
+        Some templates expect the content as a list of parts, others as a string. Use the first form for which all texts
+        appear in the prompt.
         """
         parts = [[_part(part, media) for part in message.parts] for message in messages]
         texts = [part["text"] for content in parts for part in content if part["type"] == "text"]

@@ -27,7 +27,7 @@ from tessera.runtime.torch_internals import (
 )
 
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "_scaled_mm", "_grouped_mm"})
-_ATTENTION_WORD = "attention"  # part of the names of all fused attention kernels
+_ATTENTION_WORD = "attention"  # a word that the names of all fused attention kernels contain
 WORTH_MOVING = 64 << 10  # bytes; smaller tensors stay on the device
 
 

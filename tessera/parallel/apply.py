@@ -147,7 +147,8 @@ def initialize(
     weights = dict(loaded.named_parameters())
     with torch.no_grad():
         for name, parameter in module.named_parameters():
-            if not is_factor(clean_name(name)):  # the constructor knows no adapters; `init_adapters` fills them
+            # the module's constructor creates no adapters; `init_adapters` fills them
+            if not is_factor(clean_name(name)):
                 keep_shard(parameter, weights[clean_name(name)].detach())
 
 
@@ -205,7 +206,7 @@ def build_engine(
     if layout.pipeline is not None:
         assert isinstance(module, LocalStages)
         return pipeline(module, plan, mesh, device, shared, loss_scale)
-    losses = mesh.view(LOSS).get_group()  # of size 1 if all ranks compute the same loss
+    losses = mesh.view(LOSS).get_group()  # this group has one rank if all ranks compute the same loss
     return SimpleEngine(
         module, layout.sharding.accumulate, device=device, group=losses, shared=shared, loss_scale=loss_scale
     )

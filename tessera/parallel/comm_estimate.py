@@ -113,7 +113,7 @@ def _tensor_communication(plan: Plan, here: Sequence[ParamShard], position: int)
         yield plan.volume(view, "all-reduce", passes, plan.rows_at(path) * torch.float32.itemsize)
     yield from _vocabulary(plan, weights, position)
     yield from _decoder_ends(plan, here)
-    # Each rank computes the norm gradients of its own tokens or heads. They are summed over ranks.
+    # Each rank computes the norm gradients of its own tokens or heads. These gradients are summed over ranks.
     partial = [shard for shard in here if shard.trained and tensor.partial(shard.name)]
     for view in dict.fromkeys((TENSOR, *(encoder.tensor for encoder in axes.encoders.values()))):
         numel = sum(shard.local_numel for shard in partial if axes.tensor_view(shard.name) == view)
@@ -196,7 +196,7 @@ def _context_communication(plan: Plan, here: Sequence[ParamShard]) -> Iterator[C
         if heads is not None and any(home(shard.name, [path.rpartition(".")[0]]) for shard in here):
             yield from _attention(plan, context.sharding.split, heads, 2 if plan.layout.recomputes(path) else 1)
     for encoder in context.sharding.encoders:
-        # The all-gather of encoder outputs, and the collective that returns their gradients.
+        # Count the all-gather of encoder outputs, and the collective that returns their gradients.
         stream = encoder.stream
         ends_here = any(home(shard.name, [stream.projector or stream.module]) for shard in here)
         if encoder.dp == 1 or not stream.width or not ends_here:

@@ -28,7 +28,7 @@ class CommVolume:
     network differ: they depend on the algorithm.
     """
 
-    axis: str  # one axis of the mesh, or several that are one group: dp_shard+cp_ring
+    axis: str  # an axis of the mesh, or several axes with one process group, such as dp_shard+cp_ring
     kind: Kind
     count: int
     bytes: int
@@ -129,7 +129,7 @@ def _group_name(leaf: Any) -> str | None:
 
 
 def _process_groups(mesh: Mesh) -> Iterator[tuple[str, dist.ProcessGroup]]:
-    """Yield every process group with the axes it joins. Views of the same axes have different groups."""
+    """Yield every process group with the mesh axes that it joins. Views of the same axes have different groups."""
     for name, axes in mesh.axes.views.items():
         if axes:
             yield mesh.axes.label(name), mesh.view(name).get_group()

@@ -106,7 +106,7 @@ def _check_heads(
 ) -> None:
     ulysses = section.cp if section.ulysses is None else section.ulysses
     for path in attention:
-        heads = max(_beside(model_plan, tree, path), default=None)  # query heads, if the family declares them
+        heads = max(_beside(model_plan, tree, path), default=None)  # number of query heads, if the family declares it
         if heads is None or ulysses <= heads // tp:
             continue
         whose = f"{heads} heads" if tp == 1 else f"{heads // tp} heads that each of tp={tp} ranks has"
@@ -115,7 +115,7 @@ def _check_heads(
             f"{ulysses} ranks cannot exchange the {whose} in {path}",
             where="parallel.ulysses",
             allowed=allowed,
-            fix=f"parallel.ulysses={allowed[-1]}: the ranks left over form a ring" if allowed else "lower parallel.tp",
+            fix=f"parallel.ulysses={allowed[-1]}: the remaining ranks form a ring" if allowed else "lower parallel.tp",
             code="layout.ulysses-heads",
         )
 

@@ -72,7 +72,7 @@ class SimpleEngine:
         return reduce_losses([losses] if counts else [], specs_of(losses), total, self.device, self.group)
 
     def settle(self, optimizer: torch.optim.Optimizer) -> None:
-        """Do nothing. `PipelineEngine` updates copies of tied weights here."""
+        """Do nothing: only `PipelineEngine` has copies of tied weights, which it updates here."""
 
     def collect(self, optimizer: torch.optim.Optimizer) -> None:
         """Do nothing: the weights themselves are trained."""
@@ -207,7 +207,7 @@ def reduce_losses(
 def finish_gradients(
     module: nn.Module, totals: LossTotals, counts: dict[str, Tensor] | None, loss_scale: LossScale | None
 ) -> None:
-    """Divide gradients by the loss scale. Divide them also by the count if `Task.counts` returned None before."""
+    """Divide gradients by the loss scale, and by the count if `Task.counts` returned None."""
     if counts is None:
         (count,) = totals.counts.values()
         scale_gradients((p.grad for p in module.parameters()), 1.0 / count.clamp(min=1))

@@ -70,7 +70,7 @@ def plan_experts(section: ParallelSection, model_plan: ModelPlan, module: nn.Mod
     balances = {path: part for path, part in tree.items() if isinstance(part, ExpertBalance)}
     if section.pp > 1 and any(balance.coefficient > 0 for balance in balances.values()):
         raise TesseraError(
-            "the load-balancing loss of experts needs all layers on one rank, which a pipeline does not have",
+            "the load-balancing loss of experts needs all layers on one rank, which a pipeline spreads over ranks",
             where="parallel.pp",
             allowed=[1],
             fix="set output_router_logits: false in the model's config",
@@ -252,7 +252,7 @@ class RankDispatch(nn.Module):
         self.ep = ep
         self.sliced = sliced
         self.sequence = sequence
-        self.read_counts = read_counts  # a dry run replaces it, since its tensors have no values
+        self.read_counts = read_counts  # a dry run replaces this function, since its tensors have no values
 
     def forward(
         self,

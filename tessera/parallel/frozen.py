@@ -81,8 +81,10 @@ class _Encoded:
 def encode_on_one_rank(
     task: Task, batches: Sequence[Batch], group: dist.ProcessGroup, source: int, device: torch.device
 ) -> list[Batch]:
-    """Run `Task.encode` on one rank of a group, send the new tensors to the other ranks, and return the micro-batches
-    on all ranks. Unchanged batches are not sent."""
+    """Run `Task.encode` on one rank of a group, and send the new tensors to the other ranks.
+
+    Return the micro-batches on all ranks. Unchanged batches are not sent.
+    """
     encoded: Sequence[Batch] = batches
     failure: TesseraError | None = None
     if group.rank() == source:

@@ -147,7 +147,8 @@ def apply_fsdp(module: nn.Module, plan: Plan, mesh: Mesh, device: torch.device, 
     shard_modules(module, blocks, arguments, plan, root=root, meshes=_other_meshes(module, plan.layout, mesh))
     prefetch_modules(module, blocks, plan.layout.sharding.prefetch_forward, plan.layout.sharding.prefetch_backward)
     if root is module and isinstance(module, EncodesMedia):
-        register_fsdp_forward_method(module, "encode")  # it gathers the weights of the root, as the forward pass does
+        # `encode` then gathers the weights of the root, as the forward pass does
+        register_fsdp_forward_method(module, "encode")
 
 
 def _other_meshes(module: nn.Module, layout: Layout, mesh: Mesh) -> dict[str, DeviceMesh]:

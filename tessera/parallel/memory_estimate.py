@@ -34,11 +34,11 @@ class ParamShard:
     """Describe a parameter: its shape on a rank, and the ranks over which it is sharded."""
 
     name: str
-    shape: tuple[int, ...]  # split by tp and ep, but gathered by FSDP
+    shape: tuple[int, ...]  # shape after the split by tp and ep, before FSDP shards it
     view: str  # mesh view over which FSDP shards it
     shared_by: int
     trained: bool
-    whole: bool = False  # not sharded by FSDP
+    whole: bool = False  # whether FSDP does not shard it
     dim: int = 0  # dimension that FSDP shards
 
     @property

@@ -223,7 +223,8 @@ def _check_complete(module: nn.Module, modules: Sequence[str]) -> None:
             raise TesseraError(
                 f"{name} is the same weight as one of {homes[parameter]}: in a pipeline they would become two weights",
                 where="parallel.pp",
-                fix="let the second read the first's weight (as `TiedHead` does), and declare it in `ModelPlan.tied`",
+                fix="let the second module read the weight of the first (as `TiedHead` does), and declare it in "
+                "`ModelPlan.tied`",
                 code="layout.tied-across-stages",
             )
 
@@ -290,9 +291,9 @@ def _by_lists(units: Sequence[_Unit], lists: Mapping[str, Sequence[int]], count:
             allowed = [unit.modules[-1] for unit in units[:at] if unit.output][-1:]
             allowed += [unit.modules[-1] for unit in units[at:] if unit.output][:1]
             raise TesseraError(
-                f"a pipeline cannot be split behind {group[-1].modules[-1]}",
+                f"a pipeline cannot be split after {group[-1].modules[-1]}",
                 where=where,
-                fix=f"split it behind {' or '.join(allowed)}",
+                fix=f"split it after {' or '.join(allowed)}",
                 code="layout.stage-boundary",
             )
     return groups

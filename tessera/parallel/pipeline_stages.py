@@ -24,7 +24,7 @@ from tessera.runtime.modules import clean_name, local_shard
 
 
 class Work(Protocol):
-    """Declare what the forward pass of a stage runs: a training micro-batch, an evaluation, one generated token."""
+    """Declare the work of a stage's forward pass: a training micro-batch, an evaluation, or one generated token."""
 
     def __call__(self, stage: StageModule, carry: Tensor | None, mb: int) -> Any: ...
 
@@ -72,7 +72,7 @@ class LocalStages(nn.Module):
         super().__init__()
         for stage in stages:
             self.add_module(f"_stage{stage.number}", stage)
-        # `initialize` depends on parameter names alone, so that of the first local stage serves all stages.
+        # `initialize` depends on parameter names alone, so the method of the first local stage serves all stages.
         model = stages[0]._stage_model
         if isinstance(model, InitializesByName):
             self.initialize = model.initialize
@@ -112,7 +112,7 @@ def keep_only(model: nn.Module, units: Collection[str], paths: Collection[str]) 
 class SequentialStages:
     """Run the stages one after another, without a schedule.
 
-    Activations are sent with their shape, so batches may have different shapes, unlike in training.
+    Each activation is sent with its shape. So batches may have different shapes, unlike in training.
     """
 
     def __init__(self, stages: LocalStages, plan: Plan, mesh: Mesh, device: torch.device) -> None:
@@ -224,7 +224,8 @@ class TiedCopies:
     def __init__(self, stages: LocalStages, pipeline: PipelinePlan, mesh: Mesh) -> None:
         self.group = mesh.group(PP)
         self.pairs: list[tuple[Tensor, Tensor]] = []  # original and copy, both on this rank
-        self.apart: list[tuple[Tensor, int]] = []  # original or copy, and the pipeline position of the other
+        # original or copy on this rank, and the pipeline position of its counterpart
+        self.apart: list[tuple[Tensor, int]] = []
         here, last = stages.here(), len(pipeline.stages) - 1
         for name in pipeline.copies:
             home = pipeline.home(name)

@@ -140,7 +140,7 @@ def _layers(styles: Mapping[str, TensorStyle], module: nn.Module, experts: Seque
                 f"{name} ({type(owner).__name__}) cannot be split by {style}",
                 where="the `tensor` table in the model's plan",
                 allowed=[f"the weight of {' or '.join(k.__name__ for k in kinds)}"],
-                fix=f"give {name} another style; replicate suits every parameter",
+                fix=f"give {name} another style; replicate works for every parameter",
                 code="layout.style-kind",
             )
         if kind == "weight":
@@ -180,8 +180,9 @@ def _sizes(layers: Mapping[str, Split], model_plan: ModelPlan, module: nn.Module
 
 
 def _check_sizes(section: ParallelSection, model_plan: ModelPlan, axes: Axes, parts: Sequence[_Divisible]) -> None:
-    """Raise for tp degrees that do not divide a size. Heads are checked first, since they explain the sizes of
-    features."""
+    """Raise for tp degrees that do not divide a size. Heads are checked first: their number determines the sizes of
+    features.
+    """
     degrees = {name: axes.size(axes.tensor_view(stream.module)) for name, stream in model_plan.encoders.items()}
     degrees[""] = section.tp
     common = {name: gcd(*(part.size for part in parts if part.encoder == name)) for name in degrees}
@@ -241,8 +242,8 @@ def _decoder(styles: Mapping[str, TensorStyle], axes: Axes) -> str:
 def _entries(layers: Mapping[str, Split], module: nn.Module) -> tuple[str, ...]:
     """Return the modules at whose input gradients are summed over ranks: before layers that are split by columns.
 
-    For layers with a common input that is their parent module, so that the gradient is summed once. The parent must
-    have no other layers with weights, and several layers that are split by columns.
+    If several such layers read the same input, the module is their parent, so that the gradient is summed once. The
+    parent must have no other layers with weights.
     """
     entries: dict[str, None] = {}
     for path, split in layers.items():

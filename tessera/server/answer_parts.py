@@ -9,9 +9,9 @@ from tessera.server.tools import ToolParser, ToolPiece
 
 
 class AnswerParts:
-    """Return the deltas of a message, in the form of OpenAI's chunks. A part that is None does not split.
+    """Split the text of a message into deltas, in the form of OpenAI's chunks. A splitter that is None is not used.
 
-    `one_call`: leave out all calls of tools but the first.
+    `one_call`: leave out all tool calls but the first.
     """
 
     def __init__(
@@ -22,11 +22,11 @@ class AnswerParts:
         self._one_call = one_call
 
     def add(self, text: str) -> list[dict[str, Any]]:
-        """Return the deltas that are certain after more text."""
+        """Add text to the message. Return the deltas that later text cannot change."""
         return self._fields(self._reasoning.add(text) if self._reasoning else [("content", text)])
 
     def close(self) -> list[dict[str, Any]]:
-        """Return the deltas that waited for more text."""
+        """End the message. Return the deltas that were held back until more text arrives."""
         fields = self._fields(self._reasoning.close() if self._reasoning else [])
         return fields + self._pieces(self._tools.close() if self._tools else [])
 

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Stats(Protocol):
-    """Declare the figures of an engine that /metrics shows."""
+    """Declare the statistics of an engine that /metrics shows."""
 
     @property
     def running(self) -> int: ...
@@ -40,7 +40,7 @@ class Stats(Protocol):
 
 
 class EngineAccess(Protocol):
-    """Declare the engine as the server uses it: it runs in a thread of its own."""
+    """Declare the interface of the engine for the server. The engine runs in its own thread."""
 
     def submit(self, request: Request, on_delta: Callable[[Delta], None]) -> int:
         """Queue a request and return its number. `on_delta` is called in the engine's thread."""
@@ -64,15 +64,15 @@ class Mailbox:
         self._scheduled = False
 
     def post(self, deliver: Callable[[Delta], None], delta: Delta) -> None:
-        """Call `deliver(delta)` in the event loop soon."""
+        """Schedule a call of `deliver(delta)` in the event loop."""
         self._waiting.append((deliver, delta))
         if not self._scheduled:
             self._scheduled = True
-            with suppress(RuntimeError):  # the loop is closed: nobody waits for the delta
+            with suppress(RuntimeError):  # the loop is closed: no client waits for the delta
                 self._loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
-        self._scheduled = False  # before the queue is emptied: a later delta schedules again
+        self._scheduled = False  # reset it before the queue is emptied, so that a later delta schedules another call
         while self._waiting:
             deliver, delta = self._waiting.popleft()
             deliver(delta)
@@ -80,7 +80,7 @@ class Mailbox:
 
 @dataclass(frozen=True)
 class Submitters:
-    """Hold threads that pass requests to the engine: other requests do not wait while a constraint compiles."""
+    """Hold threads that pass requests to the engine, so that other requests do not wait while a constraint compiles."""
 
     plain: Executor
     quick: Executor  # for constraints that compile quickly
@@ -97,7 +97,7 @@ class Submitters:
 
 
 class AnswerGroup:
-    """Run the answers to one prompt. Whatever ends the block, answers that are not complete are aborted.
+    """Run the answers to one prompt. At the end of the block, incomplete answers are aborted, also after an error.
 
     Deltas that wait because the client reads slowly are merged, so a slow client costs no more than its answers.
     """

@@ -40,12 +40,12 @@ from tessera.version import __version__
 
 B = TypeVar("B", bound=Body)
 Result: TypeAlias = dict[str, Any] | AsyncGenerator[dict[str, Any], None]
-_HEALTH_S = 60.0  # longest step of a healthy engine
-_STATS_S = 2.0  # longest wait for the engine's figures
+_HEALTH_S = 60.0  # time limit of a step: if one takes longer, the engine is reported as unhealthy
+_STATS_S = 2.0  # maximum wait for the engine's statistics
 
 
 class Json(Response):
-    """A JSON body. Characters that are not valid Unicode are escaped."""
+    """Represent a JSON body. Characters that are not valid Unicode are escaped."""
 
     media_type = "application/json"
 
@@ -54,12 +54,12 @@ class Json(Response):
 
 
 def parsed(body: bytes, kind: type[B]) -> B:
-    """Return a body as a request. Raise if it is no JSON object, or has unknown, unsupported or wrong fields."""
+    """Parse a body as a request. Raise if it is not a JSON object, or has unknown, unsupported or wrong fields."""
     return checked(read_object(body), kind)
 
 
 def checked(values: dict[str, Any], kind: type[B]) -> B:
-    """Return values as a request. Raise for unknown, unsupported and wrong fields."""
+    """Validate values as a request. Raise for unknown, unsupported and wrong fields."""
     try:
         return kind.model_validate(values)
     except ValidationError as error:
@@ -118,7 +118,8 @@ class Endpoints:
             if fields.echo and fields.stream:
                 raise ApiError(400, "echo cannot be streamed", param="echo", code="invalid_value")
             count = fields.n * len(_prompts(fields))
-            if count > self.settings.max_requests:  # it could never be answered beside others
+            # more answers than the server computes at a time could never be admitted
+            if count > self.settings.max_requests:
                 most = self.settings.max_requests
                 message = f"the request asks for {count} answers; the limit is {most}"
                 raise ApiError(400, message, param="prompt", code="invalid_value")

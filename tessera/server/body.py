@@ -13,14 +13,15 @@ from pydantic_core import from_json
 
 from tessera.server.errors import ApiError
 
-_MOST_VALUES = 200_000  # texts, keys, lists and objects: about half a second of the event loop
-_MOST_ITEMS = 4_000_000  # all entries, most of which are then numbers: prompts may be tokens
-# A text, also one without its end, the begin of a list or an object, or what is between them.
+# limit of texts, keys, lists and objects, which take about half a second to parse in the event loop
+_MOST_VALUES = 200_000
+_MOST_ITEMS = 4_000_000  # limit of all entries, numbers included: a prompt may be a list of tokens
+# Matches a text (also one without its end), the beginning of a list or an object, or the characters between them.
 _PIECE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\Z)|[\[{]|[^"\[{]++', re.DOTALL)
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """Return the JSON object of a body. Raise if it is none, or has too many values."""
+    """Return the JSON object of a body. Raise if the body is not a JSON object, or has too many values."""
     _check_values(body)
     try:
         value = from_json(body, allow_inf_nan=False)
@@ -33,7 +34,8 @@ def read_object(body: bytes) -> dict[str, Any]:
 
 def _check_values(body: bytes) -> None:
     marks = body.count(b"[") + body.count(b"{") + body.count(b'"') // 2
-    if marks <= _MOST_VALUES and body.count(b",") <= _MOST_VALUES:  # texts included, so there are no more values
+    # this count includes the marks inside of texts, so the number of values is not higher
+    if marks <= _MOST_VALUES and body.count(b",") <= _MOST_VALUES:
         return
     values = items = 0
     for piece in _PIECE.finditer(body):

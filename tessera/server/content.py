@@ -109,7 +109,10 @@ def _part(part: Any, where: str, settings: Settings) -> dict[str, Any]:
 
 
 def media_source(url: str, where: str, settings: Settings) -> str:
-    """Return a data URL, an http(s) URL, or a path below the allowed folder. Raise if the client may not name it."""
+    """Return a data URL, an http(s) URL, or a path below the allowed folder.
+
+    Raise if the client is not allowed to use it.
+    """
     if is_data_url(url):
         return url
     if is_url(url):

@@ -31,19 +31,19 @@ _STATUS = {
 }
 
 
-# What a client is told instead of an error that names paths or addresses around this server.
+# Messages for clients in place of errors that contain paths or addresses of this server's network.
 _MESSAGES = {
     "media.outside-root": "the file is outside of the folder of --allow-files",
     "media.private-address": "the host of the URL has an address that is not public",
 }
 
 
-# Cures for a client, where that of the error is meant for data sets.
+# Fixes for clients, for errors whose own `fix` is about data sets.
 _CURES = {"media.outside-root": "name a file below the folder of --allow-files (tessera generate: of --root)"}
 
 
 class ApiError(Exception):
-    """Report a request that the server refuses. `param`: the wrong field; `code`: a stable word for programs."""
+    """Report a request that the server refuses. `param`: the wrong field; `code`: a stable error code for programs."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -58,7 +58,7 @@ class ApiError(Exception):
 
 
 def of_tessera(error: TesseraError) -> ApiError:
-    """Return the answer to a request that Tessera refuses. Paths of this machine (`where`) are left out."""
+    """Convert a `TesseraError` to an `ApiError`. Paths of this machine (`where`) are left out."""
     status = _STATUS.get(error.code or "", 400)
     if error.code in _MESSAGES:
         return ApiError(status, _MESSAGES[error.code], code=error.code)
@@ -73,12 +73,12 @@ def of_tessera(error: TesseraError) -> ApiError:
 
 
 def of_validation(error: ValidationError, refused: dict[str, str], fields: Iterable[str]) -> ApiError:
-    """Return the answer to a body that a pydantic model refuses.
+    """Convert a validation error of pydantic to an `ApiError`.
 
-    `refused`: known fields that are not supported, with why. `fields`: those of the body that are supported.
+    `refused`: known fields that are not supported, with the reason. `fields`: names of the supported fields.
     """
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    # Pydantic adds the names of the alternatives of a union to the path; clients know only keys and numbers.
+    # Pydantic adds the names of the alternatives of a union to the path; clients see only keys and list indices.
     path = [key for key in first["loc"] if isinstance(key, int) or not key.startswith(("<", "function-"))]
     param = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).removeprefix(".")[:200]
     if first["type"] == "extra_forbidden":

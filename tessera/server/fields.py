@@ -22,7 +22,7 @@ from pydantic import (
 Text = Annotated[str, Field(max_length=1 << 26)]
 Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
-Tokens = Annotated[list[Token], Field(fail_fast=True)]  # one mistake is reported, not a million
+Tokens = Annotated[list[Token], Field(fail_fast=True)]  # stop at the first wrong token: do not report a million of them
 
 # Accepted without effect: bookkeeping of a hosted service, and hints about its caches.
 IGNORED = (
@@ -53,7 +53,8 @@ REFUSED: dict[str, str] = {
     "verbosity": "ask for it in a message",
     "web_search_options": "there is no web search",
 }
-_MEANINGFUL = ("guided_json", "web_search_options")  # an empty object asks for something
+# for these fields an empty object has a meaning, so it is not left out
+_MEANINGFUL = ("guided_json", "web_search_options")
 
 
 class Body(BaseModel):
@@ -67,7 +68,8 @@ class Body(BaseModel):
 
 class MediaUrl(Body):
     url: Text
-    detail: Literal["auto", "low", "high", "original"] | None = None  # without effect: images keep the model's size
+    # without effect: the model determines the size of images
+    detail: Literal["auto", "low", "high", "original"] | None = None
 
 
 def _as_url(value: Any) -> Any:
@@ -79,7 +81,8 @@ Url = Annotated[MediaUrl, BeforeValidator(_as_url)]
 
 class AudioData(Body):
     data: Text
-    format: Literal["wav", "mp3", "flac", "ogg", "opus", "m4a", "mp4", "webm", "aac"]  # the content decides
+    # without effect: the format is detected from the content
+    format: Literal["wav", "mp3", "flac", "ogg", "opus", "m4a", "mp4", "webm", "aac"]
 
 
 class TextPart(Body):
@@ -169,7 +172,7 @@ class ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     tool_calls: list[ToolCall] | None = None
-    # Without effect: the templates of our models have no names, and leave out the reasoning of earlier turns.
+    # Without effect: the chat templates ignore names of speakers, and leave out the reasoning of earlier turns.
     name: str | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
@@ -351,7 +354,7 @@ class ChatRequest(SamplingFields):
     continue_final_message: bool = False
     modalities: list[Literal["text"]] | None = None
     media_io_kwargs: MediaFields | None = None
-    add_special_tokens: Literal[False] | None = None  # the template writes them
+    add_special_tokens: Literal[False] | None = None  # the chat template adds the special tokens
 
     @model_validator(mode="after")
     def _chat_fits_together(self) -> Self:
@@ -408,9 +411,9 @@ class TokenizeRequest(Body):
 
 
 def _printable(name: str) -> str:
-    """Names of adapters are written into logs and lists."""
+    """Raise for names that logs and lists of adapters cannot show."""
     if not name.isprintable() or name != name.strip():
-        raise ValueError("a name has no control characters, and no spaces around it")
+        raise ValueError("a name must not contain control characters, or begin or end with spaces")
     return name
 
 

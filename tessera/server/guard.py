@@ -88,16 +88,17 @@ class RequestGuard:
             if not status:
                 await error_response(error_of(error))(scope, receive, counted)
             else:
-                error_of(error)  # writes the log: the answer has begun
+                error_of(error)  # only log the error: the response has begun already
         finally:
             path = scope["path"] if scope["path"] in self._paths else "other"
             self._metrics.requests.labels(path, str(status or 499)).inc()
 
     def _check(self, scope: Scope, headers: Headers, origin: str | None, allowed: bool) -> None:
-        if "content-length" in headers and "transfer-encoding" in headers:  # a proxy may read the other one
+        # a proxy may use the other of the two lengths
+        if "content-length" in headers and "transfer-encoding" in headers:
             raise ApiError(400, "the request states its length in two ways", code="invalid_length")
         host = headers.get("host", "")
-        if self._local and _name(host) not in _LOCAL:  # another name that leads here: DNS rebinding
+        if self._local and _name(host) not in _LOCAL:  # a foreign host name that resolves to this server: DNS rebinding
             raise ApiError(
                 403,
                 "this server answers to localhost only; start it with --api-key to use another name",
@@ -114,8 +115,8 @@ class RequestGuard:
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         expected = "multipart/form-data" if scope["path"] in self._form_paths else "application/json"
         if scope["method"] == "POST" and kind != expected:
-            # Pages of other origins can send other types, and forms, without asking the server first. The browser
-            # states the origin of a page that does, which is checked above.
+            # Web pages of other origins can send other types, and forms, without a preflight request. For these the
+            # browser sends the header Origin, which is checked above.
             raise ApiError(415, f"the Content-Type must be {expected}", code="unsupported_content_type")
 
     def _check_key(self, headers: Headers, key: str) -> None:
@@ -154,7 +155,7 @@ def _netloc(origin: str) -> str:
 
 
 class Admission:
-    """Limit the answers that are computed or wait, and the bytes of all bodies."""
+    """Limit the number of answers that are computed or wait, and the bytes of all bodies."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -163,7 +164,7 @@ class Admission:
 
     @contextmanager
     def answers(self, count: int) -> Iterator[None]:
-        """Count answers for the time of the block. Raise if there are too many."""
+        """Count answers while the block runs. Raise if there are too many."""
         if self._answers and self._answers + count > self._settings.max_requests:
             raise ApiError(
                 429,
@@ -178,7 +179,7 @@ class Admission:
 
     @contextmanager
     def body(self) -> Iterator[_Body]:
-        """Count the bytes of a body for the time of the block."""
+        """Count the bytes of a body while the block runs."""
         body = _Body(self)
         try:
             yield body

@@ -48,11 +48,11 @@ class Metrics:
     def text(self, stats: Stats | None) -> bytes:
         """Return the page of /metrics. `stats`: None if the engine does not answer in time."""
         self._engine.stats = stats
-        return generate_latest(_WithoutTimes(self.registry))  # a collector needs only its method
+        return generate_latest(_WithoutTimes(self.registry))  # `generate_latest` calls only `collect`
 
 
 class _WithoutTimes:
-    """Return the metrics of a registry without the times at which they were created: one gauge more for each."""
+    """Return the metrics of a registry without their creation times, which would be one more gauge for each metric."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -64,7 +64,7 @@ class _WithoutTimes:
 
 
 class _EngineMetrics:
-    """Return the figures of the engine as metrics."""
+    """Return the statistics of the engine as metrics."""
 
     def __init__(self) -> None:
         self.stats: Stats | None = None

@@ -12,7 +12,7 @@ _MOST_PARTS = 32
 _MOST_HEADERS = 1024  # bytes of the headers of a part
 _BOUNDARY = re.compile(r'(?:^|;)\s*boundary=(?:"([^"\r\n]{1,70})"|([^\s;"]{1,70}))\s*(?:;|$)', re.IGNORECASE)
 _DISPOSITION = re.compile(rb"^content-disposition:\s*form-data\s*;(.*)$", re.IGNORECASE)
-# A parameter of the header above. Clients write quotes in names as %22 or \".
+# Matches a parameter of the header Content-Disposition. Clients write quotes in names as %22 or \".
 _PARAMETER = re.compile(rb'(?<![\w*-])([\w*-]+)=(?:"((?:[^"\\]|\\.)*)"|([^\s;"]+))')
 
 
@@ -24,7 +24,7 @@ class FormPart:
     filename: str | None
 
     def text(self, name: str) -> str:
-        """Return the text of a field. `name`: of the field, for the message."""
+        """Return the text of a field. `name`: name of the field, for the error message."""
         try:
             return bytes(self.content).decode()
         except UnicodeDecodeError:
@@ -32,7 +32,7 @@ class FormPart:
 
 
 def read_form(body: bytes, content_type: str) -> Mapping[str, FormPart]:
-    """Return the parts of a form by their names. Raise if it is damaged, too large, or has a name twice."""
+    """Return the parts of a form by their names. Raise if the form is damaged, too large, or has a name twice."""
     match = _BOUNDARY.search(content_type.partition(";")[2])
     if match is None:
         raise ApiError(400, "the Content-Type has no boundary", code="invalid_form")

@@ -32,12 +32,14 @@ class _Job:
 
 
 class _Ended(Exception):
-    """End an answer before its last token."""
+    """Raised to end an answer before its last token."""
 
 
 class OneByOne:
-    """Own a model that the engine cannot run, and answer as `EngineAccess` declares. A thread computes one answer after
-    another; its text comes as a whole. An answer that is aborted ends where the method of the model reports tokens.
+    """Run a model that the engine cannot run, with the interface `EngineAccess`.
+
+    A thread computes one answer after another. The text of an answer is sent when it is complete. An aborted answer
+    ends where the method of the model reports the next token.
     """
 
     def __init__(self, model: LoadedModel, processor: LanguageProcessor) -> None:
@@ -49,7 +51,7 @@ class OneByOne:
         self._numbers = itertools.count()
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()
         self._lock = threading.Lock()  # guards _jobs, the counters and _closed
-        self._jobs: dict[int, _Job] = {}  # that run or wait
+        self._jobs: dict[int, _Job] = {}  # running and waiting requests
         self._generated = self._prefilled = self._answered = 0
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="answers", daemon=True)
@@ -70,7 +72,7 @@ class OneByOne:
                 self._jobs[number].aborted.set()
 
     def call(self, function: Callable[[OneByOne], T]) -> Future[T]:
-        """Call a function at once: answers take long."""
+        """Call a function immediately, not between steps: an answer takes long."""
         self._check_open()
         future: Future[T] = Future()
         try:
@@ -100,7 +102,7 @@ class OneByOne:
             raise TesseraError("the engine is closed", fix="start it again", code="generation.engine-closed")
 
     def _check(self, request: Request) -> None:
-        """Refuse what the method of a model cannot do."""
+        """Refuse request fields that the model's own generation method does not support."""
         wrong = {
             "logprobs": request.logprobs is not None or request.prompt_logprobs is not None,
             "response_format": request.constraint is not None,
@@ -127,7 +129,7 @@ class OneByOne:
             job.on_delta(delta)
 
     def _answer(self, job: _Job) -> Delta:
-        """Return the whole answer."""
+        """Generate the complete answer, and return it."""
         request, tokens = job.request, list[int]()
 
         def on_token(row: int, token: int) -> None:
@@ -145,7 +147,7 @@ class OneByOne:
                     on_token=on_token,
                 )
             text = decoder_of(self._processor, request.skip_special)(tuple(tokens))
-        except Exception as error:  # of this request; others go on
+        except Exception as error:  # only this request fails; the others continue
             return Delta(job.number, finish=Finish("error", error=request_failed(error)))
         full = len(tokens) == request.max_new_tokens
         reason: Literal["aborted", "length", "stop"] = (

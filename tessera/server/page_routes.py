@@ -19,11 +19,11 @@ _POLICY = "; ".join(
         "script-src 'self'",
         "style-src 'self'",
         "img-src data:",
-        "connect-src 'self' http: https:",  # users may name a second server
+        "connect-src 'self' http: https:",  # users may enter the address of another server
         "base-uri 'none'",
         "form-action 'none'",
         "frame-ancestors 'none'",
-        "require-trusted-types-for 'script'",  # the browser refuses innerHTML and the like
+        "require-trusted-types-for 'script'",  # the browser refuses unsafe DOM writes, such as innerHTML
         "trusted-types 'none'",
     ]
 )

@@ -36,12 +36,12 @@ class ReasoningSplitter:
     def __init__(self, opened: bool, *, answer_tags: bool = False) -> None:
         self._opened = opened
         self._answer_tags = answer_tags
-        self._text = ""  # what is not yet returned
+        self._text = ""  # text that is not yet returned
         self._state: State = "start"
-        self._trims = False  # whether the next text loses its leading whitespace
+        self._trims = False  # whether leading whitespace of the next text is removed
 
     def add(self, text: str) -> list[tuple[Kind, str]]:
-        """Return what is certain after more text."""
+        """Add text. Return the parts that later text cannot change."""
         self._text += text
         parts: list[tuple[Kind, str]] = []
         state = None
@@ -65,7 +65,7 @@ class ReasoningSplitter:
         return parts
 
     def close(self) -> list[tuple[Kind, str]]:
-        """Return the text that waited for more."""
+        """End the text. Return the parts that were held back."""
         text, self._text = self._text, ""
         kind: Kind = (
             "reasoning" if self._state == "reasoning" or (self._state == "start" and self._opened) else "content"
@@ -73,7 +73,7 @@ class ReasoningSplitter:
         return [(kind, text)] if text else []
 
     def _begin(self, tag: str, inside: State, otherwise: State) -> None:
-        """Drop a tag at the beginning of the text, or wait while it may become one."""
+        """Remove a tag at the beginning of the text; wait for more text if it may still become a tag."""
         text = self._text.lstrip()
         if text.startswith(tag):
             self._text, self._state, self._trims = text.removeprefix(tag), inside, True
@@ -82,7 +82,10 @@ class ReasoningSplitter:
             self._trims = otherwise == "reasoning"
 
     def _until(self, tag: str, kind: Kind, behind: State, parts: list[tuple[Kind, str]]) -> None:
-        """Return the text before a tag. Whitespace before it, and what may be its beginning, wait."""
+        """Return the text before a tag.
+
+        Whitespace before the tag, and a possible beginning of the tag, are held back.
+        """
         at = self._text.find(tag)
         end = len(self._text[: at if at >= 0 else _beginning_of(tag, self._text)].rstrip())
         if end:
@@ -94,6 +97,6 @@ class ReasoningSplitter:
 
 
 def _beginning_of(tag: str, text: str) -> int:
-    """Return where the longest end of a text begins that is the beginning of a tag."""
+    """Return the start of the longest suffix of a text that is a prefix of a tag."""
     length = next(length for length in range(len(tag) - 1, -1, -1) if text.endswith(tag[:length]))
     return len(text) - length

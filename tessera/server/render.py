@@ -29,7 +29,7 @@ class ChoiceState:
     has_calls: bool = False
 
     def add(self, delta: Delta) -> list[Fields]:
-        """Take a delta and return the new parts of the message."""
+        """Add a delta, and return the new parts of the message."""
         parts = self.splitter.add(delta.text) if delta.text else []
         if delta.finish is not None:
             self.finish = delta.finish
@@ -40,7 +40,7 @@ class ChoiceState:
         return parts
 
     def keep(self, delta: Delta) -> None:
-        """Take a delta of an answer that is returned when it is complete."""
+        """Add a delta to an answer that is returned only when it is complete."""
         self.parts += self.add(delta)
         self.text += delta.text
         self.tokens += delta.tokens
@@ -52,7 +52,7 @@ class ChoiceState:
         return "tool_calls" if self.has_calls and self.finish.reason == "stop" else self.finish.reason
 
     def stop_reason(self, fields: SamplingFields) -> str | int | None:
-        """Return the stop string or token of the request that ended the answer; None for the model's own."""
+        """Return the stop string or token of the request that ended the answer; None if the model ended it."""
         stop = None if self.finish is None else self.finish.stop
         return stop if isinstance(stop, str) or stop in fields.stop_token_ids else None
 
@@ -76,7 +76,7 @@ async def complete(service: Service, job: AnswerJob) -> list[ChoiceState]:
 
 
 def usage(job: AnswerJob, answers: Sequence[ChoiceState]) -> dict[str, Any]:
-    """Count the tokens of a request. A prompt with several answers counts once."""
+    """Count the tokens of a request. A prompt with several answers is counted once."""
     prompts = {id(prompt): len(prompt.tokens) for prompt in job.prompts}
     cached: dict[int, int] = {}
     for prompt, answer in zip(job.prompts, answers, strict=True):
@@ -138,14 +138,14 @@ async def chat_chunks(service: Service, job: AnswerJob, fields: ChatRequest) -> 
     begun = False
     async with aclosing(service.run(job)) as deltas:
         async for index, delta in deltas:
-            if not begun:  # only now, so that a request that the engine refuses is answered by its status
+            if not begun:  # begin here, so that a request that the engine refuses gets an error status
                 begun = True
                 for chunk in _chat_beginnings(head, job, fields):
                     yield chunk
             answer = answers[index]
             parts = answer.add(delta)
             if not (parts or delta.finish or delta.logprobs or (fields.return_token_ids and delta.tokens)):
-                continue  # half a character, or what may become a stop string
+                continue  # no text yet: half of a character, or the possible beginning of a stop string
             logprobs = _chat_logprobs(service.tokens, delta.logprobs) if fields.logprobs else None
             choice = {"index": index, "delta": _one_delta(parts), "logprobs": logprobs}
             yield {**head, "choices": [choice | answer.end_of_chunk(delta, fields)]}
@@ -201,7 +201,7 @@ def _prompt_logprobs(tokens: Tokens, logprobs: Sequence[TokenLogprob | None] | N
 
 
 def _finite(logprob: float) -> float:
-    """Return a logarithm that JSON can hold."""
+    """Return a log-probability that JSON can represent: minus infinity becomes -9999."""
     return max(logprob, -9999.0)
 
 
@@ -248,7 +248,7 @@ async def text_chunks(
     if fields.stream_options is not None and fields.stream_options.include_usage:
         head["usage"] = None
     answers = [ChoiceState(job.splitter()) for _ in job.requests]
-    lengths = [0 for _ in job.requests]  # characters of the tokens before a chunk
+    lengths = [0 for _ in job.requests]  # number of characters of each answer before the current chunk
     async with aclosing(service.run(job)) as deltas:
         async for index, delta in deltas:
             answer = answers[index]
@@ -268,9 +268,9 @@ async def text_chunks(
 def _text_logprobs(
     tokens: Tokens, entries: Sequence[TokenLogprob | None], first: int | None, at: int = 0
 ) -> dict[str, Any]:
-    """Return the logprobs of a text whose first offset is `at`.
+    """Return the logprobs of a text that begins at offset `at`.
 
-    `first`: the token of a None entry, which is the first of the prompt.
+    `first`: the token of an entry that is None, which is the first token of the prompt.
     """
     texts: list[str] = []
     values: list[float | None] = []

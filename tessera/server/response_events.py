@@ -16,7 +16,7 @@ _PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
 
 
 class Events:
-    """Follow one response. Each method returns the events that it causes; `response` is the response so far.
+    """Build the events of one response. Each method returns the new events; `response` is the response so far.
 
     Call `start` first, then `add` with each chunk, and last `close` or `fail`.
     """
@@ -33,7 +33,7 @@ class Events:
         self._output: list[dict[str, Any]] = []
         self._open = False  # whether the last item of the output is not complete
         self._call: int | None = None  # index of the last tool call, as chunks number them
-        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text has not arrived
+        self._logprobs: list[dict[str, Any]] = []  # log-probabilities of tokens whose text has not arrived
         self._events = 0
 
     @property
@@ -206,7 +206,7 @@ class Events:
         return self._numbered(name, response=self.response)
 
     def _event(self, name: str, **fields: Any) -> Event:
-        """Return an event of the last item."""
+        """Return an event about the last item."""
         return self._numbered(name, item_id=self._output[-1]["id"], output_index=len(self._output) - 1, **fields)
 
     def _part_event(self, name: str) -> Event:
@@ -224,7 +224,7 @@ class Events:
 
 
 def as_chunk(completion: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a chat completion as one chunk that has all of it."""
+    """Convert a full chat completion to a single chunk."""
     if "error" in completion:
         return dict(completion)
     choices = []
@@ -257,7 +257,7 @@ def _token(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _short(logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return log-probabilities as events have them: without bytes."""
+    """Return log-probabilities in the form of events: without bytes."""
     return [
         {
             "token": entry["token"],

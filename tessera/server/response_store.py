@@ -13,14 +13,14 @@ from tessera.server.errors import ApiError
 @dataclass(frozen=True)
 class _Entry:
     response: Mapping[str, Any]
-    items: Sequence[Mapping[str, Any]]  # the input of this response alone
+    items: Sequence[Mapping[str, Any]]  # the input of this response, without earlier ones
     size: int
 
 
 class ResponseStore:
-    """Hold the latest responses. The oldest are dropped beyond a number and a size in characters.
+    """Hold the latest responses. Above a limit on their number or on their characters, the oldest are removed.
 
-    Continuing a conversation renews all its responses.
+    If a conversation is continued, all of its responses count as new.
     """
 
     def __init__(self, most: int = 4096, most_characters: int = 256 << 20) -> None:
@@ -30,7 +30,7 @@ class ResponseStore:
         self._size = 0
 
     def put(self, response: Mapping[str, Any], items: Sequence[Mapping[str, Any]]) -> None:
-        """Keep a response and its input. One that is larger than the limit is not kept."""
+        """Store a response and its input, unless it is larger than the limit."""
         size = _size(response) + _size(items)
         if size > self._most_characters:
             return
@@ -40,7 +40,7 @@ class ResponseStore:
             self._size -= self._entries.popitem(last=False)[1].size
 
     def get(self, id: str, param: str = "response_id") -> Mapping[str, Any]:
-        """Return a response. Raise if there is none."""
+        """Return a response. Raise if it is not stored."""
         return self._entry(id, param).response
 
     def delete(self, id: str) -> None:
@@ -48,7 +48,7 @@ class ResponseStore:
         del self._entries[id]
 
     def conversation(self, id: str | None) -> list[Mapping[str, Any]]:
-        """Return all items of a conversation up to a response, its output included."""
+        """Return all items of a conversation up to a response, including its output."""
         rounds: list[list[Mapping[str, Any]]] = []
         while id is not None:
             entry = self._entry(id, "previous_response_id")

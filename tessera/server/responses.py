@@ -64,7 +64,7 @@ class _Body(BaseModel):
 class InputText(_Body):
     type: Literal["input_text", "output_text"]
     text: _Text
-    annotations: list[Any] = []  # of an earlier answer, as the next two
+    annotations: list[Any] = []  # this and the next two fields come from an earlier answer, and have no effect
     logprobs: list[Any] = []
     parsed: Any = None
 
@@ -113,7 +113,7 @@ class CallOutputItem(_Item):
 
 
 class ReasoningItem(_Item):
-    """Declare the reasoning of an earlier answer. The templates of our models leave it out."""
+    """Declare the reasoning of an earlier answer. Chat templates leave it out."""
 
     type: Literal["reasoning"]
     summary: list[Any] = []

@@ -39,7 +39,7 @@ async def _encoded(events: AsyncGenerator[Event, None]) -> AsyncIterator[str]:
 
 
 def sse_text(event: Event) -> str:
-    """Return an event as a server-sent event, which has the name of its type."""
+    """Return an event in the text format of server-sent events, named by its type."""
     return f"event: {event['type']}\ndata: {json.dumps(event, separators=(',', ':'))}\n\n"
 
 
@@ -58,7 +58,7 @@ class ResponsesApi:
         self._store = ResponseStore() if store is None else store
         self._read = read
         self._send = send
-        self._running: dict[str, Events] = {}  # streams that are not complete
+        self._running: dict[str, Events] = {}  # responses that are being streamed
 
     def routes(self) -> list[Route]:
         return [
@@ -82,7 +82,7 @@ class ResponsesApi:
             events.close()
             self._keep(body, events)
             return _json(events.response)
-        try:  # the status is sent with the first event: a refusal must come before it
+        try:  # a refusal must be raised before the first event, because that sends the status
             first = await anext(result)
         except BaseException:
             await result.aclose()
@@ -149,7 +149,7 @@ class ResponsesApi:
 
 
 def _json(value: Mapping[str, Any]) -> Response:
-    """Return a JSON body. Escapes keep halves of characters, which a model may write, valid."""
+    """Return a JSON body. Halves of characters, which a model may write, are escaped."""
     return Response(json.dumps(value), media_type="application/json")
 
 
@@ -162,7 +162,7 @@ def _parsed(body: bytes) -> ResponsesRequest:
 
 
 def _error_of(error: Exception) -> ApiError:
-    """Return what a client is told about an error in the middle of a stream. Unexpected errors are logged."""
+    """Return the error object that a client gets in the middle of a stream. Unexpected errors are logged."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, TesseraError):

@@ -20,16 +20,16 @@ from tessera.errors import TesseraError, first_line
 from tessera.runtime.log import logger
 
 _HEADER_BYTES = 32 << 10
-_HEADER_S = 20.0  # time in which a client must send the headers of a request
+_HEADER_S = 20.0  # time limit for a client to send the headers of a request
 _KEEP_ALIVE_S = 60
 _SEND_BYTES = 128 << 10
-_PARTS, _PART_BYTES = 10_000, 512  # a body may have 10,000 parts, and one more per 512 bytes
+_PARTS, _PART_BYTES = 10_000, 512  # limit of the parts of a body: 10,000, and one more per 512 bytes
 
 
 class _Connection(h11.Connection):
-    """Refuse bodies in many tiny parts. Each part takes the time of some kilobytes, and all clients wait meanwhile."""
+    """Refuse bodies in many tiny parts. Each part costs as much time as some kilobytes, and blocks all clients."""
 
-    _parts = 0  # of the body that is received
+    _parts = 0  # number of parts of the current body
     _bytes = 0
 
     def next_event(self) -> Any:
@@ -45,7 +45,7 @@ class _Connection(h11.Connection):
 
 
 class _Http(H11Protocol):
-    """Close connections that do not send the headers of a request in time."""
+    """Close connections that do not send the headers of a request within a time limit."""
 
     _timer: asyncio.TimerHandle | None = None
 
@@ -59,7 +59,7 @@ class _Http(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._timer is None:
-            self._wait_for_headers()  # the next request of a connection that was idle
+            self._wait_for_headers()  # an idle connection begins its next request
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
             self._stop_waiting()
@@ -83,7 +83,7 @@ class _Http(H11Protocol):
 
 
 class _Server(uvicorn.Server):
-    """Drain after the first signal, and end at the second. Both leave the exit code to the caller."""
+    """Finish running answers after the first signal, and end at the second. The caller sets the exit code."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -107,12 +107,12 @@ class _Server(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound, before the model is loaded: a port in use is reported at once."""
+    """Bind a socket and return it. This happens before the model is loaded, so that a used port is reported at once."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Of each connection. Otherwise megabytes wait there before a client that does not read is noticed.
+        # Limit the send buffer of each connection. In a larger one, megabytes hide a client that does not read.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
         sock.bind((host, port))
     except (OSError, OverflowError) as error:
@@ -132,7 +132,7 @@ def address(sock: socket.socket) -> str:
 
 
 def run_server(app: ASGIApp, sock: socket.socket, drain_s: float) -> None:
-    """Answer requests until SIGTERM or SIGINT. Then answers in progress have `drain_s` seconds."""
+    """Answer requests until SIGTERM or SIGINT. Then running answers have `drain_s` seconds to end."""
     options: dict[str, Any] = {
         "http": _Http,
         "ws": "none",

@@ -28,7 +28,7 @@ from tessera.server.settings import Settings
 from tessera.server.tokens import Tokens, prompt_tokens
 from tessera.server.tools import constraint_for, parser_for
 
-_SUBMITTERS = (("submit", 4), ("compile-quickly", 2), ("compile", 2))  # threads by their names
+_SUBMITTERS = (("submit", 4), ("compile-quickly", 2), ("compile", 2))  # name and number of threads
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class TokenPrompt:
 
 @dataclass(frozen=True)
 class AnswerJob:
-    """Hold the answers that one API request asks for: each with its prompt and its request of the engine."""
+    """Hold the answers to one API request: for each answer its prompt, and its request to the engine."""
 
     requests: Sequence[Request]
-    prompts: Sequence[TokenPrompt]  # one for each answer
+    prompts: Sequence[TokenPrompt]  # the prompt of each answer
     model: str
     splitter: Callable[[], AnswerParts] = field(default=lambda: AnswerParts(None, None))
     created: int = field(default_factory=lambda: int(time.time()))
@@ -75,17 +75,17 @@ class Service:
 
     @cached_property
     def _helpers(self) -> ThreadPoolExecutor:
-        """Return threads that tokenize plain texts."""
+        """Return the threads that tokenize plain texts."""
         return ThreadPoolExecutor(4, "helper")
 
     @cached_property
     def _long_texts(self) -> ThreadPoolExecutor:
-        """Return the thread that tokenizes long texts, for which short ones do not wait."""
+        """Return the thread that tokenizes long texts, so that short texts do not wait for them."""
         return ThreadPoolExecutor(1, "long-texts")
 
     @cached_property
     def _downloaders(self) -> ThreadPoolExecutor:
-        """Return threads that download media. Slow ones must not hold up texts."""
+        """Return threads that download media. Slow downloads must not delay texts."""
         return ThreadPoolExecutor(32, "download")
 
     # ------------------------------------------------------------------------------------------ prompts
@@ -151,7 +151,7 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._helpers, decode)
 
     def check_tokens(self, tokens: Sequence[int], param: str) -> None:
-        """Raise if a number is no token of the vocabulary."""
+        """Raise if a number is not a token id of the vocabulary."""
         if tokens and max(tokens) >= self.tokens.size:
             raise ApiError(
                 400,
@@ -161,7 +161,7 @@ class Service:
             )
 
     def _check_characters(self, count: int, param: str) -> None:
-        """Refuse texts that are too long in any tokens, before they are tokenized."""
+        """Refuse, before tokenizing, texts that would be too long even if every token were the longest one."""
         most = self.settings.max_length * self.tokens.longest
         if count > most:
             raise ApiError(
@@ -202,7 +202,8 @@ class Service:
         if forced is not None:
             requests = [replace(single, constraint=forced) for single in requests]
         names = [tool.function.name for tool in tools]
-        end = self.tokens.decode(prompt.tokens[-8:], skip_special=False)  # a template may open the reasoning
+        # the prompt may end with an opening tag of the reasoning
+        end = self.tokens.decode(prompt.tokens[-8:], skip_special=False)
 
         def splitter() -> AnswerParts:
             parser = parser_for(self.family, names) if names else None
@@ -239,7 +240,7 @@ class Service:
     def engine_requests(
         self, request: SamplingFields, prompt: TokenPrompt, most: int | None, logprobs: int | None, adapter: str | None
     ) -> list[Request]:
-        """Return the requests of the engine for one prompt: `n` that differ in their seeds."""
+        """Return `n` engine requests for one prompt, with different seeds."""
         if request.n > self.settings.max_answers:
             raise ApiError(
                 400, f"n is {request.n}; the limit is {self.settings.max_answers}", param="n", code="invalid_value"
@@ -303,7 +304,7 @@ class Service:
                 yield index, delta
 
     def close(self) -> None:
-        """End the engine and all helpers. Answers in progress are aborted."""
+        """Close the engine and all threads. Running answers are aborted."""
         self.engine.close(0)
         self.prompts.close()
         for threads in (self._helpers, self._long_texts, self._downloaders):

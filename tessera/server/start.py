@@ -30,12 +30,13 @@ from tessera.server.service import Service
 from tessera.server.settings import Settings
 from tessera.server.tokens import Tokens
 
-_LENGTH = 32768  # context of models whose configuration does not state it
+_LENGTH = 32768  # context length of models whose configuration does not state it
 _SLOTS = 8  # adapters that may be loaded at a time
-# Of all frames of an animation. A slow core decodes 5 to 50 megapixels a second, and other prompts wait meanwhile.
+# Limit of the pixels in all frames of an animation. A slow core decodes 5 to 50 megapixels per second, and other
+# prompts wait.
 _ANIMATION_PIXELS = 200_000_000
-_RECORDINGS = 16  # answers computed or waiting, of a model that answers one by one: half an hour of sound is 230 MB
-_LARGEST_RANK = 512  # the memory and time of every slot follow the largest rank
+_RECORDINGS = 16  # limit of answers for a model that answers one by one: half an hour of sound takes 230 MB
+_LARGEST_RANK = 512  # limit of an adapter's rank: every slot takes the memory and time of the largest rank
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def _service(
     tokens = Tokens(inner)
     prompts = PromptPool(replace(processor, limits=replace(processor.limits, max_animation_pixels=_ANIMATION_PIXELS)))
     if isinstance(inner, ConversationProcessor) and inner.streams:
-        prompts.start()  # before the first image arrives
+        prompts.start()  # start the worker processes before the first image arrives
     return Service(settings, engine, prompts, tokens, Metrics(), adapters, family)
 
 
@@ -115,19 +116,20 @@ def _check_one_by_one(model: LoadedModel, options: ModelOptions, settings: Setti
 
 
 def _bank(model: LoadedModel, options: ModelOptions, settings: Settings) -> AdapterBank | None:
-    """Return a bank for adapters, or None if there can be none."""
+    """Return the bank for adapters; None if the server has none and clients may not load any."""
     if not options.adapters and settings.allow_adapters is None:
         return None
     return bank_of(model, slots=max(_SLOTS, len(options.adapters)), rank=_LARGEST_RANK)
 
 
 def _length(engine: Engine, config: Section, wanted: int | None) -> int:
-    """Return the number of tokens of prompt and answer together."""
+    """Return the maximum number of tokens of prompt and answer together."""
     context = context_of(config) or wanted or _LENGTH
     room = engine.stats().blocks * engine.limits.block_size
     if wanted is not None and wanted > min(context, room):
         raise TesseraError(
-            f"--max-length is {wanted}; the model has positions for {context} tokens, and the cache room for {room}",
+            f"--max-length is {wanted}; the model has positions for {context} tokens, and the cache has room for "
+            f"{room}",
             where="--max-length",
             fix="leave it out, or lower it",
             code="generation.length-too-large",

@@ -19,8 +19,8 @@ T = TypeVar("T")
 INTERNAL = ApiError(500, "an internal error: see the log of the server", code="internal_error")
 
 
-class ClientLeft(Exception):  # not an error of this program
-    """Report that nobody waits for the answer any more."""
+class ClientLeft(Exception):  # its name does not end with Error: it is not an error of this program
+    """Report that the client has closed its connection."""
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -44,7 +44,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 def error_of(error: BaseException) -> ApiError:
-    """Return what a client is told about an error. Unexpected errors are logged."""
+    """Convert an exception to the error that a client gets. Unexpected errors are logged."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, TesseraError) and (answer := of_tessera(error)).status != 500:
@@ -82,7 +82,7 @@ def chunk_text(chunk: dict[str, Any]) -> str:
 
 
 class EventStream(Response):
-    """Send server-sent events. `end`: what is sent after the last one."""
+    """Send server-sent events. `end`: the text that is sent after the last event."""
 
     media_type = "text/event-stream"
 

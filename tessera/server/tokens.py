@@ -17,7 +17,7 @@ from tessera.models.processing.transcription import transcript, transcription_in
 
 
 class Tokens:
-    """Tokenize plain text for a processor, and spell its tokens."""
+    """Convert plain text to tokens and back, with the tokenizer of a processor."""
 
     def __init__(self, processor: LanguageProcessor) -> None:
         self._processor = processor
@@ -27,7 +27,7 @@ class Tokens:
         if isinstance(self._processor, ConversationProcessor):
             return self._processor
         raise TesseraError(
-            "this model answers messages only, not plain text",
+            "this model answers conversations only, not plain text",
             fix="use /v1/chat/completions",
             code="generation.no-plain-text",
         )
@@ -42,7 +42,7 @@ class Tokens:
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
-        """Return the tokenizer as published. In plain text, special tokens are recognised by their names."""
+        """Return the published tokenizer. It recognises special tokens by their names in plain text."""
         return Tokenizer.from_str(self._conversation.encoder.json)
 
     @cached_property
@@ -52,7 +52,7 @@ class Tokens:
 
     @cached_property
     def longest(self) -> int:
-        """Return the number of characters of the longest token: no text of fewer tokens is longer by this factor."""
+        """Return the number of characters of the longest token. A text with n tokens has at most n times as many."""
         return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
 
     @property
@@ -72,7 +72,7 @@ class Tokens:
         return self._conversation.prompt_of_tokens(tokens)
 
     def spell(self, token: int) -> str:
-        """Return the text of a token, as answers with logprobs name it."""
+        """Return the text of a token, as it is listed in logprobs."""
         return self.decode([token], skip_special=False)
 
     def bytes_of(self, token: int) -> list[int]:
@@ -96,7 +96,7 @@ def prompt_tokens(batch: Batch) -> list[int]:
 
 
 def _byte_letters() -> dict[str, int]:
-    """Return the byte of each letter in the vocabulary of a byte-level tokenizer: printable bytes are themselves."""
+    """Return {letter: byte} for the vocabulary of a byte-level tokenizer. Printable bytes stand for themselves."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}

@@ -35,7 +35,7 @@ _STRING_END = re.compile(r'[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 class ToolPiece:
     """Hold a part of a tool call. The first piece has the name, the others only text of the arguments."""
 
-    index: int  # of the call in the answer
+    index: int  # index of the call in the answer
     id: str
     name: str | None
     arguments: str = ""
@@ -43,11 +43,11 @@ class ToolPiece:
 
 @dataclass(frozen=True)
 class _Form:
-    """Describe the text around the arguments of a call."""
+    """Describe the text that a model writes around the arguments of a call."""
 
     head: _Atoms
     tail: _Atoms
-    anywhere: bool = False  # whether text may come before it
+    anywhere: bool = False  # whether plain text may come before a call
 
 
 _TAGGED = _Form(
@@ -81,21 +81,21 @@ def parser_for(family: str, names: Collection[str] = ()) -> ToolParser:
 class ToolParser:
     """Split the text of an answer into plain text and tool calls. Any split of the text gives the same result.
 
-    The name of a call is returned as soon as its arguments begin, and the arguments as they arrive. Text that is no
-    complete head of a call is plain text. Whitespace around calls is left out.
+    The name of a call is returned as soon as its arguments begin, and the arguments as they arrive. Text that does not
+    become a complete head of a call is plain text. Whitespace around calls is left out.
     """
 
     def __init__(self, forms: Sequence[_Form], names: frozenset[str]) -> None:
         self._forms = forms
         self._names = names
-        self._text = ""  # what is not yet returned
+        self._text = ""  # text that is not yet returned
         self._at_start = True  # only whitespace and calls so far
         self._after_call = False  # only whitespace since the last call
         self._call: _Call | None = None
         self._count = 0
 
     def add(self, text: str) -> list[str | ToolPiece]:
-        """Return what is certain after more text."""
+        """Add text. Return the pieces that later text cannot change."""
         self._text += text
         pieces: list[str | ToolPiece] = []
         while self._text:
@@ -109,7 +109,10 @@ class ToolParser:
         return pieces
 
     def close(self) -> list[str | ToolPiece]:
-        """Return the text that waited for more. Half of a closing tag is dropped: its call is complete."""
+        """End the text.
+
+        Return the pieces that were held back. An incomplete closing tag is removed: its call is complete.
+        """
         text, self._text = self._text, ""
         if not text or (self._after_call and not text.strip()):
             return []
@@ -178,7 +181,7 @@ class _Call:
         self._in_string = False
 
     def scan(self, text: str) -> int:
-        """Return how much of the text belongs to the arguments. The half of an escape waits."""
+        """Return how much of the text belongs to the arguments. An incomplete escape sequence is held back."""
         position = 0
         while position < len(text):
             if self._in_string:
@@ -223,7 +226,7 @@ def _match(atoms: _Atoms, text: str, position: int, names: frozenset[str]) -> _M
                 return _Match(waits=False)
             position = end
         else:
-            rest = text[position : position + 16]  # no literal is longer
+            rest = text[position : position + 16]  # no literal has more than 16 characters
             literal = next((literal for literal in atom if literal and rest.startswith(literal)), None)
             if literal is None:
                 if any(literal.startswith(rest) for literal in atom if literal):
@@ -241,7 +244,7 @@ def _end(pattern: re.Pattern[str], text: str, position: int) -> int:
 
 
 def _next_candidate(text: str, position: int) -> int:
-    """Return the next position at which a tag may begin, whitespace before it included, or the length of the text."""
+    """Return the next position at which a tag, or whitespace before a tag, may begin; else the length of the text."""
     tag = text.find("<", _end(_SPACE_RUN, text, position) + 1)
     end = len(text) if tag < 0 else tag
     return max(position + 1, len(text[:end].rstrip()))
@@ -255,7 +258,7 @@ def constraint_for(
 ) -> Constraint | None:
     """Return the constraint that forces an answer to be calls of tools, or None when the model may choose.
 
-    Tools and the choice have the form of chat completions. The grammar writes calls as the prompts show them.
+    Tools and `tool_choice` have the form of chat completions. The grammar writes calls in the form of the prompts.
     `parallel`: whether an answer may have several calls; a named tool is called once.
     """
     if tool_choice in (None, "none", "auto"):
@@ -297,6 +300,6 @@ def _literal(text: str) -> str:
 
 
 def _schema(parameters: Mapping[str, Any] | None) -> str:
-    """Return the JSON schema of arguments: always an object, with the blanks of `json.dumps` as in the prompts."""
+    """Return the JSON schema of arguments: always an object, with spaces as `json.dumps` writes them in prompts."""
     blanks = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     return json.dumps({**(parameters or {}), "type": "object", "x-guidance": blanks})

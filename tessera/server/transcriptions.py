@@ -30,7 +30,7 @@ _REFUSED = {
     "known_speaker_references[]": "speakers are not told apart",
     "stream": "ask /v1/chat/completions for a stream, with input_audio",
 }
-_MOST_BYTES = 48 << 20  # of a file: in base64, it is a text of the largest size
+_MOST_BYTES = 48 << 20  # limit of an audio file: in base64 it has the largest allowed size of a text
 _STAMP = re.compile(r"<\|(\d{1,6}(?:\.\d{1,3})?)\|>")
 
 
@@ -111,7 +111,7 @@ class TranscriptionApi:
 
 
 def _fields_of(form: Mapping[str, FormPart]) -> TranscriptionRequest:
-    """Return the fields of a form. Raise for unknown, unsupported and wrong ones, and without a file."""
+    """Return the fields of a form. Raise for unknown, unsupported and wrong fields, and if the file is missing."""
     file = form.get("file")
     if file is None or file.filename is None:
         raise ApiError(400, "the form has no file", param="file", code="invalid_value")
@@ -160,7 +160,7 @@ def subtitles(segments: list[Segment], form: Literal["srt", "vtt"]) -> str:
     blocks = ["WEBVTT\n\n"] if form == "vtt" else []
     for number, segment in enumerate(segments, 1):
         start, end = (_clock(seconds, "," if form == "srt" else ".") for seconds in (segment.start, segment.end))
-        # In a subtitle, a blank line is the end, and an arrow begins another one.
+        # A blank line would end the subtitle, and an arrow would begin the next one.
         text = "\n".join(line for line in segment.text.splitlines() if line.strip()).replace("-->", "->")
         blocks.append((f"{number}\n" if form == "srt" else "") + f"{start} --> {end}\n{text}\n\n")
     return "".join(blocks)

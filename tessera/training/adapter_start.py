@@ -38,7 +38,8 @@ def _start_pissa(layer: LoraLinear, weight: Tensor, path: str) -> None:
 
 
 def principal_factors(weight: Tensor, rank: int, scale: float, name: str) -> tuple[Tensor, Tensor]:
-    """Return A [rank, in] and B [out, rank]: `scale` B A is the part of the weight with the largest singular values.
+    """Return A [rank, in] and B [out, rank], so that `scale` B A is the part of the weight with the largest singular
+    values.
 
     The signs are fixed (the largest element of each output vector is positive), so that all ranks compute the same.
     """
@@ -57,7 +58,7 @@ def principal_factors(weight: Tensor, rank: int, scale: float, name: str) -> tup
 
 
 def _missing(u: Tensor, s: Tensor, vt: Tensor, rank: int) -> list[tuple[Tensor, tuple[int, ...]]]:
-    """Return each tensor with its zero padding, for a layer with fewer singular values than the adapter's rank."""
+    """Pad the tensors with zeros, for a layer with fewer singular values than the adapter's rank."""
     more = rank - s.shape[0]
     return [(u, (0, more)), (s, (0, more)), (vt, (0, 0, 0, more))]
 

@@ -61,7 +61,10 @@ class BenchmarkEval(Callback):
             self.evaluate(trainer)
 
     def evaluate(self, trainer: TrainerHandle) -> dict[str, float]:
-        """Answer all benchmarks. Return the score of each, on every rank. One that cannot be measured has none."""
+        """Answer all benchmarks.
+
+        Return the score of each, on every rank. A benchmark that cannot be measured has no score.
+        """
         results = []
         with trainer.paused("answering benchmarks"), trainer.eval_weights(), _folder(trainer) as out:
             trainer.module.eval()
@@ -102,7 +105,7 @@ class BenchmarkEval(Callback):
 
 @contextlib.contextmanager
 def _folder(trainer: TrainerHandle) -> Iterator[Path]:
-    """Yield the folder of results. Other ranks write theirs to a temporary folder."""
+    """Yield the folder for results. Ranks other than the main rank get a temporary folder."""
     if trainer.world.is_main:
         yield trainer.config.folder / "eval" / "training" / f"step-{trainer.step:08d}"
     else:

@@ -238,7 +238,7 @@ def _clip(
 
 
 def _reads_samples(config: RunConfig, objects: Objects) -> bool:
-    """Return whether samples have to be encoded. A step source makes its own batches."""
+    """Return whether the run reads samples, which have to be encoded. A `StepSource` makes its own batches."""
     return not isinstance(objects.dataset, StepSource) or has_held_out(config) or objects.eval_dataset is not None
 
 

@@ -18,7 +18,7 @@ from tessera.runtime.modules import local_shard
 
 log = logging.getLogger("tessera")
 
-LOOKS = 3  # number of first steps that are checked for gradients of zeros
+LOOKS = 3  # number of steps at the beginning in which gradients of zeros are counted
 
 
 class Coverage(Callback):

@@ -8,8 +8,8 @@ from typing import Any
 
 from tessera.runtime import log
 
-WAITS = 0.05  # smallest share of time spent on waiting for data that the line shows
-UNEVEN = 1.1  # smallest ratio of the busiest rank's work to the mean that the line shows
+WAITS = 0.05  # the line shows the time spent on waiting for data from this share on
+UNEVEN = 1.1  # the line shows the ratio of the busiest rank's work to the mean from this value on
 METRICS = 2  # maximum number of the objective's metrics on the line
 _UNITS = {"tokens": "tok"}
 
@@ -77,7 +77,7 @@ def clock(seconds: float) -> str:
 
 
 def _speed(row: Mapping[str, Any]) -> str | None:
-    """Return the speed in tokens per second; for batches without a number of tokens, in samples or another unit."""
+    """Return the speed in tokens per second, or in samples or another unit if batches have no number of tokens."""
     speeds = {key.removesuffix("_per_s"): value for key, value in row.items() if key.endswith("_per_s") and value}
     name = next((name for name in ("tokens", "samples", *speeds) if name in speeds), None)
     return None if name is None else f"{_brief(speeds[name])} {_UNITS.get(name, name)}/s"

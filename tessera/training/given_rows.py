@@ -191,8 +191,8 @@ class _Media:
     def image(self, image: Image.Image, where: str) -> str:
         try:
             if not image.width or not image.height:
-                raise ValueError("it has no pixels")
-            image = to_rgb(image)  # as for images that are read from files
+                raise ValueError("the image has no pixels")
+            image = to_rgb(image)  # converted in the same way as images from files
         except (OSError, ValueError) as error:
             raise TesseraError(
                 f"this image cannot be read: {error}", where=where, code="media.unreadable-image"
@@ -251,7 +251,7 @@ def _lines(rows: Sequence[Mapping[str, Any]], split: str, media: _Media) -> Iter
         row, where = rows[number], f"{name}[{number}]"
         if not isinstance(row, Mapping):
             raise TesseraError(
-                f"this row is a {type(row).__name__}, and a row is a mapping",
+                f"this row is a {type(row).__name__}, but a row must be a mapping",
                 where=where,
                 allowed=['{"messages": [...]}'],
                 code="data.row-no-mapping",

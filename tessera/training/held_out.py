@@ -140,7 +140,7 @@ class GenerationEval(Callback):
         return next(iter(figures.values()))
 
     def _marked(self, benchmark: HeldOutBenchmark, rows: list[dict[str, Any]]) -> dict[str, float]:
-        """Score the answers by the metric of the recipe, write into rows which are correct, and return its figures."""
+        """Score the answers by the metric of the recipe. Mark correct answers in rows, and return the scores."""
         marks, metric = [], benchmark.metric
         for question, row in zip(self.questions, rows, strict=True):
             scored = benchmark.scored(question)

@@ -36,7 +36,7 @@ def check_first_weights(config: RunConfig, setup: ModelSetup) -> None:
         with open_form(config.model.weights, setup.spec.name, setup.config, weight_map, shapes) as stored:
             NativeTensors(stored, weight_map, shapes, tied_names(setup.module))
         return
-    # Weights of quantized layers are checked when they are read, one by one.
+    # Weights of quantized layers are checked later, when they are read one by one.
     if path is None or weight_map is None or _quantizes(setup) or origin_of(path) != "folder":
         return
     fresh = fresh_names(config.model, setup.spec)
@@ -165,7 +165,7 @@ def _quantize_layers(
 ) -> None:
     """Read the weights of quantized layers one by one, and quantize them. `fill` reads unquantized weights by name.
 
-    All ranks call `fill` together: for layers of other pipeline stages, a rank calls it without tensors.
+    All ranks call `fill` together: a rank calls it with no tensors for layers of other pipeline stages.
     """
     here = adapted_layers(module)
     for path in adapters:

@@ -15,7 +15,7 @@ from tessera.runtime import device as devices
 from tessera.runtime import log
 from tessera.training.memory_keys import memory_keys
 
-_COUNTS = ("images", "frames", "patches", "audio_frames")  # entries of `Batch.counts` that the error message lists
+_COUNTS = ("images", "frames", "patches", "audio_frames")  # keys of `Batch.counts` that the error message lists
 _UPDATE = "updating weights"
 
 

@@ -16,7 +16,7 @@ from tessera.runtime.modules import StackedExperts
 
 @dataclass
 class _Part:
-    """Count the weights of matrix products in one part of a model. Only the `top_k` experts of a token count."""
+    """Count the weights of matrix products in one part of a model. Only `top_k` of the experts are counted."""
 
     weights: float = 0.0
     trained: float = 0.0
@@ -30,8 +30,8 @@ class _Part:
 def training_of(module: nn.Module, plan: ModelPlan, trained: Collection[str]) -> Training:
     """Return for each part of an unsharded model how often a step computes its matrix products (3 if fully trained).
 
-    `trained`: names of trained parameters. Gradients pass through a unit, such as a layer, if it or an earlier unit has
-    a trained parameter. A family without pipeline units gets an empty result, and counts as fully trained.
+    `trained`: names of the trained parameters. Gradients pass through a unit, such as a layer, if it or an earlier unit
+    has a trained parameter. A family without pipeline units gets an empty result, and counts as fully trained.
     """
     trained = frozenset(trained)
     parts: dict[str, _Part] = {}

@@ -65,7 +65,8 @@ class Ledger(Callback):
                 truncate_ledger(folder / f"{name}.jsonl", trainer.step, segments)
 
     def on_step_end(self, trainer: TrainerHandle, result: StepResult) -> None:
-        # The first write opens the file. The main rank has truncated it before the first collective of the step.
+        # The first write opens the file. By then the main rank has truncated it: it does so before the first collective
+        # of the step.
         ids = [list(batch.sample_ids) for batch in result.microbatches]
         rows = [batch.rows for batch in result.microbatches]
         masked = [id for batch in result.microbatches for id in masked_samples(batch)]
@@ -169,7 +170,10 @@ def read_ledger(folder: Path) -> dict[int, list[Row]]:
 
 
 def read_masked(folder: Path) -> dict[int, list[str]]:
-    """Return the ids of masked samples (read, but not trained on) by step. Steps without any are left out."""
+    """Return the ids of masked samples (read, but not trained on) by step.
+
+    Steps without masked samples are left out.
+    """
     steps: dict[int, list[str]] = {}
     for _, line in _lines_of_run(folder):
         if line.masked:
@@ -326,7 +330,7 @@ def check_read(bad: int, read: int, limit: float) -> None:
 
 
 def _check_any_used(read: int) -> None:
-    """Raise if the first `read` samples, which the caller found to be all bad, are 5 or more."""
+    """Raise if the run has read 5 or more samples. The caller has checked that all of them are bad."""
     if read >= _MIN_UNUSED:
         raise TesseraError(
             f"none of the first {read} samples is usable: the run trains on nothing",

@@ -219,7 +219,7 @@ def resume_config(run: str | Path, overrides: Mapping[str, Any] | None = None, t
 def _with_own_copy(model: ModelSection, folder: Path) -> ModelSection:
     """Return the model section with `tokenizer` set to the run folder's copy of tokenizer and template files.
 
-    If files of the copy have changed, the original folder is used. If that is missing, raise.
+    If files of the copy have changed, use the original folder. If that folder is missing, raise.
     """
     copy = find_file(folder, "processor")
     if not copy.is_dir():
@@ -327,7 +327,7 @@ def _run(
     notes: Sequence[str] = (),
     rows: GivenRows | None = None,
 ) -> Run:
-    """Build and run a trainer. `notes`: lines for the log. `rows`: see `open_run`."""
+    """Build and run a trainer. `notes`: lines to log. `rows`: see `open_run`."""
     # Build the model on the meta device first: mistakes in the recipe fail before the ranks connect.
     setup = build_meta_model(config, dist.expected_world_size(), objects)
     check_rows(config, setup.plan)

@@ -215,7 +215,10 @@ def _move(paths: Sequence[Path], folder: Path) -> None:
 
 
 def check_fresh(folder: Path, overwrite: bool) -> None:
-    """Raise if a run uses the folder, if it contains a run and `overwrite` is off, or if it is no run to overwrite."""
+    """Raise if the folder cannot take a new run.
+
+    It cannot if a run uses it, if it contains a run and `overwrite` is off, or if it contains anything but a run.
+    """
     if expected_rank() == 0:  # other ranks would see the lock of the main rank of this run
         FolderLock(folder).refuse_running()
     _check_replaceable(folder, overwrite)

@@ -137,7 +137,7 @@ def check_resumed(step: int, before: Mapping[str, Any], now: Mapping[str, Any]) 
     for key, kind in _KINDS.items():
         with restoring(key):
             if not isinstance(before[key], kind):
-                raise TypeError(f"not of type {kind.__name__}")
+                raise TypeError(f"the value is not of type {kind.__name__}")
     if before["seed"] != now["seed"]:
         raise TesseraError(
             f"the run was trained with train.seed={before['seed']}, now it is {now['seed']}: "

@@ -121,7 +121,7 @@ class ModelSetup:
 
     @cached_property
     def training(self) -> Training:
-        """Return how often a step computes each matrix product. It must be read first before the model is sharded."""
+        """Return how often a step computes each matrix product. Its first use must be before the model is sharded."""
         trained = [shard.name for shard in self.plan.param_shards if shard.trained]
         return training_of(self.module, self.spec.main.plan(self.config), trained)
 
@@ -163,7 +163,8 @@ def build_meta_model(config: RunConfig, world_size: int, objects: Objects = NONE
     plan = replace(
         plan,
         parameters=plan.parameters
-        + sum(size for name, size in sizes.items() if name not in names),  # parameters that quantized buffers replaced
+        # add parameters that quantization replaced by buffers
+        + sum(size for name, size in sizes.items() if name not in names),
         memory=replace(
             plan.memory,
             frozen={name: _frozen_bytes(part, plan) for name, part in frozen.items()},
@@ -297,7 +298,7 @@ def check_rows(config: RunConfig, plan: Plan) -> None:
 
 
 def precision_guess(config: RunConfig) -> str:
-    """Return a note for a plan that is made on a CPU if an accelerator would use another precision; else empty."""
+    """Return a note that an accelerator would use another precision, for a plan that is made on a CPU; else ""."""
     precision = config.precision
     there = precision.resolved(accelerator=True).compute
     if config.train.device != "auto" or devices.is_accelerator("auto") or there == resolve_precision(config).compute:

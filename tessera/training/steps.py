@@ -12,7 +12,7 @@ from tessera.core.step_source import StepSource
 from tessera.data.loader.loader import Loader
 from tessera.errors import TesseraError
 
-_READ_AGAIN = "left out of a probe"  # reason that marks samples which the guard leaves out when it reads a step again
+_READ_AGAIN = "left out of a probe"  # reason of samples that the guard leaves out when it reads a step again
 
 
 class LoaderSteps(StepSource):
@@ -57,14 +57,17 @@ class LoaderSteps(StepSource):
 
 
 class WaitEnded(BaseException):
-    """End the wait for data after a stop request. It is no `Exception`: readers would report it as a bad sample."""
+    """End the wait for data after a stop request.
+
+    It does not derive from `Exception`, which readers would report as a bad sample.
+    """
 
 
 class DataWait:
     """Wait for the data of a step. A stop request ends the wait.
 
-    Data may take minutes, from a slow hub for example, and a scheduler gives a stopped run seconds. Ranks begin a step
-    together after all of them have its data, so that a rank can end its wait without blocking others.
+    Reading may take minutes, for example from a slow hub, but a scheduler ends a stopped run after seconds. Ranks begin
+    a step together after all of them have its data, so that a rank can end its wait without blocking others.
     """
 
     def __init__(self) -> None:

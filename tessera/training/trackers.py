@@ -174,7 +174,7 @@ class Trackers(Callback):
         for section in self._sections:
             run = TrackedRun(folder, section.run_name or config.name, settings, ids.get(section.name), trainer.step)
             tracker = self._make(section)
-            # Some packages install signal handlers here, which only the main thread can.
+            # Some packages install signal handlers here, and only the main thread may do so.
             with _reported(section.name):
                 id, address = tracker.start(run)
                 log.info("%s: %s", section.name, address)
@@ -252,7 +252,7 @@ class _Writer:
             while not ending:
                 self._news.wait()
                 self._news.clear()
-                ending = self._ending  # before the rows are read, so that none is missed
+                ending = self._ending  # read this flag before the rows, so that no row is missed
                 for step, values in self._rows():
                     self._tracker.write(step, values)
             self._tracker.finish(self._failed)

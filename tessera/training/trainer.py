@@ -133,7 +133,8 @@ class Trainer:
             self.phase = "loading data"
             self._source_state = self.steps.state_dict()
             microbatches = self._wait.next_step(self.steps, lambda: self.stop_reason is not None)
-            # Ranks agree after all have their data, so that no rank waits for another inside of a step.
+            # All ranks agree here after they have read their data, so that no rank waits for another one inside of a
+            # step.
             if not self._goes_on(0 if microbatches is None else len(microbatches)) or microbatches is None:
                 break
             if (result := self.train_step(microbatches)) is None:
@@ -164,7 +165,7 @@ class Trainer:
         loss = out.loss()
         scalars = {"loss": loss, "grad_norm": grad_norm, **out.metrics()}
         if self.engine.loss_scale is not None:
-            scalars["loss_scale"] = self.engine.loss_scale.state[0]  # the loss scale of the next step
+            scalars["loss_scale"] = self.engine.loss_scale.state[0]  # the loss scale that the next step will use
         numbers = AsyncScalars.of(scalars, out.counted())
         with self._memory.explained(self, microbatches):
             outcome = self.optimizer_step.update(self, loss, grad_norm, microbatches)
@@ -276,7 +277,7 @@ class Trainer:
         return {
             "step": self.step,
             **self.length.position(self.rows_drawn),
-            "seed": self.config.train.seed,  # seed and step determine all random numbers
+            "seed": self.config.train.seed,  # all random numbers are derived from the seed and the step
             "schedule": {**self.config.optim.schedule.model_dump(mode="json"), "steps": self.length.steps},
             "world": self.world.size,
             "data": self.data_identity,

@@ -51,7 +51,7 @@ class FilePlan:
 
 @dataclass(frozen=True)
 class Place:
-    """Hold the file and byte position at which a slice of a tensor will be written."""
+    """Hold the file and the byte position to which a slice of a tensor will be written."""
 
     file: str
     """Path below the folder."""

@@ -100,12 +100,12 @@ class WeightMap:
         return replace(self, rules=tuple(rules), skip=tuple(skip), copies=tuple(copies))
 
     def spelled_as(self, foreign: Collection[str]) -> WeightMap:
-        """Return the weight map that spells foreign names as in a folder with these names, by `renames`."""
+        """Return the weight map whose foreign names are spelled as in a folder with these names, by `renames`."""
         spellings: dict[str, set[str]] = {}
         for name in foreign:
             old, new = next((pair for pair in self.renames if name.startswith(pair[0])), ("", ""))
             spellings.setdefault(new, set()).add(old)
-        # A prefix with two spellings in the folder is not changed: it stays as the rules spell it.
+        # A prefix that has two spellings in the folder keeps the spelling of the rules.
         prefixes = {new: olds.pop() for new, olds in spellings.items() if len(olds) == 1}
 
         def spelled(template: str) -> str:

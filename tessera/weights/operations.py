@@ -18,7 +18,10 @@ Shapes = Sequence[tuple[int, ...]]
 
 
 class Operation(Protocol):
-    """Make a native tensor from foreign tensors, and the reverse. Operations on parts of tensors are `ByBox`, too."""
+    """Make a native tensor from foreign tensors, and the reverse.
+
+    Operations that can work on parts of tensors also derive from `ByBox`.
+    """
 
     def to_native(self, foreign: Sequence[Tensor]) -> Tensor: ...
 
@@ -38,7 +41,7 @@ class ByBox(Protocol):
     def join_boxes(
         self, boxes: Sequence[Tensor], offsets: Sequence[int], sizes: Sequence[int], foreign: Shapes
     ) -> Tensor:
-        """Return the slice at `offsets` with `sizes` of Tessera's tensor. `boxes`: slices of the folder's tensors."""
+        """Return the box at `offsets` with `sizes` of the native tensor. `boxes`: boxes of the foreign tensors."""
         ...
 
 
@@ -333,7 +336,7 @@ class TensorChunk:
         ]
 
     def chunk_of(self, whole: TensorRows) -> TensorRows | None:
-        """Return the native rows as views of a foreign tensor; None if they must be copied."""
+        """Return the native rows of a chunk as views of a foreign tensor; None if they must be copied."""
         if self.dim or not isinstance(self.op, Identity):
             return None
         size = -(-whole.shape[0] // self.of)

@@ -31,7 +31,7 @@ _TRIES = 3  # limit of attempts for an item whose workers end before or after th
 
 
 def no_note(number: int) -> None:
-    """Ignore a note: work in the calling process has nobody to report to."""
+    """Ignore a note: when the calling process does the work, no pool waits for notes."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class _PendingItem:
 
     number: int
     again: Again | None
-    drawn: Any = None  # the item from the caller
+    drawn: Any = None  # the item that the caller gave
     item: Any = None  # item for a worker: `drawn`, or its replacement from `again`
     tries: int = 0
     # indices of samples that a worker was reading when it died or hung; an element None: the sample is unknown
@@ -67,8 +67,8 @@ class _PendingItem:
     def lose(self, lost: Lost, once_more: bool = True) -> None:
         """Retry or settle an item whose worker has ended.
 
-        `once_more`: retry if this is the first worker that ended at this sample. The sample may not be the cause:
-        memory may have run out, or the file system may be slow.
+        `once_more`: retry if this is the first worker that ended at this sample. Another cause is possible: memory may
+        have run out, or the file system may be slow.
         """
         if once_more and lost.at not in self.blamed:
             self.blamed.add(lost.at)
@@ -149,7 +149,7 @@ class Pool:
                 self._add_worker()
 
     def _started_server(self) -> PoolServer:
-        """Start a server. Its start takes seconds, in which it may be killed, too: then another one is started."""
+        """Start a server. If it is killed during its start, which takes seconds, start another one."""
         for _ in range(_SERVERS - 1):
             try:
                 return PoolServer(self.work)
@@ -180,7 +180,8 @@ class Pool:
                 if first.failed:
                     raise first.value
                 if self._workers:
-                    more = more and self._draw(source, order, again)  # keeps workers busy while the result is used
+                    # keep workers busy while the caller uses the result
+                    more = more and self._draw(source, order, again)
                 yield first.drawn, first.value
         finally:
             for pending in order:  # `map` ends early: later results of its items are ignored
@@ -282,7 +283,7 @@ class Pool:
                 self._waiting.popleft()
                 pending.settle(error, failed=True)
                 continue
-            # A busy worker does not read its socket. If it sends a large result meanwhile, both sides would block.
+            # A busy worker does not read its socket. If it were sending a large result, both sides would block.
             if worker.items and packed.inline_bytes > _SMALL:
                 return
             self._waiting.popleft()

@@ -96,7 +96,7 @@ def _serve(
     while True:
         ready, _, _ = select.select([control, awake], [], [], 1.0)
         if client is not None and os.getppid() != client:
-            break  # the client has ended, although a process that it forked may keep the socket open
+            break  # the client has ended; a process that it forked may still keep the socket open
         if awake in ready:
             awake.recv(4096)
         for number, code in _ended(alive):
@@ -187,7 +187,8 @@ class WorkerProcess:
     number: int
     connection: socket.socket
     state: WorkerState
-    items: deque[int] = field(default_factory=deque)  # indices of the items it has received without a result, in order
+    # indices of the items that it has received and not finished, in order
+    items: deque[int] = field(default_factory=deque)
     killed_for: str | None = None
 
     def close(self) -> None:

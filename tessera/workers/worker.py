@@ -175,7 +175,7 @@ def _picklable(error: BaseException) -> BaseException:
 
 # ---------------------------------------------------------------------------------------------- the user's script
 
-# Workers do not run the user's script again. If the work is made of classes of the script, it is imported, under
+# Workers do not run the user's script again. If the work uses classes of the script, the script is imported under
 # another name than `__main__`. This needs `if __name__ == "__main__":` around its actions, or a script that only has
 # definitions. Other scripts are refused, because they would train again in each worker.
 

@@ -107,7 +107,7 @@ def test_layers_that_get_features_of_pictures_stay_together(tmp_path: Path) -> N
         cut = {"parallel.pp": 2, "parallel.layers": {"vision": [3, 0], "text": [first, 4 - first]}}
         with raises("layout.stage-boundary") as caught:
             build_meta_model(load_config(recipe, {**DENSE, **cut}), 2)
-        assert "split it behind vision.blocks.1 or text.layers.1" in str(caught.value)
+        assert "split it after vision.blocks.1 or text.layers.1" in str(caught.value)
     for seen, read in (([3, 0], [2, 2]), ([2, 1], [0, 4])):
         cut = {"parallel.pp": 2, "parallel.layers": {"vision": seen, "text": read}}
         assert build_meta_model(load_config(recipe, {**DENSE, **cut}), 2)

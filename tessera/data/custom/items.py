@@ -112,7 +112,7 @@ class ItemBatcher:
     """Make micro-batches of items of the user's data set. `name` is the name of the data set in error messages.
 
     `left_out` maps ids of samples to skip to the reasons. A skipped conversation is replaced by masked tokens. Tensors
-    of unknown meaning cannot be masked: the item is removed from its micro-batch, unless it is the only draw. Skipped
+    of unknown meaning cannot be masked: the item is removed from its micro-batch, unless it is the only one. Skipped
     items are not replaced by other items.
     """
 
@@ -138,7 +138,7 @@ class ItemBatcher:
     def _gone(self, batch: Batch, drawn: Sequence[DrawnItem], collate: Collate | None) -> dict[int, tuple[str, ...]]:
         """Return the positions of the items to skip, with their ids.
 
-        If the batch does not have draw id per item, either all items are skipped or none.
+        If the batch does not have one id per item, either all items are skipped or none.
         """
         ids = batch.sample_ids
         if not any(name in self.left_out for name in ids) or (collate is None and self._is_language(drawn[0].item)):
@@ -170,7 +170,7 @@ class ItemBatcher:
             collated = default_collate(named)
         except (TypeError, RuntimeError, KeyError) as error:
             raise TesseraError(
-                f"items {drawn[0].number} to {drawn[-1].number} of {self.name} cannot be stacked into draw batch: "
+                f"items {drawn[0].number} to {drawn[-1].number} of {self.name} cannot be stacked into one batch: "
                 f"{first_line(error)}",
                 where="data.options",
                 fix="set data.options.collate_fn, or train.micro_batch=1",
@@ -189,7 +189,7 @@ class ItemBatcher:
         return Batch(fields, sample_ids=tuple(map(str, listed)), counts={"samples": count})
 
     def _labelled(self, batch: Batch, drawn: Sequence[DrawnItem], ids: Sequence[str] = ()) -> Batch:
-        """Return a batch with sample ids, row indices, number of samples and seeds. Fields that are set stay."""
+        """Return a batch with sample ids, row indices, number of samples and seeds. Set fields do not change."""
         ids = batch.sample_ids or tuple(ids) or tuple(str(draw.number) for draw in drawn)
         each = [1] * len(drawn) if len(ids) == len(drawn) else [len(ids)] + [0] * (len(drawn) - 1)
         return replace(
@@ -226,7 +226,7 @@ class ItemBatcher:
         return self._labelled(batch, drawn, [row[0].id for row in rows])
 
     def _encoded(self, drawn: DrawnItem, problems: list[BadSample]) -> Encoded:
-        """Encode draw item. A bad item is replaced by draw masked token, and is added to `problems`."""
+        """Encode one item. A bad item is replaced by one masked token, and is added to `problems`."""
         id = _name(drawn)
         if id in self.left_out:
             problems.append(excluded(id, self.left_out))

@@ -65,7 +65,7 @@ class ItemRows(GuardedRows):
     def without(self, samples: Mapping[str, str]) -> ItemRows:
         copied = copy.copy(self)
         copied.items = replace(self.items, left_out={**self.items.left_out, **samples})
-        copied._data, copied._collate = self._data, self._collate  # `copy.copy` drops them, as pickling does
+        copied._data, copied._collate = self._data, self._collate  # `copy.copy` leaves both out, as pickling does
         return copied
 
     def guarded(self, rows: Sequence[int], lost: Mapping[int, str], note: Callable[[int], None]) -> Batch:
@@ -74,7 +74,8 @@ class ItemRows(GuardedRows):
             self._collate = None if self.collate is None else self.collate.function()
             if len(self._data) != self.count:
                 raise TesseraError(
-                    f"{self.imported.path} has {len(self._data)} items in a worker process, {self.count} in the run",
+                    f"{self.imported.path} has {len(self._data)} items in a worker process, but {self.count} in the "
+                    "training process",
                     fix="return the same items in every process",
                     code="data.length-differs",
                 )
@@ -100,7 +101,7 @@ class ItemRows(GuardedRows):
 
 
 class SequentialRows(GuardedRows):
-    """Read items by index from data that can only be iterated. An index before the last one read starts over."""
+    """Read items by index from data that can only be iterated. An index before the last one read restarts it."""
 
     sequential = True  # one process reads all rows in order: every further process would read all of the data again
 

@@ -60,7 +60,8 @@ class IndexMaker:
     on_bad_sample: Policy  # skip and list unusable or too long samples, or raise
     cache_folder: Path | None
     truncate: Truncate = "never"
-    workers: Workers = "auto"  # processes that measure records; 0: the calling one; auto: also, if it takes few seconds
+    # processes that measure records; 0: the calling process; auto: the calling process if that takes a few seconds
+    workers: Workers = "auto"
     timeout_s: float = 60.0
     max_bad_share: float = 1.0  # raise if a larger share of a data set is unusable
 
@@ -108,7 +109,10 @@ class IndexMaker:
         return part
 
     def _measured(self, work: MeasureRows) -> AnyTables:
-        """Return the measures of all usable samples, also if longer than a row. A stored index is used if possible."""
+        """Return the measures of all usable samples, including those that are longer than a row.
+
+        A stored index is used if possible.
+        """
         limits = {name: value for name, value in dataclasses.asdict(self.limits).items() if name not in _NOT_MEASURED}
         key = digest_of([FORMAT, work.source.facts(), self.processor.fingerprint, limits])
         file = self._file("index", key)

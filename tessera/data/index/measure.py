@@ -40,7 +40,7 @@ log = logging.getLogger("tessera")
 
 CHUNK = 1024  # rows that a worker measures at a time
 FIRST_CHUNK = 64  # rows of the first chunk; its time is used to estimate the time of all chunks
-SOON = 3.0  # seconds: less work than that is done without worker processes
+SOON = 3.0  # seconds of work below which no worker process is started
 MAX_WORKERS = 32
 Workers = int | Literal["auto"]
 MAX_BAD = 10_000  # limit of bad rows that are listed with the reason; further ones are only counted
@@ -103,7 +103,7 @@ def content_hash(sample: Sample) -> int:
                 words.append(value.content)
             elif isinstance(value, AudioSamples):
                 crc = zlib.crc32(value.mono().tobytes(), crc)
-            elif isinstance(value, ArchiveMember):  # the spelling must stay: stored indexes have its hash
+            elif isinstance(value, ArchiveMember):  # do not change this text: the hashes in stored indexes depend on it
                 member = value
                 words.append(
                     f"Within(file={member.file!r}, start={member.start}, size={member.size}, name={member.name!r})"
@@ -195,7 +195,7 @@ class MeasureRows:
         slow_at = self.timeout_s if slow else 0.0
         measured = Measured(_arrays(usable), tuple(bad), len(bad), slow_at, crashed=len(part.lost))
         if self.folder is not None:
-            # May fail: another process that finished the index has deleted the folder. The chunk is measured again.
+            # Writing fails if another process has finished the index and deleted the folder. Then measure it again.
             with suppress(TesseraError):
                 keep_tables(self._file(part), measured.tables(key=self._key(part)))
         return measured

@@ -102,7 +102,7 @@ _WINDOW = 8  # number of steps after which the number of workers may change
 _LONG_S = 2.0  # seconds of waiting for data after which the number of workers may change sooner
 _WORTH_S = 5.0  # seconds that the first worker processes must save over the run
 _UNSETTLED = 2  # steps whose times are ignored at the start and after each change of the number of workers
-_WINDOWS = 8  # windows after which the number of workers stays
+_WINDOWS = 8  # number of windows after which the number of workers is fixed
 
 
 class Tuner:
@@ -150,7 +150,7 @@ class Tuner:
             return
         if self.workers == 0:
             needed = 1.25 * waiting / computing
-        else:  # worker processes made the batches of a step in its waiting and computing time together
+        else:  # the worker processes made the batches of a step while the step waited and while it computed
             needed = self.workers * (waiting + computing) / computing
         self.workers = int(min(self._cpus, max(self.workers + 1, math.ceil(needed))))
         self._unsettled = _UNSETTLED
@@ -256,7 +256,7 @@ class Loader:
         now = time.perf_counter()
         self.wait_seconds += now - began
         if self._tuner is not None:
-            waited = now - began  # the computing time of the first step is unknown: assume the same
+            waited = now - began  # the computing time of the first step is unknown: assume that it equals the wait
             self._tune(self._tuner, waited, 2 * waited if self._last is None else now - self._last)
         self._last = now
         return step

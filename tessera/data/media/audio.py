@@ -22,7 +22,7 @@ _SLACK_SHARE = 0.005
 _SEEK_SECONDS = 1.0  # decoded before the start of a clip: codecs such as MP3 and Opus depend on the audio before
 _RATES = range(1000, 768_001)
 _WAV_CHUNKS = 100  # limit of RIFF chunks before the samples
-_WAV_UNKNOWN = 0x7FFF0000  # bytes: programs that write to a pipe put a larger size into the header, for unknown
+_WAV_UNKNOWN = 0x7FFF0000  # size limit in bytes: programs that write to a pipe state a larger size, which means unknown
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def decode(
 
 
 def resampled(samples: AudioSamples, sampling: AudioSampling) -> tuple[np.ndarray, MediaSize]:
-    """Return decoded audio as `decode` does."""
+    """Resample audio that is decoded already, and return it as `decode` does."""
     size = decoded_size(samples, sampling)
     sound = samples.mono()
     if samples.rate != sampling.rate:
@@ -160,7 +160,7 @@ def _checked_rate(rate: int, name: str) -> int:
 
 
 def _stated_seconds(held: Any, stream: Any) -> float:
-    """Return the length in the header; 0 if there is none."""
+    """Return the length that the header states, in seconds; 0 if it states none."""
     if stream.duration and stream.time_base:
         return float(stream.duration * stream.time_base)
     # A video may be longer than its sound track.
@@ -182,7 +182,7 @@ def _checked_count(seconds: float, rate: int, name: str, sampling: AudioSampling
 
 
 def _seek(held: Any, stream: Any, start: float) -> None:
-    """Go to the last position before `start` that a decoder can begin at, with some audio before it."""
+    """Seek to a position before `start` at which a decoder can begin, so that it also decodes some earlier audio."""
     before = max(0.0, start - _SEEK_SECONDS)
     if before > 0:
         held.seek(round(before / stream.time_base) + (stream.start_time or 0), stream=stream)

@@ -62,7 +62,7 @@ def container(source: Opened, kind: str, limits: Limits) -> Iterator[Any]:
 
 
 def _metadata_errors(version: str) -> dict[str, Any]:
-    """Return the option of `av.open` for metadata that is not UTF-8. PyAV 19 has no option, and raises no error."""
+    """Return the option of `av.open` for metadata that is not UTF-8. PyAV 19 has none, and raises no error."""
     return {} if int(version.split(".")[0]) >= 19 else {"metadata_errors": "replace"}
 
 

@@ -101,7 +101,7 @@ def probe(
     sampling: VideoSampling,
     target: KindTarget | None = None,
 ) -> MediaSize:
-    """Return the size of a media part from its header. `decode` returns as many frames or audio samples.
+    """Return the size of a media part from its header. `decode` returns the same number of frames or audio samples.
 
     With a `target`, also raise if the resized frames of a video are too large; otherwise `decode` does.
     """

@@ -21,12 +21,12 @@ from tessera.data.media.read import MediaSampling, decode, probe
 PREVIEW = ".mp3"  # suffix of files with previews
 PREVIEW_SECONDS = 10.0
 _PREVIEW_RATE = 16_000
-_PREVIEW_BITS = 32_000  # per second
+_PREVIEW_BITS = 32_000  # bits per second of an MP3 preview
 _WIDTH, _WAVE, _SPECTRUM = 288, 48, 96  # pixels: of the drawing, of the waveform, of the spectrogram below it
 _WINDOW = 512  # samples of a Fourier transform
 _RANGE = 8.0  # powers of ten that the spectrogram shows
 _BACKGROUND, _LINE = (20, 23, 28), (125, 162, 255)
-# Colours of the spectrogram, from no to the largest power.
+# Colours of the spectrogram, from zero to the largest power.
 _COLOURS = np.array([(20, 23, 28), (80, 18, 123), (182, 54, 121), (251, 136, 97), (252, 253, 191)], np.float64)
 
 
@@ -44,7 +44,7 @@ def play(sound: np.ndarray, rate: int) -> str | None:
 
 
 def beginning(part: Part, root: Path, limits: Limits) -> tuple[np.ndarray, int]:
-    """Return the part of a recording that a preview has, and its rate."""
+    """Return the samples of a recording that its preview contains, and their rate."""
     sampling = MediaSampling(audio=AudioSampling(_PREVIEW_RATE))
     seconds = probe(part, root, limits, sampling).samples / _PREVIEW_RATE
     clip = part.value if isinstance(part.value, AudioClip) else AudioClip(part.value, 0.0, seconds)
@@ -74,7 +74,7 @@ def encode_preview(sound: np.ndarray, rate: int) -> bytes | None:
 
 
 def _columns(count: int) -> np.ndarray:
-    """Return the first sample of each column of pixels, and the number of samples behind the last one."""
+    """Return the index of the first sample of each column of pixels, and at the end the number of samples."""
     return np.linspace(0, count, _WIDTH + 1).astype(np.int64)
 
 
@@ -98,7 +98,7 @@ def _spectrogram(sound: np.ndarray) -> np.ndarray:
     power = np.abs(np.fft.rfft(windows * np.hanning(_WINDOW), axis=1)) ** 2
     bands = np.linspace(0, power.shape[1] - 1, _SPECTRUM).round().astype(np.int64)
     decades = np.log10(power[:, bands[::-1]].T + 1e-12)
-    # Full scale is 1; a quiet recording is drawn from its own largest power.
+    # The brightest colour is full scale (1), or the largest power of the recording if it is quiet.
     largest = max(float(decades.max()), -_RANGE / 2)
     level = np.clip((decades - largest + _RANGE) / _RANGE, 0, 1) * (len(_COLOURS) - 1)
     below = np.minimum(level.astype(np.int64), len(_COLOURS) - 2)

@@ -76,7 +76,7 @@ def decode(
             except _FrameLostError:
                 continue
             return frames.stacked(), size
-    raise AssertionError("decoding everything loses no frame")
+    raise AssertionError("unreachable: decoding all packets loses no frame")
 
 
 # ---------------------------------------------------------------------------------------------- headers

@@ -96,7 +96,7 @@ def permutation(count: int, *key: int) -> np.ndarray:
 
 
 def draws_per_set(sizes: Sequence[int], weights: Sequence[float] | None) -> list[int]:
-    """Return the number of draws of each set in an epoch, at least 1. Weights keep the sum, up to rounding."""
+    """Return the number of draws of each set in an epoch, at least 1. Weights do not change the sum, up to rounding."""
     if weights is None:
         return list(sizes)
     total = sum(sizes)
@@ -159,9 +159,9 @@ class Mixture:
 def similarity_order(
     sets: np.ndarray, tokens: np.ndarray, excess: np.ndarray, step: int, ties: np.ndarray
 ) -> np.ndarray:
-    """Sort samples so that neighbours are similar: by set, by excess in steps of 5 %, by tokens (up, then down, ...).
+    """Sort samples so that neighbours are similar: by set, by excess FLOPs in steps of 5 %, by tokens.
 
-    `step`: an excess below it counts as 0.
+    Tokens are in ascending and descending order in turn. `step`: an excess below it counts as 0.
     """
     edges = [max(1, step)]
     while edges[-1] <= int(excess.max(initial=0)):

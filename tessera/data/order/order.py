@@ -213,7 +213,7 @@ def _rows_of_draws(tokens: np.ndarray, excess: np.ndarray, linear: int, config: 
 
 
 def _windows(tokens: np.ndarray, excess: np.ndarray, linear: int, seed: int) -> list[np.ndarray]:
-    """Divide the draws into windows of equal composition: similar draws are dealt to different windows."""
+    """Divide the draws into windows of equal composition: similar draws are in different windows."""
     count = len(tokens)
     windows = -(-count // WINDOW)
     ties = permutation(count, seed, _TIES)

@@ -41,7 +41,7 @@ def hole(id: str, length: int) -> Encoded:
 
 
 class GuardedRows(RowSource):
-    """Make batches by `guarded` in every process: in worker processes, and without crashes to report in this one."""
+    """Make batches by `guarded` in every process: also in this one, where no sample is known to crash."""
 
     def batch(self, rows: Sequence[int]) -> Batch:
         return self.guarded(rows, {}, no_note)
@@ -148,7 +148,7 @@ class PackedRows(GuardedRows):
                 except TooSlow:
                     if last_try:
                         raise
-            raise AssertionError("the last try returns or raises")
+            raise AssertionError("unreachable: the last try returns or raises")
         except (TesseraError, OSError) as error:
             source, row = self.index.locate(number)
             bad = bad_sample(source.location(row) if sample is None else sample.id, error)

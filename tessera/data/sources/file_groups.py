@@ -102,8 +102,8 @@ def _parts_name_media(turns: Any) -> bool:
 class FileGroups(Container):
     """Read samples that consist of several files.
 
-    `tables` has arrays: `sample` is the sample index of each file, `letters` are the bytes of all file names in a row,
-    and `ends` is where each name ends.
+    `tables` has arrays: `sample` is the sample index of each file, `letters` are the bytes of all file names,
+    concatenated, and `ends` is where each name ends.
     """
 
     def __init__(
@@ -168,7 +168,8 @@ class FolderFiles(FileGroups):
 
         def content(name: str) -> bytes:
             try:
-                with opened(name, self.path, "text") as source:  # as media: below the folder, and a regular file
+                # checked like media: it must be a regular file below the folder
+                with opened(name, self.path, "text") as source:
                     data = source.file.read(MAX_RECORD_BYTES + 1)
             except (TesseraError, OSError) as error:
                 bad = bad_sample(location, error)
@@ -230,7 +231,7 @@ def walk(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
                 path = os.path.join(here, name)
                 try:
                     stat = os.stat(path)
-                except OSError:  # a link to no file: its sample is unreadable
+                except OSError:  # a broken link: its sample is unreadable
                     stat = os.lstat(path)
                 yield name if inner == "." else f"{inner}/{name}", stat
 

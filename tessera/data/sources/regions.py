@@ -21,7 +21,7 @@ from tessera.data.sources.fields import text_of
 from tessera.errors import TesseraError
 
 SCALES = {"real": 0, "norm1": 1, "norm1000": 1000}
-MOST = 1000  # regions of a record; more are the result of a broken export
+MOST = 1000  # limit of regions of a record; more of them show that an export is broken
 _LARGEST = 1e7  # a larger number is no coordinate
 _NEAR = 1.0  # pixels that a box may reach out of its image, because annotations are rounded
 _BOX = "<bbox>"
@@ -53,7 +53,7 @@ def with_regions(messages: tuple[Message, ...], objects: Any) -> tuple[Message, 
         if part.kind != "text":
             return part
         regions: list[Region] = []
-        name = ""  # of the object that the boxes directly behind it belong to
+        name = ""  # name of the object that the next boxes belong to
         for word, text in zip(REGION.findall(part.value), REGION.split(part.value), strict=False):
             name = "" if text.strip() else name
             region = next(remaining_names) if word != _BOX else replace(next(remaining_boxes), label=name)
@@ -123,7 +123,7 @@ def regions_of(sample: Sample) -> Iterator[Region]:
 
 
 def objects_of(sample: Sample) -> dict[str, Any]:
-    """Return the field `objects` of a record with the regions of a sample, under its name; empty without regions."""
+    """Return the regions of a sample as the field `objects` of a record: {"objects": ...}, or {} without regions."""
     names = [r.label for m in sample.messages for part in m.parts for r in part.regions if not r.numbers]
     boxes = list(regions_of(sample))
     if not names and not boxes:
@@ -134,7 +134,7 @@ def objects_of(sample: Sample) -> dict[str, Any]:
 
 
 def inside(region: Region, size: MediaSize) -> tuple[float, ...]:
-    """Return a box or point in pixels, cut to its image. Raise if nothing of it is inside of the image."""
+    """Return a box or point in pixels, clipped to its image. Raise if it lies outside of the image."""
     pixels = region.pixels(size)
     sides = (size.width, size.height)
     cut = tuple(min(max(number, 0.0), float(sides[n % 2])) for n, number in enumerate(pixels))
@@ -183,7 +183,7 @@ def _spelled(region: Region) -> str:
 
 
 def check_regions(sample: Sample, sizes: Sequence[MediaSize]) -> list[MediaSize]:
-    """Return the sizes of the images of a sample. Raise if a box has an image that the sample lacks, or is not in it.
+    """Return the sizes of the images of a sample. Raise if a box has no image, or lies outside of it.
 
     `sizes`: of all media of the sample.
     """

@@ -57,7 +57,7 @@ class Source:
     record_format: RecordFormat
     schema: RecordSchema
     format_given: bool  # whether the recipe sets the format
-    instruction: str | None = None  # text of the user behind each recording of transcripts
+    instruction: str | None = None  # text of the user that follows each recording of a transcript data set
 
     def __len__(self) -> int:
         return len(self.records)

@@ -31,7 +31,8 @@ _MAX_UTTERANCES = 50_000_000
 class Utterances(Container):
     """Read records of utterances.
 
-    `tables` has arrays: `letters` are the bytes of all records in a row, as JSON, and `ends` is where each one ends.
+    `tables` has arrays: `letters` are the bytes of all records as JSON, concatenated, and `ends` is where each record
+    ends.
     """
 
     def __init__(self, name: str, tables: AnyTables, limit: int | None, facts: Any) -> None:
@@ -101,7 +102,7 @@ def open_kaldi(folder: Path, limit: int | None, cache_folder: Path | None) -> Ut
             if len(span) == 2 and all(map(_is_number, span)):
                 record |= {"offset": span[0], "duration": round(float(span[1]) - float(span[0]), 9)}
             elif parts is not None:
-                record["audio"] = ""  # a bad record: its part of a recording is unknown
+                record["audio"] = ""  # a bad record: its span of the recording is unknown
             yield record
 
     facts = [file_facts(folder / name) for name in names]

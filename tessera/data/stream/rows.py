@@ -103,7 +103,7 @@ class StreamedRows(GuardedRows):
         return True  # whether samples have media is unknown before the files are opened
 
     def without(self, samples: Mapping[str, str]) -> StreamedRows:
-        copied = copy.copy(self)  # by __getstate__: the copy opens the files again
+        copied = copy.copy(self)  # by `__getstate__`, without open files: the copy opens them again
         copied.left_out = {**self.left_out, **samples}
         return copied
 
