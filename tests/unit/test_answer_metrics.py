@@ -22,7 +22,7 @@ from tessera.evaluation.metrics import judge
 from tessera.evaluation.metrics.boxes import iou, predicted
 from tessera.evaluation.metrics.choice import by_mmmu, by_vlmevalkit, chance_letter
 from tessera.evaluation.metrics.ifeval import UNVERIFIED
-from tessera.evaluation.metrics.overlap import whisper_basic
+from tessera.evaluation.metrics.overlap import whisper_basic, whisper_english
 from tessera.evaluation.metrics.registry import METRICS, metric_of
 from tessera.evaluation.metrics.texts import edit_distance, number_of
 from tests.errors import raises
@@ -87,6 +87,7 @@ def first(name: str, answer: str, question: BenchmarkQuestion, **options: Any) -
         ("wer", {}, "cat sat down", ["the cat sat"], 2 / 3),
         ("wer", {"normalise": "none"}, "The cat", ["the cat"], 0.5),
         ("wer", {"normalise": "whisper"}, "It's (coughs) here. <noise>", ["it s here"], 0),
+        ("wer", {"normalise": "whisper-english"}, "Mr. Bond's twenty-one.", ["mister bond is 21"], 0),
         ("cer", {"normalise": "whisper"}, "Ab-c!", ["ab d"], 1 / 3),
     ],
 )
@@ -500,10 +501,24 @@ def test_marks_of_a_group_are_the_least() -> None:
 
 def test_whisper_normalisation_equals_that_of_transformers() -> None:
     whisper = pytest.importorskip("transformers.models.whisper.english_normalizer")
-    reference = whisper.BasicTextNormalizer()
-    letters = [*"aB ()<>[]'’.,-$%é\u0301ﬁß\u00a0\u3000你好！ıİ\t\n", "(a)", "<b>", "()", "((", "))", "Mr. "]
+    basic, english = whisper.BasicTextNormalizer(), whisper.EnglishTextNormalizer({})
+    letters = [
+        *"aB ()<>[]'’.,-$%é\u0301ﬁß\u00a0\u3000你好！ıİ\t\n",
+        "(a)",
+        "<b>",
+        "()",
+        "((",
+        "))",
+        "Mr. ",
+        "two hundred ",
+        "£5",
+        "1,5",
+    ]
     chance = random.Random(0)
     for _ in range(500):
         text = "".join(chance.choices(letters, k=chance.randint(0, 24)))
-        assert whisper_basic(text) == reference(text).strip(), repr(text)
-    assert whisper_basic("<" * 200_000 + "(" * 200_000) == ""  # in linear time
+        assert whisper_basic(text) == basic(text).strip(), repr(text)
+        assert whisper_english(text) == english(text).strip(), repr(text)
+    for normalise in (whisper_basic, whisper_english):
+        assert normalise("<" * 200_000 + "(" * 200_000) == ""  # in linear time
+        assert normalise("9" * 5000) == "9" * 5000

@@ -53,7 +53,7 @@ def test_librispeech_of_folders(tmp_path: Path) -> None:
     assert isinstance(lost, RecordError)
     assert lost.code == "media.no-such-file"
     mark = benchmark.metric.mark("One, two -- four!", first)
-    assert benchmark.metric.summary(mark.values) == {"wer": pytest.approx(1 / 3)}
+    assert benchmark.metric.summary(mark.values) == {"wer": 1}  # numbers in a row are one word: 124, not 123
     assert len(benchmark.protocol()["data"]["md5"]) == 2
     alone = question_at(open_task("librispeech:recording", data=tmp_path / "test-clean"), 0)
     assert isinstance(alone, BenchmarkQuestion)

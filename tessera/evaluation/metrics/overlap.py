@@ -5,12 +5,13 @@ BLEU and the error rates are ratios of sums over all questions, so a mark holds 
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Literal, cast
 
 from tessera.evaluation.benchmark import AnswerMetric, BenchmarkQuestion, Mark
 from tessera.evaluation.metrics.texts import edit_distance
@@ -44,6 +45,27 @@ def whisper_basic(text: str) -> str:
     return " ".join("".join(letters).lower().split())
 
 
+def whisper_english(text: str) -> str:
+    """Return an English text as Whisper's English normaliser does: numbers as digits, titles and short forms in full.
+
+    Its list of British spellings belongs to Whisper's folders and is not used.
+    """
+    for begin, end in _ASIDES:
+        text = _without(text.lower(), begin, end)
+    text = re.sub(r"[<(\[]", " ", text)  # without an end, they take transformers' patterns quadratic time
+    try:
+        return str(_english_normaliser()(text)).strip()
+    except ValueError:  # numbers of thousands of digits
+        return whisper_basic(text)
+
+
+@functools.cache
+def _english_normaliser() -> Callable[[str], str]:
+    from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
+
+    return cast(Callable[[str], str], EnglishTextNormalizer({}))
+
+
 def _without(text: str, begin: re.Pattern[str], end: re.Pattern[str]) -> str:
     """Return a text without what is between two patterns, in linear time."""
     pieces, at = [], 0
@@ -53,8 +75,13 @@ def _without(text: str, begin: re.Pattern[str], end: re.Pattern[str]) -> str:
     return "".join(pieces) + text[at:]
 
 
-_NORMALISED: Mapping[str, Callable[[str], str]] = {"spoken": spoken, "whisper": whisper_basic, "none": str}
-Normalisation = Literal["spoken", "whisper", "none"]
+_NORMALISED: Mapping[str, Callable[[str], str]] = {
+    "spoken": spoken,
+    "whisper": whisper_basic,
+    "whisper-english": whisper_english,
+    "none": str,
+}
+Normalisation = Literal["spoken", "whisper", "whisper-english", "none"]
 
 
 def _error_rate(name: str, pieces: Callable[[str], Sequence[str]]) -> AnswerMetric:
