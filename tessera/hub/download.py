@@ -400,7 +400,7 @@ def fetch_shard(
                     raise
                 say(f"{error.what}; next attempt in {wait:g} s")
                 time.sleep(wait)
-    raise AssertionError("the last attempt returns or raises")
+    raise AssertionError("unreachable: the last attempt returns or raises")
 
 
 def trim(cache: Path, limit: int) -> list[Path]:

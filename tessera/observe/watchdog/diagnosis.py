@@ -26,7 +26,7 @@ COMPILING: Final = "compiling"
 OUTSIDE: Final = "outside of a step"  # starting, evaluating, saving, callbacks: no time limit applies
 COMPUTING: Final = "computing"
 AT_WORK = frozenset({READING, COMPILING, OUTSIDE, COMPUTING})
-# The device has unfinished work. It may be a collective, in which the rank waits for another rank.
+# The device has unfinished work, which may be a collective that waits for another rank.
 ON_DEVICE: Final = "waiting for its device"
 UNEXPLAINED: Final = ""
 

@@ -206,7 +206,7 @@ class Watchdog(Callback):
         device = self._trainer.world.device
         # Ask the device only after half of `stall_s`: the query may disturb a CUDA graph capture.
         if device.type != "cpu" and still_s > self.timeouts.stall_s / 2 and devices.has_unfinished_work(device):
-            return ON_DEVICE  # the host may use the CPU while it waits
+            return ON_DEVICE  # the process may use the CPU while it waits for the device
         return COMPUTING if self._own_usage.busy else UNEXPLAINED
 
     # ------------------------------------------------------------------------------------------ the watching thread
