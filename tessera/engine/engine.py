@@ -126,8 +126,7 @@ class Engine:
         """Let a prepared request wait for its turn, and return its number."""
         self.check_room()
         adapter = state.request.adapter
-        # since `prepare` the adapter may have been unloaded, or loaded with other weights
-        self._check_adapter(state.request)
+        self._check_adapter(state.request)  # it may have been unloaded or replaced since `prepare`
         state.root = f"{adapter} {self._versions.get(adapter, 0)} {self._versions.get(None, 0)}"
         self._states[state.number] = state
         if state.request.max_new_tokens == 0 and state.request.prompt_logprobs is None:
@@ -419,8 +418,7 @@ class Engine:
         grammars = self._grammars.get(stop_tokens)
         if grammars is None:  # each set of stop tokens takes megabytes, and clients choose them
             while len(self._grammars) >= _MOST_GRAMMARS:
-                # default None: another thread may have removed it
-                self._grammars.pop(next(iter([*self._grammars])), None)
+                self._grammars.pop(next(iter([*self._grammars])), None)  # None: another thread may have removed it
             grammars = self._grammars[stop_tokens] = Grammars(processor.encoder, self._vocabulary, stop_tokens)
         return grammars
 
@@ -430,8 +428,7 @@ class Engine:
         """Return how many blocks the cache may have. All ranks of a split model have the same number."""
         device = self.model.device
         share = _SHARE_OF_HOST if device.type == "cpu" else _SHARE_OF_DEVICE
-        # max: a pipeline stage may have no cache
-        blocks = int(share * devices.free_memory(device)) // max(block_bytes, 1)
+        blocks = int(share * devices.free_memory(device)) // max(block_bytes, 1)  # 0: a stage without a cache
         if self.limits.blocks is not None:
             blocks = min(blocks, self.limits.blocks)
         if self.model.over_ranks:

@@ -270,7 +270,7 @@ class RankExchange:
 
     def _name_missing(self, absent: Sequence[int], keys: Sequence[str]) -> str:
         here = [rank for rank in range(self.info.size) if rank not in set(absent)]
-        text = f"{name_ranks(absent)} missing: {len(here)} of {self.info.size} ranks came within {self.timeout_s:g} s"
+        text = f"{name_ranks(absent)} missing: {len(here)} of {self.info.size} ranks joined within {self.timeout_s:g} s"
         if self.info.local_size:
             nodes = sorted({rank // self.info.local_size for rank in absent})
             text += f"; missing ranks belong to node {spans(nodes)} of {self.info.size // self.info.local_size}"

@@ -210,7 +210,7 @@ def _send(planned: Pushed, contents: Mapping[str, Path | bytes], private: bool, 
                     code="hub.repository-is-public",
                 )
             if card is not None and CARD in repository.files:
-                say(f"{name} has a card of its own, which is kept")
+                say(f"{name} has a model card already, which is kept")
                 card = None
             say(f"{name}: sending {len(planned.files)} files, {human_bytes(sum(planned.files.values()))}")
             with tempfile.TemporaryDirectory(prefix="tessera-push-") as folder:

@@ -204,8 +204,7 @@ def _several_words(words: Sequence[str], extra: str) -> TesseraError:
     return TesseraError(
         f"{flag} takes a single value, but several words follow it: {value}",
         where=WHERE,
-        fix=f'write the path in the place of {value!r} in the script, or put it into quotes ({flag} "{value}") '
-        "where blanks belong to it",
+        fix=f'replace {value!r} in the script by the path, or quote it ({flag} "{value}") if it contains blanks',
         code="job.several-words",
     )
 

@@ -140,7 +140,7 @@ def test_a_tracker_that_raises_is_reported_once_and_left_out(
         callback.on_end(trainer)
     assert [step for step, _ in trackers["swanlab"].rows] == [1]
     told = [record.getMessage() for record in caplog.records if "wandb" in record.getMessage()]
-    assert told == ["wandb is left out from here on: SystemExit: no such key"]
+    assert told == ["wandb gets no further metrics: SystemExit: no such key"]
 
 
 class Hanging(Kept):

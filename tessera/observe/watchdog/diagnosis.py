@@ -220,7 +220,7 @@ def diagnose(
     for heartbeat in (heartbeats[rank] for rank in sorted(heartbeats)):
         quiet = silent_s[heartbeat.rank]
         if quiet > (timeouts.timeout_s if heartbeat.rank in busy_silent else timeouts.silence_s):
-            return lost(heartbeat, f"gave no sign of life for {quiet:.0f} s (dead, stopped or disconnected)", witness)
+            return lost(heartbeat, f"sent no heartbeat for {quiet:.0f} s (dead, stopped or disconnected)", witness)
     present = [
         replace(heartbeats[rank], activity=COMPUTING, collective="", still_s=silent_s[rank])
         if rank in busy_silent
