@@ -66,7 +66,7 @@ def answer_file(
         # a rank that writes already would change the answers that other ranks are still reading
         dist.wait_for_all_ranks(world)
         numbers = [*_missing(answered, world)]
-        if numbers:
+        if not answered.all():  # every rank loads the model, also one whose rows are answered: ranks load it together
             with _started(start, output, world) as answering, output.part(world.rank) as part:
                 answering.run(numbers, answered, part)
         dist.wait_for_all_ranks(world)

@@ -23,7 +23,7 @@ import numpy as np
 
 from tessera.errors import TesseraError, few_names, with_fix
 from tessera.runtime.files import keep_inside, open_regular, read_json_mapping, replace_file
-from tessera.runtime.folder_lock import FolderInUse, FolderLock
+from tessera.runtime.folder_lock import claimed
 from tessera.version import __version__
 
 SETTINGS = "settings.json"
@@ -55,22 +55,8 @@ class BatchOutput:
         folder = _folder_of(path)
         if path.exists() and not folder.exists() and not overwrite:
             raise TesseraError(f"the file {path} exists", where="--out", fix=_OVERWRITE, code="output.exists")
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = FolderLock(folder)
-        try:
-            lock.acquire()
-        except FolderInUse as error:
-            raise FolderInUse(
-                f"another process is writing {path}",
-                where=str(error.where),
-                fix="wait until it has ended, or name another output file",
-                code="output.in-use",
-            ) from None
-        try:
+        with claimed(folder, path):
             yield _continued(path, rows, facts, overwrite)
-        finally:
-            lock.remove_if_alone()
-            lock.release()
 
     @staticmethod
     def joined(path: Path) -> BatchOutput:

@@ -23,7 +23,7 @@ from tessera.batch.answer import BatchResult, answer_file
 from tessera.batch.output import discard
 from tessera.data.sources.container import RecordError
 from tessera.engine.request import Sampling
-from tessera.errors import TesseraError, few_names, first_line, with_fix
+from tessera.errors import TesseraError, few_names, with_fix
 from tessera.evaluation.answers import AT_ONCE, BenchmarkAnswers, Row, read_answers
 from tessera.evaluation.benchmark import Benchmark
 from tessera.evaluation.intervals import estimates
@@ -35,7 +35,7 @@ from tessera.models.processing.conversation import ConversationProcessor
 from tessera.models.transformers.processor import ClassProcessor
 from tessera.runtime import distributed as dist
 from tessera.runtime.files import read_json_mapping, replace_file
-from tessera.runtime.folder_lock import FolderInUse, FolderLock
+from tessera.runtime.folder_lock import claimed
 
 RESULTS = "results.json"
 _LOOKED_AT = 20  # number of questions whose media types are checked before the weights of the model are loaded
@@ -114,35 +114,8 @@ def _claimed(out: Path, world: dist.World) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         with dist.main_rank_first(world):
             if world.is_main:
-                stack.enter_context(_locked(out))
+                stack.enter_context(claimed(out, out))
         yield
-
-
-@contextlib.contextmanager
-def _locked(out: Path) -> Iterator[None]:
-    lock = FolderLock(out)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-    except OSError as error:
-        raise TesseraError(
-            f"no results can be written to {out}: {first_line(error)}",
-            where="--out",
-            fix="name another folder: --out FOLDER",
-            code="output.not-writable",
-        ) from None
-    except FolderInUse as error:
-        raise FolderInUse(
-            f"another evaluation is writing to {out}",
-            where=str(error.where),
-            fix="wait until it has ended, or name another folder: --out FOLDER",
-            code="output.in-use",
-        ) from None
-    try:
-        yield
-    finally:
-        lock.remove_if_alone()
-        lock.release()
 
 
 def _evaluated(

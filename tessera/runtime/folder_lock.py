@@ -17,9 +17,10 @@ import json
 import logging
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
-from tessera.errors import TesseraError
+from tessera.errors import TesseraError, first_line
 from tessera.runtime.files import read_json_mapping
 from tessera.runtime.process import Process
 
@@ -129,6 +130,37 @@ class FolderLock:
         if file is not None:
             with contextlib.suppress(OSError):
                 os.close(file)
+
+
+@contextlib.contextmanager
+def claimed(folder: Path, output: Path) -> Iterator[None]:
+    """Create and lock the folder in which a command keeps what it writes to `output`, its option `--out`.
+
+    A folder in which nothing was written is removed again.
+    """
+    lock = FolderLock(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except OSError as error:
+        raise TesseraError(
+            f"{output} cannot be written: {first_line(error)}",
+            where="--out",
+            fix="name another: --out PATH",
+            code="output.not-writable",
+        ) from None
+    except FolderInUse as error:
+        raise FolderInUse(
+            f"another process is writing {output}",
+            where=str(error.where),
+            fix="wait until it has ended, or name another: --out PATH",
+            code="output.in-use",
+        ) from None
+    try:
+        yield
+    finally:
+        lock.remove_if_alone()
+        lock.release()
 
 
 def _try_lock(file: int) -> bool | None:

@@ -3,6 +3,7 @@ adapters and folders."""
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from small_folders import small_folder
 
 import tessera
 from tessera.config.run_config import load_config
+from tests.toys.audio_folder import audio_folder
+from tests.toys.omni_set import write_omni_set
 
 ROOT = Path(__file__).parents[2] / "recipes"
 # Recipe -> tiny model, as `small_folders` names it. Each family has one, each method three or more, each task one.
@@ -19,6 +22,8 @@ RUNS = {
     "qwen2_vl/full": "qwen2_vl",
     "qwen2_5_vl/qlora": "qwen2_5_vl",
     "qwen2_5_omni/lora": "qwen2_5_omni",
+    "qwen2_audio/lora": "qwen2_audio",
+    "qwen3_omni/full": "qwen3_omni",
     "qwen3_vl/dpo": "qwen3_vl",
     "internvl/full": "internvl",
     "llava/lora": "llava one vision",
@@ -55,8 +60,13 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tessera.demo(tmp_path_factory.mktemp("data") / "demo").folder
 
 
-def rows_for(name: str, case: str, demo: Path, folder: Path) -> Path:
-    """Return a file of rows in the form that the comments of a recipe show."""
+def rows_for(name: str, case: str, demo: Path, folder: Path) -> dict[str, str]:
+    """Return a data set with rows in the form that the comments of a recipe show."""
+    if case in ("qwen2_audio", "qwen3_omni"):
+        file = write_omni_set(folder / "sound", films=False)
+        lines = file.read_text().splitlines(keepends=True)
+        file.write_text("".join(line for line in lines if case == "qwen3_omni" or '"image"' not in line))
+        return {"path": str(file)}
     kind = load_config(ROOT / f"{name}.yaml").data.kind
     file = demo / ("pairs.jsonl" if kind == "preference" else "train.jsonl")
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
@@ -87,7 +97,7 @@ def rows_for(name: str, case: str, demo: Path, folder: Path) -> Path:
         ]
     written = folder / "rows.jsonl"
     written.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return written
+    return {"path": str(written), "root": str(demo)}
 
 
 @pytest.mark.slow
@@ -96,15 +106,17 @@ def test_recipe_trains_a_tiny_model_on_the_demo_set(name: str, demo: Path, tmp_p
     case = RUNS[name]
     recipe = ROOT / f"{name}.yaml"
     config = load_config(recipe)
-    source = {"path": str(rows_for(name, case, demo, tmp_path)), "root": str(demo)}
+    source = rows_for(name, case, demo, tmp_path)
+    make_folder = audio_folder if case == "qwen2_audio" else functools.partial(small_folder, case)
     changes: dict[str, Any] = {
         "out": str(tmp_path / "runs"),
-        "model.path": str(small_folder(case, tmp_path / "model")),
+        "model.path": str(make_folder(tmp_path / "model")),
         "data.train": [source],
         "data.eval": [source] if config.data.eval else [],
         "data.workers": 0,
         "data.length": 4096,
         "parallel.compile": False,
+        "parallel.ep": 1,
         "train.steps": 2,
         "train.global_batch": 2,
         "train.eval_every": 0,

@@ -427,6 +427,36 @@ def test_two_ranks_write_what_one_rank_writes_also_after_a_kill_with_another_num
     assert (tmp_path / "three.jsonl").read_bytes() == expected
 
 
+def answer_loading_together(rank: int, size: int, data: Path, out: Path) -> int:
+    """Answer on ranks that load the model together, as ranks read weights."""
+    rows = SampleRows.open(data, None, AnswerOptions())
+
+    @contextlib.contextmanager
+    def start() -> Iterator[SampleAnswers]:
+        torch.distributed.barrier()
+        with PromptPool(TextPrompts(), 0) as prompts:  # type: ignore[arg-type]
+            yield SampleAnswers(rows, Parrot(), prompts, frozenset())
+
+    world = World(rank, size, rank, torch.device("cpu"))
+    return answer_file(len(rows), out, rows.facts(), start, world=world).answered
+
+
+@pytest.mark.slow
+def test_a_rank_whose_rows_are_answered_loads_the_model_with_the_others(tmp_path: Path) -> None:
+    from tests.dist.spawn import run_ranks
+
+    data, out = rows_of(tmp_path, 40), tmp_path / "two.jsonl"
+    answer(data, tmp_path / "one.jsonl")
+    lines = (tmp_path / "one.jsonl").read_text().splitlines()
+    rows = SampleRows.open(data, None, AnswerOptions())
+    with BatchOutput.claimed(out, 40, rows.facts()) as output, output.part(1) as part:
+        for block in _missing(output.answered(), World(1, 2, 1, torch.device("cpu"))):
+            for index in block:
+                part.write(index, json.loads(lines[index]))
+    assert run_ranks(answer_loading_together, 2, data, out) == [20, 0]
+    assert out.read_bytes() == (tmp_path / "one.jsonl").read_bytes()
+
+
 # ---------------------------------------------------------------------------------------------- requests as in batches
 
 

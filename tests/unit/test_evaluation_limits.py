@@ -114,7 +114,7 @@ def test_a_folder_is_refused_before_the_model_is_loaded(
     (tmp_path / "out").mkdir()
     lock = FolderLock(tmp_path / "out")
     lock.acquire()  # as another evaluation does
-    with raises("output.in-use", "another evaluation"):
+    with raises("output.in-use", "another process"):
         run(model, task, tmp_path / "out")
     lock.release()
     assert [file.name for file in (tmp_path / "out").iterdir()] == [".lock"]
