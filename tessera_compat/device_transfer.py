@@ -42,7 +42,7 @@ _ABSENT = object()
 
 
 class Transfer:
-    """Replace names of torch in `start`, and put them back in `undo`."""
+    """Replace names of torch (`start`), and restore them (`undo`)."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -58,8 +58,8 @@ class Transfer:
         if is_started():
             raise TesseraError(
                 "torch.cuda already stands for another accelerator in this process",
-                fix="import tessera_compat.transfer once, not beside torch_npu.contrib.transfer_to_npu, and not in a "
-                "script that `tessera run` starts, which does the same",
+                fix="import tessera_compat.transfer once, not together with torch_npu.contrib.transfer_to_npu, and "
+                "not in a script that `tessera run` starts: that command replaces cuda, too",
                 code="job.transfer-twice",
             )
         self._devices()
@@ -98,7 +98,7 @@ class Transfer:
         @functools.wraps(function)
         def translated(*args: Any, **kwargs: Any) -> Any:
             named = {key: self._translated(value) if key in _DEVICE_KEYS else value for key, value in kwargs.items()}
-            # Positional lists are not devices: pass them as the same objects.
+            # Positional lists are not devices: pass the original objects.
             plain = (self._translated(value) if type(value) not in (list, tuple) else value for value in args)
             return function(*plain, **named)
 
@@ -196,7 +196,7 @@ class Transfer:
 
 
 def _class_like(original: type, translated: Callable[[Any], Any]) -> type:
-    """Return a stand-in for a class of torch that cannot be changed: it makes objects of the class."""
+    """Return a replacement for a class of torch that cannot be changed. Calling it creates objects of that class."""
 
     class Like(type):
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -216,14 +216,14 @@ def _path(owner: Any) -> str:
 
 
 def is_started() -> bool:
-    """Return whether this process sends `torch.cuda` elsewhere, by this module or by the extension of an NPU."""
+    """Return whether `torch.cuda` stands for another accelerator, by this module or by the extension of an NPU."""
     ours = getattr(torch.cuda.is_available, "__module__", "") == __name__
     return ours or "torch_npu.contrib.transfer_to_npu" in sys.modules
 
 
 @contextmanager
 def transferred(device: torch.device) -> Iterator[Transfer]:
-    """Send cuda to the device inside the block."""
+    """Use the device in place of cuda inside the block."""
     transfer = Transfer(device)
     transfer.start()
     try:

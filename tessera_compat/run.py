@@ -34,7 +34,7 @@ _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 @contextmanager
 def _process_of_its_own(script: Path, arguments: Sequence[str]) -> Iterator[None]:
-    """Set sys.argv, sys.path and launcher variables as for a separate process. Restore them after the block."""
+    """Set sys.argv, sys.path and launcher variables as in a separate process. Restore them after the block."""
     argv, path, environment = list(sys.argv), list(sys.path), dict(os.environ)
     sys.argv = [str(script), *arguments]
     sys.path[0] = str(script.resolve().parent)

@@ -24,7 +24,7 @@ from tessera.runtime.log import logger
 _OURS = "tessera_compat."
 TAKES_OVER = "from tessera_compat.run import take_over"  # line in the packages of a workspace
 ROOTS = ("megatron", "mindspeed", "mindspeed_mm")
-USER_ROOT = "mindspeed_mm"  # users add files to this package
+USER_ROOT = "mindspeed_mm"  # a package to which users add files
 # Modules with the table of model classes (`ModelHub.MODEL_MAPPINGS`), to which users add theirs.
 REGISTRIES = ("mindspeed_mm.models.common.modelzoo", "mindspeed_mm.models.transformers.modelhub")
 MODEL_USER = "mindspeed_mm.models.transformers_model"
@@ -277,7 +277,7 @@ class ServedFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return any(path.is_relative_to(folder) for folder in self.folders)
 
     def places(self, fullname: str) -> list[Path]:
-        """Return where the file of a user's module may be: a path in each user folder, without `.py`."""
+        """Return the possible paths of a user's module: one in each user folder, without `.py`."""
         return [folder.joinpath(*fullname.split(".")) for folder in self.folders]
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:

@@ -19,7 +19,7 @@ from tessera_compat.device_transfer import FOREIGN, Transfer
 _DEVICE = devices.current()
 if _DEVICE.type == "cpu":
     raise TesseraError(
-        "this machine has no accelerator that could stand for cuda",
+        "this machine has no accelerator to use in place of cuda",
         fix="install torch's extension of the accelerator, or write the code for any device: "
         "device = torch.accelerator.current_accelerator() or 'cpu'",
         code="device.no-accelerator",
@@ -28,7 +28,7 @@ _TRANSFER = Transfer(_DEVICE)
 
 
 def start() -> None:
-    """Replace the names, as the import does; raise if they are replaced already."""
+    """Replace the names, as importing this module does. Raise if they are replaced already."""
     if _DEVICE.type == FOREIGN:
         return
     _TRANSFER.start()
@@ -47,7 +47,7 @@ def touched() -> tuple[str, ...]:
 
 
 def undo() -> None:
-    """Put the names of torch back."""
+    """Restore the names of torch."""
     _TRANSFER.undo()
 
 

@@ -36,11 +36,11 @@ MANIFEST = "manifest.json"
 FORMAT = "tessera-checkpoint"
 VERSION = 1
 MAX_MANIFEST_BYTES = 256 << 20
-_MOST_ELEMENTS = 1 << 58  # elements of a tensor: with 16 bytes each, its size in bytes still fits into 63 bits
+_MOST_ELEMENTS = 1 << 58  # limit of a tensor's elements: at 16 bytes each, the size in bytes still fits into 63 bits
 
 
 def no_fault(point: str) -> None:
-    """Do nothing: the hook of a run that is not a test."""
+    """Do nothing: the default hook. Only tests use hooks that fail."""
 
 
 @dataclass(frozen=True)

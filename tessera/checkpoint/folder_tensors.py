@@ -27,7 +27,7 @@ _STATE_BYTES = 1 << 16
 class FolderTensors:
     """Read the tensors of a folder. It is a context manager, which keeps the files open.
 
-    Of a diffusers folder, these are the tensors of its transformer.
+    For a diffusers folder, these are the tensors of its transformer.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -136,7 +136,8 @@ class GatheredForm(StoredForm):
         """Gather tensors in the order of `names`: rank 0 by reading them inside the block, other ranks at its end."""
         self._waiting = list(reversed(names))
         yield
-        while self._waiting:  # on rank 0 only if writing has failed: other ranks still send all tensors
+        # rank 0 gets here with tensors left only if writing has failed: the others still send them
+        while self._waiting:
             self._gather(self._waiting[-1])
 
     @torch.no_grad()

@@ -201,10 +201,10 @@ def show(staging: Path, folder: Path, fault: Fault, origin: Origin | None, overw
     write_file(mark, record, fault)
     sync_folder(staging, fault)
     if folder.is_dir():
-        _remove_trash(folder)  # of killed processes: `_recover` must not restore a folder that is half removed
+        _remove_trash(folder)  # left by killed processes: `_recover` must not restore a half-removed folder
         rename(folder, folder.parent / f".trash-{folder.name}~{uuid.uuid4().hex[:8]}", fault)
     rename(staging, folder, fault)
-    _remove_trash(folder)  # the old export: after a kill between the two renames, `_recover` restores it
+    _remove_trash(folder)  # the old export, which `_recover` restores after a kill between the two renames
     _remove_abandoned(folder)
 
 

@@ -76,7 +76,8 @@ class TensorSave:
 
 
 def _copies(chunks: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-    """Copy tensors on their device. All have the same device and dtype. Return None if its free memory is too small.
+    """Copy tensors on their device. All have the same device and dtype. Return None if the device has too little free
+    memory.
 
     All copies share one allocation, because thousands of allocations take longer than the copying.
     """

@@ -27,7 +27,7 @@ class ModelForm(ABC):
 
     @abstractmethod
     def open(self, folder: Path, layout: Any = None) -> StoredForm:
-        """Open a folder for reading. Raise if its weights are split into files in another way than `layout` says.
+        """Open a folder for reading. Raise if its files do not have the layout `layout`.
 
         With None, any layout is accepted.
         """
@@ -38,7 +38,7 @@ class ModelForm(ABC):
 
     @abstractmethod
     def layout_of(self, recipe: str | Path | Mapping[str, Any], model: ModelSection) -> Any:
-        """Return the layout in which a run of this recipe of another trainer saves `model`."""
+        """Return the layout in which a job of another trainer saves `model`, if it was started with this recipe."""
 
 
 class WeightForm(ABC):
@@ -64,7 +64,7 @@ class WeightForm(ABC):
         return folder
 
     def adapt_dcp(self, stored: StoredForm, weights: WeightMap, shapes: Mapping[str, tuple[int, ...]]) -> StoredForm:
-        """Return a torch DCP folder by Hugging Face names and shapes, if jobs of this format store others in it.
+        """Return a torch DCP folder with Hugging Face names and shapes, if jobs of this format store other ones.
 
         `weights` and `shapes`: the weight map and the shapes of all tensors of the model that is loaded.
         """

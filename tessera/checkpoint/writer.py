@@ -99,7 +99,8 @@ def _write(target: Path, job: WriteJob, groups: Sequence[TensorGroup]) -> None:
         raise Interrupted("stopped: nothing was published", where=str(target), code="output.interrupted") from None
     except OSError as error:
         failed = Path(str(error.filename))
-        of_target = any(part.startswith(".staging-") for part in failed.parts)  # it may be inside the source folder
+        # the target may be inside the source folder
+        of_target = any(part.startswith(".staging-") for part in failed.parts)
         if failed.is_relative_to(job.native.where) and not of_target:
             raise TesseraError(
                 f"the source could not be read: {error.strerror}", where=str(failed), code="weights.unreadable-file"

@@ -104,7 +104,7 @@ def open_tables(file: Path, key: str) -> Tables | None:
             problem = "its content does not match its hash"
     except (ValueError, OSError, KeyError, TypeError, OverflowError) as error:
         problem = str(error)
-    log.warning("%s is not used and is made again: %s", file, problem)
+    log.warning("%s cannot be used and is written again: %s", file, problem)
     return None
 
 

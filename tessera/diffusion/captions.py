@@ -157,8 +157,11 @@ class PaddedInputCaptions(Captions):
 
 @dataclass(frozen=True)
 class FrameCaptions(Captions):
-    """Describe an encoder that also reads the first frame of a video. The model reads some states of the frame, then
-    those of the caption, without the header of the assistant's turn: `closing` tokens that end with the last `mark`."""
+    """Describe an encoder that also reads the first frame of a video.
+
+    The model reads some hidden states of the frame, then those of the caption. It does not read the header of the
+    assistant's turn: `closing` tokens, which end with the last `mark`.
+    """
 
     word: str = "<image>"  # the word of the template that stands for the frame
     every: int = 1  # stride: the model reads one of this many hidden states of the frame

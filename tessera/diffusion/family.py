@@ -40,7 +40,7 @@ class SamplingDefaults:
 
 @dataclass(frozen=True)
 class GenerationFamily:
-    """Describe a configured generation model. The methods here are the defaults, which families override.
+    """Describe a configured generation model. Families override the methods, which implement the defaults.
 
     `timesteps` of a batch run from 0 (data) to 1000 (noise).
     """
@@ -197,7 +197,7 @@ class GenerationSpec(ModelSpec):
 
 
 def family_of(spec: ModelSpec, config: Any) -> GenerationFamily | None:
-    """Return the `GenerationFamily` of a model; None if it does not generate images or videos."""
+    """Return the `GenerationFamily` of a model; None if the model does not generate images or videos."""
     return spec.generation(config) if isinstance(spec, GenerationSpec) else None
 
 

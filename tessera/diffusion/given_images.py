@@ -57,7 +57,10 @@ class GivenImages:
         return 0
 
     def count(self, channels: int, time_stride: int) -> int:
-        """Return the number of condition channels beside `channels` latent channels. `time_stride`: of the VAE."""
+        """Return the number of condition channels beside `channels` latent channels.
+
+        `time_stride`: time stride of the VAE.
+        """
         return 0
 
     def blank_channels(self, channels: int) -> int:
@@ -69,8 +72,8 @@ class GivenImages:
     ) -> Tensor | None:
         """Return the condition channels [C, f, h, w] of a video; None: the model has none.
 
-        `video`: uint8 [F, H, W, 3]. `shape`: of its latents. `frames`: which are conditioning frames. `disturb`: adds
-        noise to the pixels of the first frame, which are between -1 and 1.
+        `video`: uint8 [F, H, W, 3]. `shape`: shape of its latents. `frames`: which frames are conditions. `disturb`:
+        adds noise to the pixels of the first frame, which are between -1 and 1.
         """
         return None
 

@@ -48,7 +48,9 @@ class AdapterBank:
     ) -> None:
         """`model`: a loaded model of a native family. `slots`: how many adapters may be loaded at a time. `rank`: the
         largest rank that is accepted; None: any. `built`: the model as its family builds it, without values; None:
-        `model`. Only there, weights that are never used are marked; in a loaded model, no weight is trained."""
+        `model`. It is needed because weights without effect are only marked there: in a loaded model no weight is
+        trained.
+        """
         self.version = 0
         self.selection: Selection | None = None
         self._built, self._plan, self._weight_map, self._rank = built or model, plan, weight_map, rank

@@ -32,7 +32,7 @@ class Selection:
     others: Tensor | None  # [tokens, slots] bool: slots that a token does not use; None: all tokens use slot `start`
 
     def clipped(self, slots: int) -> Selection | None:
-        """Return the part of the selection in the first `slots` slots; None if there is none."""
+        """Return the part of the selection in the first `slots` slots; None if that is empty."""
         return None if self.start >= slots else Selection(self.start, min(self.stop, slots), self.others)
 
     def unused(self) -> Tensor | None:
@@ -41,7 +41,7 @@ class Selection:
 
 
 class Selects(Protocol):
-    """Declare the owner of layers, which knows the selection of the current call."""
+    """Declare the interface of a bank: it returns the selection of the current call to its layers."""
 
     @property
     def selection(self) -> Selection | None:
@@ -93,7 +93,7 @@ class Slots:
     @torch.no_grad()
     def fill(self, slot: int, a: Tensor, b: Tensor) -> None:
         """Store the matrices of a slot: tensors like those of this object, without the dimension of slots."""
-        axis_a, axis_b = self.axes  # without the slots, the ranks have this position
+        axis_a, axis_b = self.axes  # without the dimension of slots, the ranks are at this position
         self.a.select(axis_a, slot).narrow(axis_a, 0, a.shape[axis_a]).copy_(a)
         self.b.select(axis_b, slot).narrow(axis_b, 0, b.shape[axis_b]).copy_(b)
 
@@ -108,7 +108,7 @@ def _enlarged(tensor: Tensor, axis: int, sizes: tuple[int, int]) -> Tensor:
 class BankLinear:
     """Add the adapters of a bank to the output of a linear layer.
 
-    It is a forward hook. The layer stays the module that it was, because FSDP and tensor parallelism refer to it.
+    It is a forward hook. The layer is not replaced, because FSDP and tensor parallelism refer to it.
     """
 
     def __init__(self, bank: Selects, layer: nn.Linear) -> None:

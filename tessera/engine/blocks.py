@@ -12,7 +12,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-PADDING_BLOCK = 0  # belongs to no row: padding tokens of a call are written there
+PADDING_BLOCK = 0  # the block into which padding tokens of a call are written; no row uses it
 
 
 class BlockPool:
@@ -22,7 +22,8 @@ class BlockPool:
         """Create a pool of `blocks` free blocks, numbered from 1. Block 0 is for padding tokens."""
         self.block_size = block_size
         self.blocks = blocks
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, blocks + 1))  # next to allocate first
+        # free blocks, the next one to allocate first
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, blocks + 1))
         self._users = [0] * (blocks + 1)
         self._keys: dict[int, bytes] = {}  # the keys of blocks that can be reused
         self._with_key: dict[bytes, int] = {}
@@ -43,8 +44,8 @@ class BlockPool:
         return blocks
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Take away one user of each block. Free blocks with a key can be reused until they are allocated."""
-        for block in reversed(blocks):  # the end of a sequence is reused by fewer prompts than its beginning
+        """Remove one user of each block. Free blocks with a key can be reused until they are allocated."""
+        for block in reversed(blocks):  # free the end of a sequence first: fewer prompts reuse it than the beginning
             self._users[block] -= 1
             assert self._users[block] >= 0, f"block {block} is released twice"
             if not self._users[block]:
@@ -53,7 +54,7 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def match(self, keys: Iterable[bytes]) -> list[int]:
-        """Return the blocks of the longest known prefix, and add a user to each."""
+        """Return the blocks of the longest prefix with stored blocks, and add a user to each."""
         blocks = []
         for key in keys:
             block = self._with_key.get(key)
@@ -66,7 +67,7 @@ class BlockPool:
         return blocks
 
     def publish(self, block: int, key: bytes) -> None:
-        """Let later requests reuse a full block. If another block has the same contents, that one is reused."""
+        """Let later requests reuse a full block. If another block has the same contents, that other block is reused."""
         if key not in self._with_key and block not in self._keys:
             self._keys[block] = key
             self._with_key[key] = block
@@ -101,8 +102,9 @@ class BlockKeys:
     """Compute the keys of a sequence's full blocks, in order."""
 
     def __init__(self, root: str, contents: np.ndarray, block_size: int) -> None:
-        """`root`: what the blocks depend on besides their contents, such as the adapter. `contents` [tokens, any
-        width] int64: all that keys and values of each token of the prompt depend on."""
+        """`root`: everything that the blocks depend on besides their contents, such as the adapter. `contents` [tokens,
+        any width] int64: values that determine the keys and values of each token of the prompt.
+        """
         self.block_size = block_size
         self._contents = np.ascontiguousarray(contents)
         self._keys = [blake2b(root.encode(), digest_size=16).digest()]

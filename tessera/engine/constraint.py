@@ -22,16 +22,16 @@ from tessera.engine.request import Constraint
 from tessera.errors import TesseraError, first_line
 from tessera.models.processing.tokenizer import ChatEncoder
 
-_LONGEST = 128 << 10  # characters of a constraint
-_QUICK = 2000  # characters of a constraint that compiles in a tenth of a second
+_LONGEST = 128 << 10  # limit of the characters of a constraint
+_QUICK = 2000  # a constraint of at most this many characters compiles in a tenth of a second
 _SECONDS, _GIB = 3, 4  # limits of CPU time and memory to compile a constraint
-_MOST_GRAMMARS = 32  # compiled grammars in the cache
-_LARGEST_MULTIPLE = 50_000  # the automaton of `multipleOf` has this many states
-_MOST_LEXER_STATES = 50_000  # states per answer, 1 to 2 kB each
+_MOST_GRAMMARS = 32  # limit of compiled grammars in the cache
+_LARGEST_MULTIPLE = 50_000  # limit of `multipleOf`, whose automaton has this many states
+_MOST_LEXER_STATES = 50_000  # limit of lexer states per answer, which take 1 to 2 kB each
 _STEP_FUEL = 100_000  # limits a step to about 10 ms, and the memory of its expressions
-# Between the elements of JSON. Without a limit, a weak model writes blanks until its answer is at its longest.
+# White space between the elements of JSON. Without a limit, a weak model may fill the rest of its answer with it.
 _BLANKS = {"whitespace_pattern": r"\n?[ ]{0,32}"}
-_LONGEST_MESSAGE = 300  # characters of an error of the library, which repeats the grammar
+_LONGEST_MESSAGE = 300  # characters that are shown of an error of the library, which repeats the grammar
 _TOO_LARGE = re.compile(r"too (?:big|large|many|complex|deep)|limit|max is|nest", re.IGNORECASE)
 
 
@@ -44,7 +44,7 @@ class Grammars:
         self._stop_tokens = sorted(stop_tokens)
         self._view: Any = None
         self._compiled: OrderedDict[Constraint, Any] = OrderedDict()
-        self._lock = Lock()  # a server starts requests in several threads
+        self._lock = Lock()  # needed because a server starts requests in several threads
 
     def start(self, constraint: Constraint) -> Matcher:
         """Return the state of an answer without tokens."""
@@ -96,9 +96,9 @@ class Grammars:
         return trial
 
     def _make_view(self, library: Any) -> Any:
-        """Return the tokenizer as the library needs it.
+        """Return the tokenizer in the form of the library.
 
-        Control words of the chat template become special tokens, so that they are no text of an answer.
+        Control words of the chat template become special tokens, so that they cannot be text of an answer.
         """
         copied = Tokenizer.from_str(self._tokenizer.json)
         copied.no_truncation()
@@ -117,7 +117,7 @@ class Grammars:
 
 
 class Matcher:
-    """Hold how far an answer is within its language."""
+    """Hold the state of an answer under its constraint."""
 
     def __init__(self, matcher: Any, vocabulary: int) -> None:
         self._matcher = matcher
@@ -128,12 +128,12 @@ class Matcher:
         count = mask.numel()
         if count == self._words:
             self._matcher.unsafe_compute_mask_ptr(mask.data_ptr(), count * 4)
-        else:  # the tokenizer has more tokens than the model
+        else:  # the tokenizer has more tokens than the model: drop the last bits
             mask.copy_(_words(self._matcher.compute_bitmask())[:count])
         self._check()
 
     def accept(self, token: int) -> None:
-        """Continue behind a token that the mask allows."""
+        """Advance the state by a token, which the mask must allow."""
         self._matcher.consume_token(token)
         self._check()
 
@@ -184,7 +184,7 @@ def _grammar(library: Any, constraint: Constraint) -> str:
     if constraint.kind == "json_object":
         return _from_schema(library, '{"type": "object"}', _BLANKS)
     if constraint.kind == "json_schema":
-        schema = _json(text)  # text that is no JSON could add to the grammar
+        schema = _json(text)  # parse it first: text that is not JSON could change the grammar
         _check_schema(schema)
         return _from_schema(library, text, _BLANKS if isinstance(schema, dict) else None)
     if constraint.kind == "regex":
@@ -223,7 +223,7 @@ def _check_schema(schema: Any) -> None:
 
 
 def _check_schemas_of_grammar(text: str) -> None:
-    """Check what follows every `%json`, also within texts: a schema could hide behind the quote of another."""
+    """Check the text after every `%json`, even inside of strings: the end of a string may not be where it seems."""
     for match in re.finditer(r"%json\s*", text):
         try:
             _check_schema(json.JSONDecoder().raw_decode(text, match.end())[0])

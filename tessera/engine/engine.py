@@ -45,10 +45,10 @@ from tessera.errors import TesseraError, nearest
 from tessera.models.processing.conversation import ConversationProcessor
 from tessera.runtime import device as devices
 
-_SHARE_OF_DEVICE = 0.85  # of the free memory of an accelerator becomes the cache: activations need the rest
+_SHARE_OF_DEVICE = 0.85  # share of an accelerator's free memory that becomes the cache: activations need the rest
 _SHARE_OF_HOST = 0.5
 _HASHING_THREADS = 8
-_MOST_GRAMMARS = 4  # sets of stop tokens whose compiled constraints are kept
+_MOST_GRAMMARS = 4  # limit of sets of stop tokens whose compiled constraints are cached
 
 
 @dataclass
@@ -76,7 +76,7 @@ class Engine:
         self._pool = BlockPool(0 if grows else self._most_blocks, limits.block_size)
         self._runner.allocate(self._pool.blocks)
         self._sampler = Sampler(limits.rows, self._vocabulary, model.device)
-        # Not a method: the cache would be in a reference cycle, which only garbage collection frees.
+        # Not a method, which would put the cache into a reference cycle that only garbage collection frees.
         grow = partial(_grow, self._pool, self._runner, self._most_blocks)
         self._scheduler = Scheduler(self._pool, limits, grow, self._sampler.leave)
         self._grammars: dict[frozenset[int], Grammars] = {}
@@ -126,7 +126,7 @@ class Engine:
         """Let a prepared request wait for its turn, and return its number."""
         self.check_room()
         adapter = state.request.adapter
-        self._check_adapter(state.request)  # it may have been unloaded since `prepare`, or loaded with other weights
+        self._check_adapter(state.request)  # it may have been unloaded or replaced since `prepare`
         state.root = f"{adapter} {self._versions.get(adapter, 0)} {self._versions.get(None, 0)}"
         self._states[state.number] = state
         if state.request.max_new_tokens == 0 and state.request.prompt_logprobs is None:
@@ -193,7 +193,7 @@ class Engine:
         try:
             self._step()
         except Exception as error:
-            # Nothing is known about the requests in the cache any more, so all of them end.
+            # The state of the requests in the cache is unknown now, so all of them end.
             self._flight = None
             for state in [*self._scheduler.running]:
                 self._deltas.append(self._fail(state, call_failed(error)))
@@ -217,7 +217,7 @@ class Engine:
         for part in parts:
             if part.start < part.state.prompt_length:
                 self._counters.prefilled += min(part.new, part.state.prompt_length - part.start)
-        if constrained:  # masks need the previous call's tokens; this call runs meanwhile
+        if constrained:  # masks need the tokens of the previous call: read them while this call runs
             self._read(previous)
         self._flight = self._sample(parts, logits, self._masks(parts) if constrained else {})
         if not constrained:
@@ -226,7 +226,7 @@ class Engine:
     def _sample(self, parts: Sequence[CallPart], logits: Tensor, masks: Mapping[RequestState, Tensor]) -> Flight:
         """Sample the next tokens, and count what the call has computed."""
         flight = Flight(parts, logits)
-        # A request that ended when the call before was read has left the sampler, so its row is not sampled.
+        # Skip requests that ended when the previous call was read: they have left the sampler.
         rows = [part.state for part in flight.sampled]
         for state in rows:
             if not state.in_sampler:
@@ -282,7 +282,7 @@ class Engine:
                 self._deltas.append(self._extend(state, result.token, result.logprob))
             except Exception as error:
                 self._deltas.append(self._fail(state, error, damaged=result.damaged))
-        for part in flight.parts:  # requests for log-probabilities of the prompt alone
+        for part in flight.parts:  # end requests that ask only for log-probabilities of the prompt
             state = part.state
             if part.start + part.new == state.prompt_length and not (state.request.max_new_tokens or state.finished):
                 self._deltas.append(self._end(state, "length"))
@@ -371,14 +371,14 @@ class Engine:
         self._versions[name] = self._versions.get(name, 0) + 1
 
     def unload_adapter(self, name: str) -> None:
-        """Refuse new requests for an adapter. It is dropped when the last request that uses it ends."""
+        """Refuse new requests for an adapter. The adapter is removed when the last request that uses it ends."""
         if name not in self.adapters:
             raise self._not_loaded(name)
         self._leaving.add(name)
         self._drop_unused()
 
     def _drop_unused(self) -> None:
-        """Drop adapters that are being unloaded and that no request uses any more."""
+        """Remove adapters that are being unloaded and that no request uses any more."""
         for name in self._leaving - {state.request.adapter for state in self._states.values()}:
             assert self._bank is not None
             self._bank.unload(name)
@@ -387,14 +387,14 @@ class Engine:
     def replace_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copy new values, unsharded or sharded like the weights, into weights of the model by their native names.
 
-        Running requests continue with them. Each rank of a split model copies its shard. After an error, weights before
-        the wrong one are replaced.
+        Running requests continue with them. Each rank of a split model copies its shard. After an error, the weights
+        before the one that failed have been replaced.
         """
         replace_tensors(model_tensors(self.model.module), tensors)
         self._versions[None] = self._versions.get(None, 0) + 1
         self._pool.forget_all()
         for state in self._scheduler.running:
-            state.published = NEVER_PUBLISHED  # its blocks were computed with the weights before
+            state.published = NEVER_PUBLISHED  # its blocks were computed with the old weights
         self._runner.forget_media()
 
     def _check_adapter(self, request: Request) -> None:
@@ -416,9 +416,9 @@ class Engine:
         processor = self.model.processor
         assert isinstance(processor, ConversationProcessor)
         grammars = self._grammars.get(stop_tokens)
-        if grammars is None:  # each set of stop tokens, which clients choose, needs megabytes
+        if grammars is None:  # each set of stop tokens takes megabytes, and clients choose them
             while len(self._grammars) >= _MOST_GRAMMARS:
-                self._grammars.pop(next(iter([*self._grammars])), None)  # another thread may remove it first
+                self._grammars.pop(next(iter([*self._grammars])), None)  # None: another thread may have removed it
             grammars = self._grammars[stop_tokens] = Grammars(processor.encoder, self._vocabulary, stop_tokens)
         return grammars
 
@@ -428,7 +428,7 @@ class Engine:
         """Return how many blocks the cache may have. All ranks of a split model have the same number."""
         device = self.model.device
         share = _SHARE_OF_HOST if device.type == "cpu" else _SHARE_OF_DEVICE
-        blocks = int(share * devices.free_memory(device)) // max(block_bytes, 1)  # a stage may have no cache
+        blocks = int(share * devices.free_memory(device)) // max(block_bytes, 1)  # 0: a stage without a cache
         if self.limits.blocks is not None:
             blocks = min(blocks, self.limits.blocks)
         if self.model.over_ranks:

@@ -6,7 +6,7 @@ from tessera.errors import TesseraError, first_line
 
 
 def call_failed(cause: Exception) -> TesseraError:
-    """Return the error of all requests of a call that failed: none of them is known to be the cause."""
+    """Return the error of all requests of a call that failed: it is unknown which of them is the cause."""
     error = TesseraError(
         f"the engine failed in this call: {first_line(cause)}",
         fix="send the request, or start the command, again; if memory is full, lower the number of rows or blocks",

@@ -52,7 +52,7 @@ class Flight:
     """Hold the parts of a call, and its results on the device."""
 
     def __init__(self, parts: Sequence[CallPart], logits: Tensor) -> None:
-        """`logits`: of the tokens that the parts need. Requests that have ended since are left out."""
+        """`logits`: logits of the tokens that the parts need. Requests that have ended in the meantime are left out."""
         self.parts = parts
         self.sampled: list[CallPart] = []
         self._prompts: list[tuple[CallPart, list[int], _Logprobs | None]] = []

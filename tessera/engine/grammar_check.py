@@ -14,11 +14,11 @@ import sys
 def main(seconds: int, gib: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-    with contextlib.suppress(OSError, ValueError):  # not every system limits it
+    with contextlib.suppress(OSError, ValueError):  # some systems do not support this limit
         resource.setrlimit(resource.RLIMIT_AS, (gib << 30, gib << 30))
     import llguidance
 
-    # What explodes does not depend on the vocabulary, so that of bytes does.
+    # The size of a grammar does not depend on the vocabulary, so the vocabulary of bytes is enough.
     matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), sys.stdin.read(), log_level=0)
     if not matcher.is_error():
         matcher.compute_bitmask()

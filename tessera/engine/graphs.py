@@ -27,7 +27,7 @@ from tessera.runtime import device as devices
 log = logging.getLogger("tessera")
 
 ROWS = (1, 2, 4, 8, *range(16, 129, 8), *range(144, 257, 16))
-_TOKENS = 512  # tokens that the smallest table covers; each further width doubles them
+_TOKENS = 512  # number of tokens that the smallest table covers; each further width doubles it
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class _Captured:
 
 
 class DecodeGraphs:
-    """Call a model with one new token per row. Calls that cannot be captured run as they are."""
+    """Call a model with one new token per row. Calls that cannot be captured run without a graph."""
 
     def __init__(self, model: Any, cache: KVCache, padding_block: int, device: torch.device) -> None:
         """`padding_block`: a block of the cache that belongs to no row."""
@@ -49,7 +49,7 @@ class DecodeGraphs:
         self._cache = cache
         self._padding_block = padding_block
         self._device = device
-        # by rows, width of the table, axes and type of positions
+        # (rows, width of the table, axes of positions, dtype of positions) -> captured call
         self._captured: dict[tuple[int, int, int, torch.dtype], _Captured] = {}
         self._memory: list[int] = []  # addresses of the cache that the captured calls use
         # Sharded weights communicate, which is not captured.
@@ -78,7 +78,10 @@ class DecodeGraphs:
         return captured.graph.launch()[:count]
 
     def clear(self) -> None:
-        """Forget captured calls. Needed after modules or the memory of weights were replaced; new values are used."""
+        """Drop captured calls.
+
+        Needed after modules or the memory of weights were replaced, but not after new values.
+        """
         self._captured.clear()
 
     def _capture(self, positions: Tensor, rows: Sequence[CacheRow]) -> _Captured | None:
@@ -96,7 +99,7 @@ class DecodeGraphs:
         if key not in self._captured:
             try:
                 self._captured[key] = self._captured_call(*key)
-            except Exception as error:  # whatever an operation of the model raises while it is captured
+            except Exception as error:  # an operation of the model may raise any error during the capture
                 log.warning(
                     "calls of this model cannot be captured in a graph, so decoding is slower: %s", first_line(error)
                 )

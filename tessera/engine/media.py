@@ -34,19 +34,19 @@ class Piece:
 
     encoder: Encoder
     slots: Tensor  # [outputs]: the tokens of the prompt that its outputs replace
-    tensors: Mapping[str, Tensor]  # the encoder's elements
-    lengths: tuple[int, ...]  # of its attention segments
-    windows: tuple[int, ...]  # of its attention windows
+    tensors: Mapping[str, Tensor]  # tensors of the encoder's elements
+    lengths: tuple[int, ...]  # lengths of its attention segments
+    windows: tuple[int, ...]  # lengths of its attention windows
     patches: Tensor | None  # the elements that the projector gets, counted from the first of the piece
     # [outputs, K]: features that each output is interpolated from, counted from 1; 0: a learned embedding
     index: Tensor | None
     weights: Tensor | None
     constants: Mapping[str, Tensor]  # further tensors, which are equal for all prompts of a model
-    hashes: Sequence[Future[bytes]] = ()  # of the bytes of its tensors; see `hashed`
+    hashes: Sequence[Future[bytes]] = ()  # hashes of the bytes of its tensors; see `hashed`
 
     @cached_property
     def digest(self) -> bytes:
-        """Return a hash of everything that its outputs depend on, besides the model. It waits for `hashes`."""
+        """Return a hash of everything besides the model that determines its outputs. This waits for `hashes`."""
         header = repr((self.encoder.prefix, self.lengths, self.windows, self._hashed_shapes))
         parts = b"".join(part.result() for part in self.hashes or self.hashed(None).hashes)
         return blake2b(header.encode() + parts, digest_size=16).digest()
@@ -75,7 +75,7 @@ class Piece:
 
     @cached_property
     def first(self) -> int:
-        """Return the first token that it replaces."""
+        """Return the index of the first token that the piece replaces."""
         return int(self.slots.min())
 
     @cached_property
@@ -210,7 +210,7 @@ def _features(batch: Batch, encoder: Encoder, outputs: int, elements: int) -> tu
     used = _used(index, weights)
     wide = index.view(outputs, -1) - 1
     last = torch.where(used, wide, -1).amax(1)
-    # A learned embedding belongs to the piece of the output before.
+    # A learned embedding belongs to the same piece as the output before it.
     after = last.cummax(0).values.clamp(min=0)
     first = torch.where(used.any(1), torch.where(used, wide, wide.max() + 1).amin(1), after)
     return first, torch.where(used.any(1), last, after)
@@ -219,7 +219,7 @@ def _features(batch: Batch, encoder: Encoder, outputs: int, elements: int) -> tu
 def _cuts(ends: Sequence[int], first: Tensor, last: Tensor) -> list[tuple[int, int]]:
     """Return where pieces end: the output and the segment after each piece.
 
-    `ends`: of segments. `first`, `last` [outputs]: the first and the last element that each output depends on.
+    `ends`: ends of segments. `first`, `last` [outputs]: the first and the last element that each output depends on.
     """
     if len(ends) == 1:
         return [(len(first), 1)]

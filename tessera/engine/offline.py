@@ -44,10 +44,10 @@ def answers_to(
 
 
 class ConversationEngine:
-    """Keep an engine between the turns of a conversation, so that a turn reads only what the turns before have not.
+    """Keep an engine between the turns of a conversation, so that each turn computes only its new tokens.
 
-    The cache has room for twice the longest turn so far. A longer turn starts a larger one, and so does a turn after an
-    error or an interruption.
+    The cache has room for twice the longest turn so far. A longer turn starts a larger engine, and so does a turn after
+    an error or an interruption.
     """
 
     def __init__(self) -> None:
@@ -60,25 +60,25 @@ class ConversationEngine:
         blocks = blocks_for(requests, EngineLimits.block_size)
         engine, self.engine = self.engine, None
         if engine is None or engine.model is not model or blocks > (engine.limits.blocks or 0):
-            del engine  # before a new one measures the free memory
+            del engine  # free it before the new engine measures the free memory
             engine = Engine(model, EngineLimits(blocks=2 * blocks))
         answers = [checked(answer) for answer in engine.run(requests, on_delta)]
         self.engine = engine
         return answers
 
     def close(self) -> None:
-        """Free the cache. The next turn starts another one."""
+        """Free the cache. The next turn starts a new engine."""
         self.engine = None
 
 
 def blocks_for(requests: Sequence[Request], block_size: int) -> int:
-    """Return how many blocks let all requests run at once."""
+    """Return the number of blocks with which all requests can run at once."""
     lengths = (request.prompt["tokens"].numel() + request.max_new_tokens for request in requests)
     return sum(-(-length // block_size) for length in lengths) + len(requests)
 
 
 def checked(answer: Answer) -> Answer:
-    """Return an answer. Raise its error if it has one: no other caller of an own engine would see it."""
+    """Return an answer. Raise its error if it has one: nobody else sees the errors of a private engine."""
     error = answer.finish.error
     if error is not None:
         raise error.__cause__ if isinstance(error.__cause__, Exception) else error

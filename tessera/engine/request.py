@@ -23,14 +23,14 @@ class Sampling:
 
     temperature: float = 0.0
     top_k: int = 0  # 0: no limit
-    top_p: float = 1.0  # 1: no limit; 0: the likeliest token, and those equal to it
+    top_p: float = 1.0  # 1: no limit; 0: only the likeliest token, and tokens with the same probability
     min_p: float = 0.0  # drop tokens less likely than this share of the likeliest; 0: no limit
     seed: int = 0
-    repetition_penalty: float = 1.0  # over tokens of prompt and answer, as in transformers; 1: none
-    presence_penalty: float = 0.0  # over tokens of the answer, as in OpenAI's API
+    repetition_penalty: float = 1.0  # penalty for tokens of prompt and answer, as in transformers; 1: none
+    presence_penalty: float = 0.0  # penalty for tokens of the answer, as in OpenAI's API
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    allowed_tokens: frozenset[int] | None = None  # None: all
+    allowed_tokens: frozenset[int] | None = None  # the only tokens that may be sampled; None: all
 
     def __post_init__(self) -> None:
         finite = float("inf")
@@ -63,7 +63,7 @@ GREEDY = Sampling()
 
 @dataclass(frozen=True)
 class Constraint:
-    """Restrict an answer to a language: all answers are members of it, unless they end by their length."""
+    """Restrict an answer to a formal language. An answer that reaches its maximum length may be incomplete."""
 
     kind: Literal["json_schema", "json_object", "regex", "choice", "grammar"]
     text: str = ""  # JSON schema, regular expression, JSON list of choices, or Lark grammar
@@ -76,12 +76,14 @@ class Request:
     prompt: Batch  # one prompt, on the host, as `Processor.prompt` returns it
     sampling: Sampling = field(default_factory=Sampling)
     max_new_tokens: int = 256
-    min_new_tokens: int = 0  # before these, stop tokens are not sampled and stop strings do not end the answer
-    stop_tokens: frozenset[int] = frozenset()  # all of them; the engine adds none
+    # before this number of tokens, stop tokens are not sampled and stop strings do not end the answer
+    min_new_tokens: int = 0
+    stop_tokens: frozenset[int] = frozenset()  # all stop tokens: the engine adds none
     stop: tuple[str, ...] = ()
     include_stop: bool = False  # whether a stop string is a part of the answer
     stream: bool = True  # whether text is needed token by token; False: it may all come with the last delta
-    logprobs: int | None = None  # None: none; 0: of sampled tokens; n: also of the n likeliest tokens
+    # log-probabilities of sampled tokens (0), and of the n likeliest tokens (n); None: none
+    logprobs: int | None = None
     prompt_logprobs: int | None = None  # the same for the tokens of the prompt
     constraint: Constraint | None = None
     adapter: str | None = None  # name of a loaded adapter; None: the base model
@@ -109,18 +111,21 @@ class Finish:
     prompt_tokens: int = 0
     cached_tokens: int = 0  # tokens of the prompt whose keys and values were reused
     new_tokens: int = 0  # including a stop token
-    logprob: TokenLogprob | None = None  # log-probability of the stop token, if log-probabilities were asked for
+    logprob: TokenLogprob | None = None  # log-probability of the stop token, if log-probabilities were requested
 
 
 class Delta(NamedTuple):
-    """Hold the next part of an answer. Text may lag behind tokens: half characters and possible stop strings wait."""
+    """Hold the next part of an answer.
+
+    Text may lag behind tokens: incomplete characters and possible stop strings are held back.
+    """
 
     request: int
-    tokens: tuple[int, ...] = ()  # without a stop token
+    tokens: tuple[int, ...] = ()  # new tokens, without a stop token
     text: str = ""
-    logprobs: tuple[TokenLogprob, ...] = ()  # one per token in `tokens`, if asked for
-    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # in one delta; None for the first token
-    finish: Finish | None = None  # the last delta has it
+    logprobs: tuple[TokenLogprob, ...] = ()  # one per token in `tokens`, if they were requested
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # all in one delta; None for the first token
+    finish: Finish | None = None  # set in the last delta
 
 
 def check_new_tokens(count: int) -> None:

@@ -43,7 +43,8 @@ class Runner:
         self.block_size = block_size
         self._cache: Any = None
         self._graphs: DecodeGraphs | None = None
-        self._encoded: OrderedDict[tuple[str, bytes], Tensor] = OrderedDict()  # least recently used first
+        # embeddings of media, least recently used first
+        self._encoded: OrderedDict[tuple[str, bytes], Tensor] = OrderedDict()
         self._encoded_bytes = 0
         self._most_bytes = encoder_cache_bytes
         self.encoder_hits = 0
@@ -62,7 +63,10 @@ class Runner:
         return logits.shape[-1], sum(part.bytes for part in _parts(cache))
 
     def allocate(self, blocks: int) -> None:
-        """Give the cache this number of blocks, besides the block of padding tokens. It keeps its contents."""
+        """Set the number of blocks of the cache, without the block of padding tokens.
+
+        The contents of the cache are kept.
+        """
         if self._cache is None:
             self._cache = self.model.new_cache(blocks + 1, self.block_size)
             if self.bank is None and isinstance(self._cache, KVCache):  # a bank chooses adapters before each call
@@ -71,7 +75,7 @@ class Runner:
             part.grow(blocks + 1)
 
     def clear(self, blocks: Sequence[int]) -> None:
-        """Fill blocks with zeros: a row with NaN has used them."""
+        """Fill blocks with zeros, because a row with NaN has used them."""
         for part in _parts(self._cache):
             part.clear(blocks)
 
@@ -84,7 +88,7 @@ class Runner:
 
     def encode(self, parts: Sequence[CallPart]) -> dict[RequestState, Exception]:
         """Compute the embeddings that these parts need. Return the requests whose media cannot be encoded."""
-        missing: dict[str, dict[bytes, Piece]] = {}  # by adapter and content
+        missing: dict[str, dict[bytes, Piece]] = {}  # missing embeddings by adapter and digest
         users: list[tuple[RequestState, Piece]] = []
         for part in parts:
             state = part.state
@@ -130,7 +134,7 @@ class Runner:
         for name, embeddings in encoded.items():
             own_pieces = [piece for piece in pieces if piece.encoder.embeddings == name]
             parts = torch.split(embeddings, [len(piece.slots) for piece in own_pieces])
-            # Copies, so that a cached part does not keep the memory of all.
+            # Store copies: a cached view would keep the memory of all parts.
             results |= {piece.digest: part.clone() for piece, part in zip(own_pieces, parts, strict=True)}
         return results
 
@@ -183,7 +187,7 @@ class Runner:
         where, origin = [], []
         ends = np.cumsum([part.new for part in parts]).tolist()
         tokens = np.zeros(ends[-1], np.int64)
-        # A position of text may be the same on all three axes.
+        # Positions of text are equal on all three axes.
         kind = parts[0].state.text_positions.dtype
         positions = np.empty((3, ends[-1]) if axes == 2 else ends[-1], kind)
         after, after_at = [], []
@@ -204,7 +208,7 @@ class Runner:
             start = end
         positions[..., after_at] = after
         if previous is not None and where == origin == [*range(len(previous))] and len(where) == len(tokens):
-            # Rows that decode go on together.
+            # The positions of all decoding rows increase by one together.
             return previous, positions_of(self._send(position_bits(positions)), kind)
         arrays = (tokens, position_bits(positions).ravel(), np.array(where, np.int64), np.array(origin, np.int64))
         numbers = self._send(np.concatenate(arrays))

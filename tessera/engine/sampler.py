@@ -18,7 +18,7 @@ from torch import Tensor
 from tessera.engine.request import Request
 from tessera.errors import TesseraError, few_names
 
-_TOP_K_ROWS = 1024  # rows with a larger top_k are sorted
+_TOP_K_ROWS = 1024  # rows with a larger top_k are sorted fully
 _AT_ONCE = 64  # rows of [rows, vocabulary] temporaries, which limits their memory
 
 
@@ -57,7 +57,7 @@ class _Group:
 
 @dataclass(frozen=True)
 class _Limit:
-    """Hold top_k and top_p of the sampled rows whose thresholds one search finds."""
+    """Hold top_k and top_p of the rows whose thresholds are computed by one search."""
 
     group: _Group
     depth: int  # number of largest scores to search
@@ -67,10 +67,10 @@ class _Limit:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Hold the settings of calls, until a row joins or leaves."""
+    """Hold the sampling settings of calls. They are valid until a row joins or leaves."""
 
     rows: tuple[int, ...]
-    barred: tuple[int, ...]  # rows that may not sample their stop tokens yet
+    barred: tuple[int, ...]  # rows that must not sample their stop tokens yet
     penalized: _Group | None
     penalties: Tensor  # [m, 3, 1] float32: repetition, presence, frequency
     biased: _Group | None
@@ -92,14 +92,14 @@ class Sampler:
         self._shape = (rows, vocabulary)
         self._device = device
         self._requests: dict[int, Request] = {}
-        self._lengths: dict[int, int] = {}  # number of tokens of the answers
+        self._lengths: dict[int, int] = {}  # row -> number of tokens of its answer
         self._counts: Tensor | None = None  # [rows, vocabulary] int32: tokens of the answers
         self._in_prompt: Tensor | None = None  # [rows, vocabulary] bool
         self._bias: Tensor | None = None  # [rows, vocabulary] float32
         self._plan: _Plan | None = None
 
     def check(self, request: Request) -> None:
-        """Refuse token ids outside of the vocabulary: as indices they would stop the device for all requests."""
+        """Refuse token ids outside of the vocabulary: as indices they would cause a device error for all requests."""
         sampling = request.sampling
         for name, tokens in (("logit_bias", sampling.logit_bias), ("allowed_tokens", sampling.allowed_tokens or ())):
             unknown = sorted(token for token in tokens if not 0 <= token < self._shape[1])
@@ -131,7 +131,7 @@ class Sampler:
         """Return the next tokens, [n], from logits, [n, vocabulary], and count them.
 
         `masks`: int32 bit masks, [n, ceil(vocabulary / 32)]: a bit of 1 allows a token. Only rows with a constraint
-        read theirs. If bias, allowed tokens and `min_new_tokens` forbid all tokens that the constraint allows, the
+        read their mask. If bias, allowed tokens and `min_new_tokens` forbid all tokens that the constraint allows, the
         constraint alone decides.
         """
         plan = self._plan
@@ -222,8 +222,8 @@ class Sampler:
     def _limits(self, rows: Sequence[int]) -> Iterator[_Limit]:
         """Yield the searches for thresholds that some sampled rows need.
 
-        With a small top_k the largest scores are enough. With top_p alone no number of them is enough for every
-        distribution, and to ask the device would be a synchronisation: these rows are sorted.
+        With a small top_k the largest scores are enough. With top_p alone no fixed number of them is enough, and
+        reading the number from the device would be a synchronisation: these rows are sorted.
         """
         vocabulary = self._shape[1]
         small: list[int] = []
@@ -240,7 +240,8 @@ class Sampler:
                 continue
             options = [request.sampling for request in group.requests]
             top_k = [s.top_k if 0 < s.top_k < vocabulary else vocabulary for s in options]
-            top_p = [[s.top_p if s.top_p < 1 else 2.0] for s in options]  # 2: above any sum, in spite of rounding
+            # 2 is above any rounded sum, so it means no limit
+            top_p = [[s.top_p if s.top_p < 1 else 2.0] for s in options]
             has_top_p = any(s.top_p < 1 for s in options)
             yield _Limit(
                 group,
@@ -272,7 +273,7 @@ class Sampler:
                 self._in_prompt[row].index_fill_(0, self._upload(prompt, torch.int64), True)
 
     def _barred_stops(self, row: int) -> list[int]:
-        """Return the stop tokens that a row may not sample yet, unless no other token is allowed."""
+        """Return the stop tokens that a row must not sample yet; none if no other token is allowed."""
         request = self._requests[row]
         if self._lengths[row] >= request.min_new_tokens:
             return []
@@ -324,10 +325,10 @@ def _forbidden(masks: Tensor, vocabulary: int) -> Tensor:
 def _draw(scores: Tensor, plan: _Plan) -> Tensor:
     """Return tokens sampled from softmax(scores / temperature), within the limits of the plan.
 
-    Largest of score - log(exponential random number): a token wins with its probability (Gumbel's trick). It needs
+    The token with the largest value of score - log(exponential random number) is sampled (Gumbel's trick). This needs
     neither a sum nor an order of the probabilities.
     """
-    scores = (scores.float() - scores.amax(dim=-1, keepdim=True)) / plan.temperatures  # the largest is 0
+    scores = (scores.float() - scores.amax(dim=-1, keepdim=True)) / plan.temperatures  # the largest score becomes 0
     lowest = plan.lowest
     for limit in plan.limits:
         part = _threshold(limit.group.take(scores), limit)
@@ -341,7 +342,8 @@ def _draw(scores: Tensor, plan: _Plan) -> Tensor:
 
 
 def _threshold(scores: Tensor, limit: _Limit) -> Tensor:
-    """Return the lowest scores, [m, 1], within top_k and then top_p. Equal scores are all within, or none.
+    """Return the lowest scores, [m, 1], within top_k and then top_p. Equal scores are either all inside of the limits
+    or all outside.
 
     The scores' maximum is 0. Probabilities are integers here: their sums are the same in any order.
     """
@@ -386,7 +388,7 @@ def random_bits(keys: Tensor, vocabulary: int) -> Tensor:
     """Return 31 random bits for each key and token, [m, vocabulary] int32.
 
     Both halves of the key enter the finalizer of MurmurHash3, one before and one between its multiplications. 32-bit
-    integers need half the memory traffic of 64-bit ones, which is what this function costs.
+    integers need half the memory traffic of 64-bit ones, which dominates the cost of this function.
     """
     tokens = torch.arange(vocabulary, dtype=torch.int32, device=keys.device) * (0x9E3779B1 - (1 << 32))
     x = tokens + (keys >> 32).to(torch.int32)[:, None]
@@ -399,7 +401,7 @@ def random_bits(keys: Tensor, vocabulary: int) -> Tensor:
 def log_exponentials(keys: Tensor, vocabulary: int) -> Tensor:
     """Return logarithms of exponential random numbers, [m, vocabulary] float32, all finite.
 
-    The exponential is -log(1 - u): that is precise for small u, which decide. The factor keeps u below 1.
+    The exponential is -log(1 - u): that is precise for small u, which matter most. The factor keeps u below 1.
     """
     u = random_bits(keys, vocabulary).float().add_(0.5)
     return u.mul_(-(2.0**-31) * (1 - 2.0**-23)).log1p_().neg_().log_()

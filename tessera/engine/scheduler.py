@@ -20,12 +20,12 @@ CHUNK_WITH_LOGITS = 512
 class EngineLimits:
     """Limit the memory of an engine, and the work of one call."""
 
-    blocks: int | None = None  # of the KV cache; None, or more than that: as many as the free memory holds
-    block_size: int = 16  # tokens of a block
-    rows: int = 256  # requests that run at once
-    tokens: int = 8192  # new tokens of a call: longer prompts are read in chunks
-    waiting: int = 10_000  # requests that wait
-    encoder_cache_bytes: int = 1 << 30  # embeddings of media that later requests can reuse
+    blocks: int | None = None  # maximum number of blocks of the KV cache; None: as many as fit into the free memory
+    block_size: int = 16  # number of tokens in a block
+    rows: int = 256  # maximum number of requests that run at once
+    tokens: int = 8192  # maximum number of new tokens in a call: longer prompts are read in chunks
+    waiting: int = 10_000  # maximum number of waiting requests
+    encoder_cache_bytes: int = 1 << 30  # size of the cache of media embeddings, which later requests can reuse
 
 
 class CallPart(NamedTuple):
@@ -60,7 +60,7 @@ class Scheduler:
         self.waiting: list[RequestState] = []
         self.running: list[RequestState] = []
         self.preemptions = 0
-        self.hits = 0  # tokens whose blocks were reused
+        self.hits = 0  # number of tokens whose blocks were reused
         self._grow = grow
         self._leave_sampler = leave_sampler
         self._rows = list(range(limits.rows))[::-1]  # free rows
@@ -95,7 +95,7 @@ class Scheduler:
                 parts.append(self._part(state, 1, 1))
                 budget -= 1
         for state in chunks:
-            if budget and state.row is not None:  # not preempted above
+            if budget and state.row is not None:  # it was not preempted in the loop above
                 parts.append(self._part(state, state.remaining, budget))
                 budget -= parts[-1].new
         while self.waiting and budget and self._rows and self.preemptions == preemptions:
@@ -141,7 +141,7 @@ class Scheduler:
         # At least one token is computed, whose logits give the next one.
         reusable = 0 if state.reads_prompt else (length - 1) // size
         blocks = self.pool.match(state.block_keys(reusable))
-        # Each running request may soon need one more block.
+        # Keep one block free for each running request, which may soon need it.
         spare = len(self.running)
         more = self._allocate(-(-length // size) - len(blocks), spare)
         if more is None:

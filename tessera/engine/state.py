@@ -18,7 +18,7 @@ from tessera.engine.media import Piece
 from tessera.engine.request import Request, TokenLogprob
 from tessera.engine.text import AnswerText
 
-NEVER_PUBLISHED = 1 << 62  # as `RequestState.published`: no other request reuses its blocks
+NEVER_PUBLISHED = 1 << 62  # value of `RequestState.published` with which no other request reuses the blocks
 
 
 @dataclass(eq=False)
@@ -29,25 +29,26 @@ class RequestState:
     request: Request
     text: AnswerText
     matcher: Matcher | None
-    tokens: list[int]  # of the prompt and of the answer, as far as the host has read them
+    tokens: list[int]  # tokens of the prompt, and those of the answer that the host has read
     pieces: Sequence[Piece]  # media of the prompt
     block_size: int
-    root: str = ""  # what keys of blocks depend on besides tokens, positions and media: versions of the weights
+    root: str = ""  # further input of the keys of blocks, besides tokens, positions and media: versions of the weights
     prompt_length: int = field(init=False)
-    offset: float = field(init=False)  # what positions of new tokens exceed their indices by
-    needed: int = field(init=False)  # tokens of a complete answer and its prompt that the cache needs: not the last
-    text_positions: np.ndarray = field(init=False)  # of the prompt: [axes, tokens] or [tokens]
-    media_end: int = field(init=False)  # the token after the last one that media replace
+    offset: float = field(init=False)  # difference between the positions of new tokens and their indices
+    # number of tokens of prompt and complete answer that the cache stores: all but the last
+    needed: int = field(init=False)
+    text_positions: np.ndarray = field(init=False)  # positions of the prompt: [axes, tokens] or [tokens]
+    media_end: int = field(init=False)  # index after the last token that media replace
     waits: bool = False
     row: int | None = None  # its row of the sampler while it runs
     in_sampler: bool = False
     blocks: array[int] = field(default_factory=lambda: array("q"))
-    computed: int = 0  # tokens in the cache, counting those of the call in flight
-    pending: int = 0  # tokens that calls in flight sample
-    published: int = 0  # blocks that other requests can reuse
-    cached_tokens: int | None = None  # tokens of the prompt whose blocks were reused when it first ran
+    computed: int = 0  # number of tokens in the cache, including those of the call in flight
+    pending: int = 0  # number of tokens that calls in flight sample
+    published: int = 0  # number of blocks that other requests can reuse
+    cached_tokens: int | None = None  # number of prompt tokens whose blocks were reused at the first run
     prompt_read: bool = False  # whether log-probabilities of the whole prompt are computed, if it asks for them
-    embeddings: dict[Piece, Tensor] = field(default_factory=dict)  # of media that the next chunks need
+    embeddings: dict[Piece, Tensor] = field(default_factory=dict)  # embeddings of media that the next chunks need
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     finished: bool = False
 
@@ -62,7 +63,7 @@ class RequestState:
 
     @cached_property
     def keys(self) -> BlockKeys:
-        """Return the keys of its blocks, as far as they are computed. The first call waits for the hashes of media."""
+        """Return the keys of its blocks that are computed so far. The first call waits for the hashes of media."""
         media = np.zeros((self.prompt_length, 3), np.int64)
         for piece in self.pieces:
             slots = piece.slots.numpy()
@@ -90,7 +91,7 @@ class RequestState:
 
     @property
     def length(self) -> int:
-        """Return the number of its tokens, including a pending one."""
+        """Return the number of the request's tokens, including a pending one."""
         return len(self.tokens) + self.pending
 
     @property

@@ -13,9 +13,9 @@ class EngineStats:
     waiting: int
     blocks_used: int
     blocks: int
-    prefix_hits: int  # tokens of prompts whose blocks were reused
-    encoder_hits: int  # images, frames or recordings whose embeddings were reused
+    prefix_hits: int  # number of prompt tokens whose blocks were reused
+    encoder_hits: int  # number of images, frames or recordings whose embeddings were reused
     preemptions: int
-    generated: int  # tokens
-    prefilled: int  # tokens of prompts that were computed
+    generated: int  # number of sampled tokens
+    prefilled: int  # number of prompt tokens that were computed
     steps: int

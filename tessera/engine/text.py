@@ -10,12 +10,12 @@ from tessera.engine.request import Request
 from tessera.models.processing.conversation import ConversationProcessor
 
 _UNFINISHED = "\ufffd"  # decoders return this for an incomplete UTF-8 character
-_MOST_TEXTS = 1 << 16  # runs of tokens whose texts are kept
-_LONGEST = 4  # bytes of a UTF-8 character, and so the largest number of its tokens
+_MOST_TEXTS = 1 << 16  # limit of runs of tokens whose texts are cached
+_LONGEST = 4  # maximum number of bytes of a UTF-8 character, and so of its tokens
 
 
 def decoder_of(processor: object, skip_special: bool) -> Callable[[Sequence[int]], str]:
-    """Return the function that decodes tokens, which keeps texts: most short runs of tokens come again."""
+    """Return the function that decodes tokens. It caches texts, because most short runs of tokens occur again."""
     if not isinstance(processor, LanguageProcessor):
         return lambda _: ""
     spells = isinstance(processor, ConversationProcessor) and not skip_special
@@ -28,8 +28,8 @@ class AnswerText:
     """Turn the tokens of an answer into text that may be sent.
 
     Without streaming and stop strings, the text is decoded once, at the end. Otherwise each token decodes only the few
-    tokens around it. Incomplete characters, and text that may begin a stop string, are held back until it is clear what
-    they are. Bytes that are not UTF-8 become replacement characters.
+    tokens around it. Incomplete characters, and text that may begin a stop string, are held back until later tokens
+    complete or exclude them. Bytes that are not UTF-8 become replacement characters.
 
     The stop string that ends first ends the answer; the longest one, if several end there.
     """
@@ -37,14 +37,15 @@ class AnswerText:
     def __init__(self, request: Request, decode: Callable[[Sequence[int]], str]) -> None:
         self._stops = sorted((stop for stop in request.stop if stop), key=len, reverse=True)
         self._borders = [_borders(stop) for stop in self._stops]
-        self._matched = [0] * len(self._stops)  # letters at the end of the text that begin each stop string
+        # for each stop string: number of its first letters at the end of the text
+        self._matched = [0] * len(self._stops)
         self._include_stop = request.include_stop
         self._earliest = request.min_new_tokens
         self._decode = decode
         self._at_end = not request.stream and not self._stops
         self._count = 0
-        # Tokens from the last border but one between complete characters. Decoders treat the first token of a text
-        # differently (its space), so the text of new tokens is what a longer text has more than a shorter one.
+        # Tokens since the second last border between complete characters. Decoders treat the first token of a text
+        # differently (its space), so the text of new tokens is the difference of two decoded texts.
         self._tokens: list[int] = []
         self._border = 0  # number of tokens before the last border
         self._passed = 0  # characters in the text of the tokens that are in `_waiting` or were sent
@@ -61,7 +62,7 @@ class AnswerText:
         return self._pass(self._text_of(token), last=False)
 
     def close(self) -> str:
-        """Return the text that waits, at the end of the answer."""
+        """End the answer, and return the text that was held back."""
         if self._ended:
             return ""
         rest = self._decode(tuple(self._tokens))[self._passed :]
@@ -73,7 +74,7 @@ class AnswerText:
         self._tokens.append(token)
         text = self._decode(tuple(self._tokens))
         if len(text.rstrip(_UNFINISHED)) <= self._passed and not self._decode((token, token)):
-            self._tokens.pop()  # a special token without text: an incomplete character before it still waits
+            self._tokens.pop()  # a special token without text: an incomplete character before it is still held back
             return ""
         stable = len(text.rstrip(_UNFINISHED)) if text.endswith(_UNFINISHED) else len(text)
         if len(self._tokens) - self._border > _LONGEST and stable < len(text):
@@ -89,7 +90,7 @@ class AnswerText:
         return text[passed:stable]
 
     def _pass(self, text: str, last: bool) -> tuple[str, str | None]:
-        """Return what may be sent of the waiting text and new text, and the stop string that ends in the new text."""
+        """Return the part of waiting and new text that may be sent, and the stop string that ends in the new text."""
         if not self._stops:
             return text, None
         whole = self._waiting + text
@@ -103,9 +104,9 @@ class AnswerText:
         return whole[: len(whole) - length], None
 
     def _advance(self, letter: str) -> str | None:
-        """Follow one more letter, and return the longest stop string that ends with it."""
+        """Add one letter to the search, and return the longest stop string that ends with it."""
         ended = None
-        for number, word in enumerate(self._stops):  # the longest is first
+        for number, word in enumerate(self._stops):  # the longest stop string is first
             count, borders = self._matched[number], self._borders[number]
             while count and word[count] != letter:
                 count = borders[count - 1]
@@ -118,7 +119,7 @@ class AnswerText:
 
 @lru_cache(1024)
 def _borders(word: str) -> tuple[int, ...]:
-    """Return for each beginning of a text how many of its first letters are its last ones, but not all of them.
+    """Return for each prefix of a text the length of its longest proper prefix that is also a suffix.
 
     With them, the search for a stop string takes the same time for every text (Knuth, Morris and Pratt).
     """

@@ -43,7 +43,7 @@ class EngineThread:
             self._callbacks[state.number] = on_delta
             try:
                 self._engine.enqueue(state)
-            except TesseraError as error:  # others have filled the queue in the meantime
+            except TesseraError as error:  # other requests have filled the queue in the meantime
                 self._deliver(Delta(state.number, finish=Finish("error", error=error)))
 
         self._commands.put(enqueue)
@@ -69,7 +69,7 @@ class EngineThread:
         return future
 
     def close(self, drain_s: float = 0.0) -> None:
-        """Refuse new requests, let running ones go on for `drain_s` seconds, and end the rest."""
+        """Refuse new requests, give running ones `drain_s` seconds to finish, and end the rest."""
         self._closed.set()
         self._commands.put(lambda: setattr(self, "_close_at", time.monotonic() + drain_s))
         self._thread.join()
@@ -109,7 +109,7 @@ class EngineThread:
             return
         try:
             callback(delta)
-        except Exception:  # the caller has a defect; other requests go on
+        except Exception:  # the callback of a caller has failed; other requests continue
             _log.exception("the receiver of request %s failed", delta.request)
             self._callbacks.pop(delta.request, None)
             self._engine.abort(delta.request)

@@ -30,8 +30,9 @@ from tessera.runtime.progress import TokenProgress
 Row = dict[str, Any]
 
 AT_ONCE = 64
-_MOST_PROMPT = 20_000  # characters of a prompt in a row
-_OF_THE_MODEL = "generation."  # errors of the engine, such as a prompt that is too long: the answer is empty
+_MOST_PROMPT = 20_000  # limit of the characters of a prompt in `answers.jsonl`
+# prefix of error codes of the engine, such as for a prompt that is too long: then the answer is empty
+_OF_THE_MODEL = "generation."
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class BenchmarkAnswers:
         }
 
     def _regions(self, question: BenchmarkQuestion, answer: str) -> Row:
-        """Return the expected and the answered boxes and points of a question, in pixels of the image, if any."""
+        """Return the expected boxes and points of a question, and those of its answer, in pixels of the image."""
         expected, size = question.fields.get("regions"), question.fields.get("region_size")
         if not expected:
             return {}
@@ -125,13 +126,13 @@ class BenchmarkAnswers:
 
 
 def unusable_row(number: int, error: BaseException, id: str = "") -> Row:
-    """Return the row of a question that cannot be asked. It has no mark and does not count in scores."""
+    """Return the row of an unusable question, which is not asked. It has no mark and does not count in scores."""
     where = str(error.where or "") if isinstance(error, TesseraError) else ""
     return {"index": number, "id": id or where, "unusable": error_row(error)}
 
 
 def media_row(sample: Sample, root: Path) -> Row:
-    """Return a hash of the files of media of a question. The hash of its table does not contain them."""
+    """Return a hash of a question's media files, which the hash of the table does not cover."""
     content, count = hashlib.sha256(), 0
     for part in sample.media():
         value = part.value.value if isinstance(part.value, AudioClip) else part.value
@@ -146,7 +147,7 @@ def media_row(sample: Sample, root: Path) -> Row:
 
 
 def prompt_text(sample: Sample) -> str:
-    """Return the messages of a question as text, with a word for each image, video and recording."""
+    """Return the messages of a question as text, with a placeholder for each image, video and recording."""
     texts = []
     for message in sample.messages:
         words = "".join(part.spelled() if part.kind == "text" else f"[{part.kind}] " for part in message.parts)
@@ -155,7 +156,10 @@ def prompt_text(sample: Sample) -> str:
 
 
 def read_answers(path: Path) -> list[Row]:
-    """Return the rows of an answers file that are complete. Other rows and other keys of hostile files are left out."""
+    """Return the rows of an answers file that are complete.
+
+    Incomplete rows and unknown keys, as in hostile files, are left out.
+    """
     rows = []
     for row in read_jsonl(path):
         values = row.get("values")
@@ -166,7 +170,7 @@ def read_answers(path: Path) -> list[Row]:
 
 
 def units_of(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Return the marked rows by the unit that they count as: their group, or the question itself."""
+    """Return the marked rows by unit: a unit is a group of questions, or a single question."""
     units: dict[str, list[Row]] = {}
     for row in rows:
         if "unusable" not in row:

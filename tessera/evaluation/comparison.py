@@ -26,7 +26,7 @@ class TaskComparison:
     title: str
     results: tuple[Result, Result]
     folders: tuple[Path, Path]
-    differences: list[str]  # what of the protocols differs
+    differences: list[str]  # settings in which the protocols differ
     test: PairedTest | None  # None: the numbers cannot be compared
 
     def lines(self) -> list[str]:
@@ -83,7 +83,7 @@ def compare_results(first: Path, second: Path, *, anyway: bool = False) -> list[
 
 
 def _common(first: Mapping[str, Result], second: Mapping[str, Result]) -> dict[str, str]:
-    """Return the benchmarks of two evaluations that are the same: by title, or by all that they ask and score."""
+    """Return the benchmarks that two evaluations have in common: by title, or by equal questions and scoring."""
     titles = {title: title for title in first if title in second}
     for title in (title for title in first if title not in titles):
         task = compared(first[title]["protocol"])["task"]
@@ -93,7 +93,7 @@ def _common(first: Mapping[str, Result], second: Mapping[str, Result]) -> dict[s
     variants = [
         {_task_of(result): title for title, result in results.items() if title not in paired}
         for results, paired in ((first, titles), (second, titles.values()))
-    ]  # other variants of a task are compared with --anyway
+    ]  # with --anyway, different variants of a task are compared, too
     return titles | {title: variants[1][task] for task, title in variants[0].items() if task in variants[1]}
 
 
@@ -102,12 +102,13 @@ def _task_of(result: Result) -> str:
 
 
 def metric_of_result(result: Result) -> AnswerMetric:
-    """Return the metric of a result, with which figures are computed again. Functions of a user are not imported."""
+    """Return the metric of a result, to compute its figures again. Functions of a user are not imported."""
     chosen = result.get("protocol", {}).get("task", {}).get("metric")
     name, options = (chosen.get("name"), chosen.get("options", {})) if isinstance(chosen, dict) else (chosen, {})
     if not isinstance(name, str) or is_code(name):
         return AnswerMetric(str(name), lambda answer, question: Mark(None, {}))
-    options = {key: value for key, value in options.items() if key != "judge"}  # nothing is judged again
+    # the stored marks are used: no judge is asked again
+    options = {key: value for key, value in options.items() if key != "judge"}
     return metric_of(name, options, where=RESULTS)
 
 

@@ -96,7 +96,7 @@ def evaluate(
     check_max_samples(max_samples)
     names = _task_names(tasks, data)
     for name in names:
-        read_task(name, "--tasks")  # a misspelt name is reported before anything is opened
+        read_task(name, "--tasks")  # report a misspelt name before any file is opened
     if metric is not None:
         _refuse_metric(names)
         check_metric(metric, "--metric")
@@ -132,7 +132,7 @@ def default_folder(model: Path) -> Path:
 
 
 def _task_names(tasks: str | Sequence[str] | None, data: str | Path | None) -> list[str]:
-    """Return the names of tasks, or that of the task whose published file is `data`."""
+    """Return the names of tasks; without names, the task whose published file is `data`."""
     if tasks is not None:
         names = [name.strip() for each in ([tasks] if isinstance(tasks, str) else tasks) for name in each.split(",")]
         names = [name for name in names if name]
@@ -191,7 +191,7 @@ def _into_run_report(folder: Path, benchmark: HeldOutBenchmark, result: TaskResu
 
 
 def check_max_samples(number: int | None) -> None:
-    """Raise if a limit of samples leaves none."""
+    """Raise if the maximum number of samples is below 1."""
     if number is not None and number < 1:
         raise TesseraError(
             f"the number of samples must be 1 or more, got {number}",

@@ -21,7 +21,7 @@ from tessera.inference.questions import Question, question_of
 MAX_NEW_TOKENS = 32
 DEFAULT_METRIC = "exact"
 HELD_OUT = "held-out"  # name of the held-out set of a run
-_REFUSED = ("ifeval", "mathvista", "choice", "mmmu")  # they read columns that chat samples do not have
+_REFUSED = ("ifeval", "mathvista", "choice", "mmmu")  # metrics that read columns which chat samples do not have
 
 
 class HeldOutBenchmark:
@@ -44,7 +44,10 @@ class HeldOutBenchmark:
         max_new_tokens: int = MAX_NEW_TOKENS,
         where: str = "--metric",
     ) -> None:
-        """`processor`: writes boxes as the model does. `folder`: has the file of a user's metric; already trusted."""
+        """`processor`: writes boxes as the model does.
+
+        `folder`: contains the file of a user's metric, which is trusted already.
+        """
         self.name = self.title = name
         self.max_new_tokens = max_new_tokens
         self._sources, self._processor = sources, processor
@@ -64,7 +67,7 @@ class HeldOutBenchmark:
             yield number, self.scored(question)
 
     def scored(self, question: Question) -> BenchmarkQuestion | RecordError:
-        """Return a question as that of a benchmark, or the reason why the metric cannot score its answers."""
+        """Convert a question to a `BenchmarkQuestion`, or return the reason why the metric cannot score its answers."""
         benchmark_question = BenchmarkQuestion(
             question.sample.id,
             question.sample,
@@ -74,7 +77,7 @@ class HeldOutBenchmark:
             root=question.root,
         )
         try:
-            if not is_code(self.metric.name):  # a function of the user may expect an answer
+            if not is_code(self.metric.name):  # a function of the user may fail for an empty answer
                 self.metric.mark("", benchmark_question)
         except RecordError as error:
             return error
@@ -157,4 +160,4 @@ def check_metric(name: str, where: str) -> None:
             code="evaluation.unknown-metric",
         )
     if name not in METRICS:
-        metric_of(name, where=where)  # raises
+        metric_of(name, where=where)  # raises an error for an unknown name

@@ -23,8 +23,8 @@ RESAMPLES = 2000
 LEVEL = 0.95
 _SEED = 20_260_101
 _NORMAL = NormalDist()
-_CHUNK = 1 << 22  # numbers drawn at once
-_MOST_KEPT = 1000  # units up to which the weights of resamples are kept: 16 MB
+_CHUNK = 1 << 22  # limit of random numbers drawn at once
+_MOST_KEPT = 1000  # up to this number of units, the weights of resamples are kept in memory: 16 MB
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class PairedTest:
 
 
 def value_table(marks: Sequence[Mapping[str, float]]) -> tuple[list[str], np.ndarray]:
-    """Return the names of values, and [questions, names]. A value that a mark does not have is 0."""
+    """Return the names of values, and [questions, names]. A value that a mark lacks is 0."""
     names = list(dict.fromkeys(name for mark in marks for name in mark))
     rows = [[mark.get(name, 0.0) for name in names] for mark in marks]
     return names, np.array(rows, dtype=np.float64).reshape(len(marks), len(names))
@@ -106,7 +106,7 @@ def paired_test(
         return scores[1] - scores[0]
 
     low, high = _quantiles(np.array([apart(means) for means in _resampled(pairs)]), units)
-    at_least = abs(value) * (1 - 1e-9)  # sums in another order differ by rounding
+    at_least = abs(value) * (1 - 1e-9)  # the same sum in another order differs by rounding
     beyond = sum(abs(apart(means)) >= at_least for means in _exchanged(before, after))
     p = (beyond + 1) / (RESAMPLES + 1)
     return PairedTest(value, low, high, p, "paired permutation", units, better, worse)
@@ -115,7 +115,7 @@ def paired_test(
 def mcnemar(better: int, worse: int) -> float:
     """Return the exact two-sided p-value of McNemar's test for the numbers of questions that changed."""
     total = better + worse
-    term = tail = 1  # binomial coefficients, exactly
+    term = tail = 1  # binomial coefficients as exact integers
     for count in range(min(better, worse)):
         term = term * (total - count) // (count + 1)
         tail += term
@@ -123,7 +123,7 @@ def mcnemar(better: int, worse: int) -> float:
 
 
 def _without_spread(value: float, units: int) -> Estimate:
-    """Return the estimate of questions whose spread is unknown: a single one, or several with the same mark."""
+    """Return the estimate if the variance is unknown: for a single question, or for several with the same mark."""
     return Estimate(value, *_wilson(value, units, _z())) if 0 <= value <= 1 else Estimate(value, value, value)
 
 
@@ -143,7 +143,10 @@ def _wilson(share: float, count: float, z: float) -> tuple[float, float]:
 
 
 def _quantiles(resampled: np.ndarray, units: int) -> tuple[float, float]:
-    """Return quantiles of resampled scores, further out for few questions, as a t-interval is wider than a normal."""
+    """Return quantiles of resampled scores.
+
+    For few questions they are wider, as a t-interval is wider than a normal one.
+    """
     if units < 2:
         return float(resampled.min()), float(resampled.max())
     share = _NORMAL.cdf(-_t(units - 1) * math.sqrt(units / (units - 1)))
@@ -167,7 +170,7 @@ def _is_mean(names: Sequence[str], column: int, summary: Summary, figure: str, v
 def _changed(
     before: np.ndarray, after: np.ndarray, column: int | None, names: Sequence[str], summary: Summary, figure: str
 ) -> tuple[int, int]:
-    """Return the numbers of units whose own score is larger, and smaller, for the second model."""
+    """Return the number of units whose score is larger for the second model, and the number whose score is smaller."""
     if column is not None:
         delta = after[:, column] - before[:, column]
     else:
@@ -214,7 +217,10 @@ def _exchanged(before: np.ndarray, after: np.ndarray) -> Iterator[np.ndarray]:
 
 @functools.lru_cache(maxsize=4)
 def _all_weights(units: int) -> np.ndarray:
-    """Return the weights of all resamples. Tables by category and tests need those of one number many times."""
+    """Return the weights of all resamples.
+
+    They are cached: categories and tests often have the same number of units.
+    """
     return _weights(np.random.default_rng(_SEED), units, RESAMPLES)
 
 
@@ -229,7 +235,7 @@ def _z() -> float:
 
 
 def _t(degrees: int) -> float:
-    """Return the same quantile of Student's t distribution, by its expansion for many degrees of freedom."""
+    """Convert a normal quantile to that of Student's t distribution, by the expansion for many degrees of freedom."""
     z = _z()
     terms = (
         z,

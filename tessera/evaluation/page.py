@@ -35,7 +35,7 @@ from tessera.runtime import html
 log = logging.getLogger("tessera")
 
 REPORT = "report.html"
-_MOST_CATEGORIES = 60  # rows of a table
+_MOST_CATEGORIES = 60  # limit of rows of a table
 _FIGURES = ("value", "low", "high")
 _STYLE = (
     STYLE
@@ -144,7 +144,10 @@ def _protocol(result: Result) -> str:
 
 
 def _answers(out: Path, number: int, title: str, result: Result) -> str:
-    """Return the cards of answers, with buttons that select right or wrong ones. They work without scripts."""
+    """Return the cards of answers, with buttons that select right or wrong answers.
+
+    The buttons work without scripts.
+    """
     metric = metric_of_result(result)
     rows = [row for row in read_answers(answers_of(out, result)) if "unusable" not in row]
     higher = bool(result.get("higher_is_better", True))
@@ -208,7 +211,7 @@ def _question(row: Row) -> str:
 
 
 def _answer(row: Row) -> str:
-    """Return the answer, and what of it is scored if that is not all of it."""
+    """Return the answer, and the part of it that is scored if that is not the full answer."""
     answer, extracted = str(row.get("answer") or ""), row.get("extracted")
     short = "" if extracted is None or str(extracted) == answer.strip() else str(extracted)
     scored = f'<div class="soft">read as {html.escape(short[:200])}</div>' if short else ""

@@ -26,14 +26,14 @@ from tessera.models.processing.conversation import ConversationProcessor
 from tessera.runtime.files import open_regular, read_bytes
 from tessera.version import __version__, package_versions
 
-_PARTS, _PART_BYTES = 16, 1 << 16  # 16 blocks of 64 KiB, evenly spaced, are hashed of each large file
-_NOT_SETTINGS = ("encoder", "train_on", "last_only", "template", "config")  # or hashed separately
+_PARTS, _PART_BYTES = 16, 1 << 16  # for each large file, 16 evenly spaced blocks of 64 KiB are hashed
+_NOT_SETTINGS = ("encoder", "train_on", "last_only", "template", "config")  # not settings, or hashed separately
 
 _NAMES = ("task", "source", "files")  # keys of `task` and `task.data` that name what other keys contain or hash
 
 
 class Digest(Protocol):
-    """Declare what a hash of `hashlib` has."""
+    """Declare the interface of a hash of `hashlib`."""
 
     def update(self, data: bytes, /) -> None: ...
 
@@ -43,13 +43,13 @@ class ModelIdentity:
     """Hold a model's name, weights hash, and further settings that scores depend on."""
 
     name: str
-    weights: str  # hash
+    weights: str  # hash of the weights
     processing: Mapping[str, Any]
     padded: bool = False  # whether the questions of a batch are padded to one length, and answers depend on the batch
 
 
 def identity_of(name: str, weights: str, description: ModelDescription) -> ModelIdentity:
-    """Return the identity of a model. `weights`: their hash, or another name that no other weights have."""
+    """Return the identity of a model. `weights`: a hash of them, or another unique name."""
     processing = {
         "family": description.spec.name,
         "dtype": str(description.dtype).removeprefix("torch."),
@@ -80,7 +80,7 @@ def processor_facts(processor: LoadedProcessor) -> dict[str, Any]:
 
 
 def environment() -> dict[str, str]:
-    """Return versions that are recorded, and that two comparable results may differ in."""
+    """Return versions to record. Results of different versions can still be compared."""
     names = ("torch", "transformers", "tokenizers", "pillow", "numpy")
     return {"python": platform.python_version(), "machine": platform.machine(), **package_versions(names)}
 
@@ -139,7 +139,7 @@ def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str
 
 
 def compared(protocol: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a protocol without names: of the model, of its weights, and of the files of data, whose hashes count."""
+    """Return a protocol without the names of model, weights and data files: their hashes are compared instead."""
     task = {key: value for key, value in protocol["task"].items() if key not in _NAMES}
     if isinstance(task.get("data"), Mapping):
         task["data"] = {key: value for key, value in task["data"].items() if key not in _NAMES}
@@ -147,7 +147,10 @@ def compared(protocol: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def protocol_differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return differences that make results incomparable. Processors of two families always differ, and are left out."""
+    """Return differences that make results incomparable.
+
+    Processors of different families always differ: ignore them.
+    """
     parts = [compared(each) for each in (first, second)]
     processing = [part.get("processing", {}) for part in parts]
     if processing[0].get("family") != processing[1].get("family"):

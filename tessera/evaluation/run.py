@@ -38,7 +38,7 @@ from tessera.runtime.files import read_json_mapping, replace_file
 from tessera.runtime.folder_lock import claimed
 
 RESULTS = "results.json"
-_LOOKED_AT = 20  # questions whose media are compared with what the model reads, before its weights are loaded
+_LOOKED_AT = 20  # number of questions whose media types are checked before the weights of the model are loaded
 
 Load = Callable[[], tuple[LoadedModel, LoadedProcessor]]
 _ONE_RANK = dist.World(0, 1, 0, torch.device("cpu"))
@@ -69,10 +69,9 @@ def evaluate_tasks(
 ) -> list[TaskResult]:
     """Evaluate a loaded model, and return the results on every rank.
 
-    `weights`: a name that no other weights have, such as a hash, or the run with its step. `dtype`: in which the model
-    computes; None: that of its weights. With several ranks, each needs the whole model. A model that is split over
-    ranks (`over_ranks`) is called on all of them with a world of one rank, and `out` must then be another folder on
-    each.
+    `weights`: a unique name, such as a hash, or the run with its step. `dtype`: the dtype of computation; None: the
+    dtype of the weights. With several ranks, each needs the whole model. A model that is split over ranks
+    (`over_ranks`) is called on all of them with a world of one rank, and `out` must then be another folder on each.
     """
     dtype = dtype or next(model.module.parameters()).dtype
     identity = identity_of(name, weights, ModelDescription(model.spec, dtype, processor))
@@ -98,7 +97,7 @@ def evaluate_with(
         )
     for benchmark in benchmarks:
         check_media(benchmark, processor, identity.name)
-    read_results(out)  # a damaged file is reported before questions are answered
+    read_results(out)  # report a damaged file before questions are answered
     with _claimed(out, options.world):
         results = [_evaluated(identity, load, benchmark, out, options) for benchmark in benchmarks]
         if options.world.is_main:
@@ -108,7 +107,7 @@ def evaluate_with(
 
 @contextlib.contextmanager
 def _claimed(out: Path, world: dist.World) -> Iterator[None]:
-    """Lock the folder of results for one evaluation: two would overwrite each other's results and reports.
+    """Lock the folder of results for one evaluation: two evaluations would overwrite each other's results and reports.
 
     A folder without results is removed again after an error.
     """
@@ -146,8 +145,8 @@ def protocol_of(
 ) -> dict[str, Any]:
     """Return JSON of everything that a score depends on.
 
-    The engine answers a question alike in every batch. The number of ranks does not count either: each rank answers
-    its questions with the whole model, and a model split over ranks differs by rounding, as versions of torch do.
+    The number of ranks is not included: each rank answers its questions with the full model, and the engine's answer
+    does not depend on the batch. A model that is split over ranks differs by rounding only, as versions of torch do.
     """
     options = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
     drawn = {name: getattr(sampling, name) for name in options} if sampling.temperature else "greedy"
@@ -182,9 +181,9 @@ def result_of(
     problems, refusals = (
         [str(row[key]["message"]) for row in rows if isinstance(row.get(key), dict)] for key in ("unusable", "error")
     )
-    if len(refusals) == len(marked):  # no answer has been measured
+    if len(refusals) == len(marked):  # the model has answered no question
         dist.wait_for_all_ranks(options.world)
-        if options.world.is_main:  # a second start asks again
+        if options.world.is_main:  # remove the answers, so that a second start asks again
             discard(path)
         raise _nothing_measured(benchmark, problems, refusals)
     summary = benchmark.metric.summary

@@ -18,12 +18,15 @@ MOST_CATEGORIES = 200  # tables with more different values are left out: they ar
 
 @dataclass(frozen=True)
 class Cost:
-    """Count what an evaluation took. Seconds are those of the last start; tokens are those of all answers."""
+    """Count the time and the tokens of an evaluation.
+
+    Seconds are those of the last start; tokens are those of all answers.
+    """
 
     prompt_tokens: int
     new_tokens: int
     seconds: float
-    answered: int  # questions that the last start answered, on this rank
+    answered: int  # number of questions that the last start answered on this rank
     fresh_tokens: int  # tokens of those answers
 
     def line(self) -> str:
@@ -45,14 +48,14 @@ class TaskResult:
 
     title: str
     protocol: Mapping[str, Any]
-    figures: Mapping[str, Estimate]  # the first is the score
+    figures: Mapping[str, Estimate]  # the first figure is the score
     categories: Mapping[str, Mapping[str, Category]]  # table -> value of the category -> its figures
-    units: int  # questions, or groups of questions that count as one
-    questions: int  # questions with a mark
-    unusable: int  # questions that could not be asked and do not count
-    unanswered: int  # questions that the model could not answer, such as prompts that are too long: marked as empty
-    first_problem: str  # of the questions that could not be asked
-    first_refusal: str  # of the questions that the model could not answer
+    units: int  # number of questions, or of groups that count as one question
+    questions: int  # number of questions with a mark
+    unusable: int  # number of unusable questions, which were not asked and do not count
+    unanswered: int  # number of questions that the model could not answer, such as too long ones: marked as empty
+    first_problem: str  # reason of the first unusable question
+    first_refusal: str  # reason of the first question that the model could not answer
     higher_is_better: bool
     answers: Path
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -69,7 +72,7 @@ class TaskResult:
 
     @property
     def fingerprint(self) -> str:
-        """Return a short hash of what two comparable results must have in common."""
+        """Return a short hash of all settings that two comparable results must share."""
         return short_hash(compared(self.protocol))
 
     def lines(self) -> list[str]:
@@ -130,7 +133,7 @@ class TaskResult:
 
 
 def unit_values(rows: Sequence[Row]) -> dict[str, Mapping[str, float]]:
-    """Return the joined values of the rows of each unit."""
+    """Return the values of each unit: the marks of its rows, joined."""
     units = units_of(rows)
     return {
         unit: together([Mark(row.get("extracted"), row["values"]) for row in members]).values

@@ -17,9 +17,9 @@ from tessera.evaluation.benchmark import AnswerMetric, Benchmark, BenchmarkQuest
 from tessera.observe.report.answers import RECORDING
 from tessera.runtime.files import read_json_mapping, replace_file
 
-MOST_CARDS = 600  # answers of a benchmark that a report shows
-MOST_IMAGES = 240  # images of a benchmark that a report shows
-_MOST_RECORDINGS = 60  # recordings of a benchmark that a report shows
+MOST_CARDS = 600  # limit of answers of a benchmark in a report
+MOST_IMAGES = 240  # limit of images of a benchmark in a report
+_MOST_RECORDINGS = 60  # limit of recordings of a benchmark in a report
 _PER_QUESTION = 6
 _FOLDER = "images"
 
@@ -77,7 +77,7 @@ def _copies(out: Path, question: BenchmarkQuestion, root: Path) -> Iterable[dict
         try:
             with opened(part.value, root, "image") as source:
                 image, _ = decode_image(source, Limits())
-        except (TesseraError, OSError, ValueError):  # such as the URL of an image
+        except (TesseraError, OSError, ValueError):  # unreadable, such as the URL of an image
             continue
         width, height = image.size
         suffix = "png" if max(image.size) <= TINY else "jpg"

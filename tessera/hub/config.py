@@ -48,7 +48,7 @@ def with_local_folders(config: RunConfig, *, weights: bool = True, resumed: bool
     except TesseraError as error:
         if not resumed:
             raise
-        say(f"{error.what}; the run goes on with what it has")
+        say(f"{error.what}; the run continues with the files in its folder")
         return config
     return config.model_copy(update={"model": model, "data": data})
 

@@ -93,7 +93,7 @@ def fetch(id: HubId, where: str, *, to: Path | None = None, wanted: Wanted | Non
                 raise _not_here(id, where, str(error), wanted.include) from None
             unreachable, pinned, chosen = str(error), id.at(folder.name), DataFiles((), id.inside)
         if unreachable and not id.is_pinned and os.environ.get("RANK", "0") == "0":
-            say(f"{id}: {HUBS[id.hub]} was not asked ({unreachable}); the copy of {pinned.revision} is used")
+            say(f"{id}: {HUBS[id.hub]} could not be reached ({unreachable}); the copy of {pinned.revision} is used")
         return Fetched(pinned, folder, folder / chosen.path if chosen.path else folder)
 
 
@@ -400,7 +400,7 @@ def fetch_shard(
                     raise
                 say(f"{error.what}; next attempt in {wait:g} s")
                 time.sleep(wait)
-    raise AssertionError("the last attempt returns or raises")
+    raise AssertionError("unreachable: the last attempt returns or raises")
 
 
 def trim(cache: Path, limit: int) -> list[Path]:

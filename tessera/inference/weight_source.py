@@ -74,7 +74,7 @@ def saved_config(folder: Path) -> dict[str, Any] | None:
     if isinstance(newest.get("model"), dict) and isinstance(config.get("model"), dict):
         shape = {key: newest["model"].get(key) for key in ("family", "preset", "config")}
         if any(config["model"].get(key) != value for key, value in shape.items()):
-            _log.warning("%s describes another model than %s holds: the latter is taken", recipe, checkpoint)
+            _log.warning("the models in %s and in %s differ: the second one is used", recipe, checkpoint)
         config = {**config, "model": {**config["model"], **shape}}
     return config
 

@@ -115,7 +115,7 @@ class StoredAdapters:
 
         `stated`: (rank, alpha) of the configuration.
         """
-        if stated is None:  # without an alpha the scale is 1
+        if stated is None:  # without an alpha, alpha is the rank, so the scale is 1
             alpha, rslora = self.alphas.get(layer, float(rank)), False
         else:
             if stated[0] != rank:

@@ -53,7 +53,7 @@ class Factors:
     adapter: Adapter
     a: Tensor  # [rank, in]; for stacked experts [experts, rank, in]
     b: Tensor  # [out, rank]; for stacked experts [experts, N, out, rank], N = 2 for gate and up, 1 for down
-    m: Tensor | None = None  # [out]: trained row norms of DoRA
+    m: Tensor | None = None  # [out]: row norms of DoRA, which are trained
 
 
 # ---------------------------------------------------------------------------------------------- names

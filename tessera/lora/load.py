@@ -226,8 +226,8 @@ def read_all(
 ) -> dict[str, Factors]:
     """Read the adapters of a PEFT folder, a LoRA file, a run or a checkpoint for a loaded model without adapters.
 
-    Raise if parameters were trained in full beside them: those are not adapters. `module`: the model as its family
-    builds it. `shapes`: of all tensors of the model, unsharded. All ranks call this together.
+    Raise if other parameters were trained in full in addition to them, because these are not adapters. `module`: the
+    model as its family builds it. `shapes`: of all tensors of the model, unsharded. All ranks call this together.
     """
     if is_adapters(path):
         _refuse_saved(list(read_saved(path, list(shapes), weight_map)), path)
@@ -251,7 +251,8 @@ def read_all(
 def _refuse_saved(names: Sequence[str], path: Path) -> None:
     if names:
         raise TesseraError(
-            f"{few_names(names, 3)} were trained in full beside these adapters, which is not possible per request",
+            f"{few_names(names, 3)} were trained in full in addition to these adapters, and a server cannot change "
+            "them per request",
             where=str(path),
             fix="merge them into a model: tessera convert ADAPTERS MERGED --like MODEL",
             code="adapter.saved-per-request",

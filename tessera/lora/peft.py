@@ -67,7 +67,7 @@ def base_of(folder: Path, downloaded: Callable[[HubId], Path | None] = lambda id
         of_run = (run / "config.yaml").is_file()
         from_seed = f"; or export the merged model of the run: tessera convert {run} OUT" if of_run else ""
         raise TesseraError(
-            "the adapters do not say which base model they were trained with",
+            "the adapter folder does not name its base model",
             where=str(folder),
             fix=f"give the base model as MODEL: {usage}{from_seed}",
             code="adapter.base-unnamed",

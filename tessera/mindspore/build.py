@@ -23,7 +23,8 @@ def prepare_process(ranks: int) -> None:
     """Let MindSpore run operators as they are called, and join its process group if there are several ranks."""
     ms.set_context(mode=ms.PYNATIVE_MODE)
     if ms.get_context("device_target") == "CPU":
-        # Threads that wait for operators would take the cores that compute them: steps are 10 times as fast.
+        # Launch operators synchronously: waiting threads would take the cores from operators. Steps are 10 times as
+        # fast.
         ms.runtime.launch_blocking()
     if ranks == 1:
         return

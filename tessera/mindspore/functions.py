@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from mindspore import ops
 
-Tensor = Any  # mindspore.Tensor, whose package has no types
+Tensor = Any  # mindspore.Tensor: the package has no type annotations
 JOINED = 512  # tokens of segments that share one masked attention product
 
 

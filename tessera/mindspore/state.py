@@ -13,7 +13,7 @@ from torch import nn
 from tessera.checkpoint.state import model_tensors
 from tessera.mindspore.functions import Tensor, from_torch, to_torch
 
-MOMENTS = ("exp_avg", "exp_avg_sq")  # the names that torch's AdamW gives them
+MOMENTS = ("exp_avg", "exp_avg_sq")  # names of the moments in torch's AdamW
 
 
 class DeviceState:
@@ -24,7 +24,7 @@ class DeviceState:
         self._module = module
         self.weights: dict[str, Tensor] = {}  # trained ones are parameters, for `mindspore.value_and_grad`
         self.moments: dict[str, tuple[Tensor, Tensor]] = {}
-        self.gradients: dict[str, Tensor] = {}  # of the current step
+        self.gradients: dict[str, Tensor] = {}  # gradients of the current step
 
     @property
     def trained(self) -> dict[str, Tensor]:

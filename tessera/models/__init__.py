@@ -178,7 +178,7 @@ def _preset_and_path() -> TesseraError:
 
 
 def build_on_meta(spec: ModelSpec, config: Any) -> nn.Module:
-    """Return the unsharded model on the meta device. Raise a `TesseraError` for sizes that no tensor can have."""
+    """Return the unsharded model on the meta device. Raise a `TesseraError` if a size is too large for a tensor."""
     try:
         with torch.device("meta"):
             return spec.main.build(config)

@@ -59,7 +59,7 @@ class MediaFamily(ABC):
     """Declare a family with encoders and a text decoder. Its folder sets `SPEC = Family().spec(PRESETS)`."""
 
     name: ClassVar[str]
-    config: ClassVar[type[Section]]  # it has the fields `text`, `tie_word_embeddings` and `attention`
+    config: ClassVar[type[Section]]  # a section with the fields `text`, `tie_word_embeddings` and `attention`
     # Name of the processor class in the family's `processor.py`. It is imported late, because a model alone needs no
     # tokenizer and no image library.
     processor: ClassVar[str]

@@ -104,7 +104,7 @@ class WindowConv(nn.Linear):
 
 
 class MelConv1d(nn.Module):
-    """Two convolutions over time, of strides 1 and 2, on windows of 5 frames."""
+    """Compute two convolutions over time, of strides 1 and 2, on windows of 5 frames."""
 
     def __init__(self, shape: AudioShape) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class MelConv1d(nn.Module):
 
 
 class MelConv2d(nn.Module):
-    """Three convolutions over mel bins and time, of stride 2, and a projection, on windows of 15 frames."""
+    """Compute three convolutions over mel bins and time, of stride 2, and a projection, on windows of 15 frames."""
 
     def __init__(self, shape: AudioShape) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ def _zero_outside(x: Tensor, first: Tensor, length: Tensor, dim: int) -> Tensor:
 
 
 class StoredPositions(nn.Module):
-    """Add stored position embeddings. They are sinusoids, which folders contain and training leaves as they are."""
+    """Add stored position embeddings: sinusoids that weight folders contain and that are not trained."""
 
     def __init__(self, shape: AudioShape) -> None:
         super().__init__()
@@ -196,8 +196,8 @@ class AudioEncoder(nn.Module):
     """Compute features [P, hidden] from `mel` [P, bins x window], `mel_positions` [P, 2], segments "audio" of a batch.
 
     `mel` has the frames that each element reads, by bin and then by time; frames outside of its chunk are zeros.
-    `mel_positions`: index of the element in its chunk, and number of mel frames of the chunk. A chunk is what the
-    convolutions see at once, a clip or a part of it. Segments are the elements that attend to each other.
+    `mel_positions`: index of the element in its chunk, and number of mel frames of the chunk. A chunk is a recording,
+    or the part of it that one convolution covers. The elements of a segment attend to each other.
 
     Modules that are None belong to another pipeline stage. `carry` then contains the activation of the previous stage,
     padded at the end.

@@ -37,7 +37,10 @@ class CrossDecoderShape:
 
     @property
     def layer_weights(self) -> int:
-        """Return how many weights of a layer each token is multiplied by. The encoder's outputs have their own."""
+        """Return how many weights of a layer each token is multiplied by.
+
+        Weights for the encoder's outputs are not counted.
+        """
         return 6 * self.hidden**2 + 2 * self.hidden * self.intermediate
 
     @property

@@ -160,8 +160,8 @@ class DecoderLayer(nn.Module):
 class TextDecoder(nn.Module):
     """Compute final hidden states from embeddings. Callers look up tokens in its `embed`.
 
-    Embeddings may be wider than the decoder: further blocks of `hidden` channels (DeepStack features of images) are
-    added to the hidden states after layer 0, 1 and so on. These layers must be in one pipeline stage.
+    Embeddings may be wider than the decoder: their further blocks of `hidden` channels (DeepStack features of images)
+    are added to the hidden states after layer 0, 1 and so on. These layers must be in one pipeline stage.
 
     Modules that are None belong to another pipeline stage and are skipped. `mlp`: returns the module that replaces a
     layer's MLP (a mixture of experts), by layer index; None keeps the MLP.

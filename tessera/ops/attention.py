@@ -78,7 +78,9 @@ def _causal_mask(length: int, device: torch.device) -> Tensor:
 
 
 def _packed_sdpa(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool, scale: float) -> Tensor:
-    """Choose an algorithm from host data only, so that the host never waits for the device."""
+    """Compute attention by an algorithm that is chosen from host data only, so that the host never waits for the
+    device.
+    """
     tokens, longest, count = q.shape[0], segments.longest, segments.bounds.numel() - 1
     if count * longest == tokens:
         return _batched(q, k, v, count, None, causal, scale)

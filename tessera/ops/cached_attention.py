@@ -66,7 +66,7 @@ def _sdpa(q: Tensor, keys: Tensor, values: Tensor, step: CacheStep, scale: float
 
 
 def _triton(q: Tensor, keys: Tensor, values: Tensor, step: CacheStep, scale: float) -> Tensor:
-    """Attend as `_sdpa`, but read the blocks of rows with a single new token where they are."""
+    """Attend like `_sdpa`, but without copying the blocks of rows with a single new token."""
     from tessera.ops.paged_attention import paged_attention
 
     single = step.single

@@ -45,8 +45,10 @@ def packed_cross_attention(
 
 
 def _apart(q_segments: Segments, k_segments: Segments) -> bool:
-    """Return whether no segment has queries and keys, if the host knows it. Compiled code computes zeros as well: it
-    would be compiled again for every number of segments."""
+    """Return whether no segment has both queries and keys, if the host knows it.
+
+    Compiled code returns False: it would otherwise be compiled again for every number of segments.
+    """
     if torch.compiler.is_compiling() or not q_segments.lengths:
         return False
     return not any(a and b for a, b in zip(q_segments.lengths, k_segments.lengths, strict=True))
@@ -74,7 +76,9 @@ def _by_sample(
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, q_segments: Segments, k_segments: Segments, scale: float) -> Tensor:
-    """Choose an algorithm from host data only, so that the host never waits for the device."""
+    """Compute attention by an algorithm that is chosen from host data only, so that the host never waits for the
+    device.
+    """
     count, longest, most_keys = q_segments.bounds.numel() - 1, q_segments.longest, k_segments.longest
     if count * longest == q.shape[0] and count * most_keys == k.shape[0]:
         return _batched(q, k, v, count, None, scale)

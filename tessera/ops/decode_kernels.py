@@ -20,14 +20,14 @@ class LinearLaunch(NamedTuple):
     outputs: int  # rows of the weight that a thread block reads
     inputs: int  # elements of each row that it reads at once
     warps: int
-    stages: int  # iterations whose loads are under way at once
+    stages: int  # number of iterations whose loads are in flight at once
 
 
-# By the kind of product: the fastest on an H200 of those that `bench/decode_kernels.py` compares.
+# The fastest launch on an H200 for each kind of product, of those that `bench/decode_kernels.py` compares.
 LAUNCHES = {
-    "gate": LinearLaunch(4, 1024, 4, 1),  # gate and up projections at once
-    "wide": LinearLaunch(2, 1024, 4, 1),  # of more than 4,096 inputs, such as the down projection
-    "small": LinearLaunch(2, 1024, 4, 1),  # others: projections of attention
+    "gate": LinearLaunch(4, 1024, 4, 1),  # the gate and up projections in one product
+    "wide": LinearLaunch(2, 1024, 4, 1),  # products with more than 4,096 inputs, such as the down projection
+    "small": LinearLaunch(2, 1024, 4, 1),  # all other products: projections of attention
 }
 
 
@@ -254,7 +254,7 @@ def vector_linear_kernel(
         column = at + tl.arange(0, BLOCK)
         inside = column < inputs
         there = real[:, None] & inside[None, :]
-        # No other thread block reads them: the cache is for x.
+        # No other thread block reads these weights, so they are evicted first and the cache keeps x.
         weight = tl.load(start + column[None, :], there, 0.0, eviction_policy="evict_first")
         if GATED:
             above = start + outputs.to(tl.int64) * inputs

@@ -20,7 +20,7 @@ class AttentionLaunch(NamedTuple):
     """Choose how the kernel is launched, the same for any number of rows. `bench/decode_kernels.py` compares some."""
 
     part: int  # tokens of a part
-    most: int  # largest number of parts of a row; longer rows have longer parts
+    most: int  # maximum number of parts of a row; in longer rows the parts are longer
     tile: int  # tokens that a thread block reads at once
     warps: int
     stages: int  # stages of the load pipeline; loads of the table use some stages; 1: no pipeline
@@ -145,10 +145,10 @@ def paged_attention_kernel(
             where = slot[:, None] * SIZE + column[None, :]
             real = inside[:, None] & (column < SIZE)[None, :]
             k = tl.load(keys_at + where, real, 0.0)
-            v = tl.load(values_at + where, real, 0.0)  # both are on their way before the first product
+            v = tl.load(values_at + where, real, 0.0)  # load keys and values before the first product
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
             scores = tl.where(inside[None, :], scores, float("-inf"))
-            raised = tl.maximum(highest, tl.max(scores, 1))  # finite: a tile has a token
+            raised = tl.maximum(highest, tl.max(scores, 1))  # finite, because each tile has at least one token
             weights = tl.exp2(scores - raised[:, None])
             shrink = tl.exp2(highest - raised)
             total = total * shrink + tl.sum(weights, 1)

@@ -21,7 +21,7 @@ from tessera.runtime.gradients import scale_gradients
 from tessera.runtime.modules import local_shard
 from tessera.runtime.torch_internals import foreach_add_, foreach_sub_, init_adamw_group
 
-_WIDE = 16  # maximum bytes of one load instruction
+_WIDE = 16  # maximum number of bytes of one load instruction
 _UP_TO_FP32 = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that fp32 represents exactly
 
 
@@ -56,7 +56,7 @@ class AdamW(torch.optim.AdamW):
                 scale_gradients((p.grad for group in self.param_groups for p in group["params"]), scale)
             super().step()
             return
-        bad: Tensor | None = getattr(self, "found_inf", None)  # torch's gradient scaler sets it
+        bad: Tensor | None = getattr(self, "found_inf", None)  # set by torch's gradient scaler
         by_kind: dict[Any, list[_LocalState]] = {}
         for group in self.param_groups:
             for five in zip(*init_adamw_group(self, group), strict=True):
@@ -149,7 +149,7 @@ class AdamW(torch.optim.AdamW):
 class _TensorKind:
     """Hold the properties that tensors of one kernel launch have in common."""
 
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]  # of parameters, gradients and moments
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]  # dtypes of parameters, gradients and moments
     aligned: int  # common alignment of addresses in bytes; gradients may be slices of a buffer
 
 

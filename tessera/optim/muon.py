@@ -23,7 +23,8 @@ from tessera.runtime.modules import StackedExperts, clean_name, local_shard
 from tessera.runtime.torch_internals import local_chunks, tensor_of_chunk
 
 HEADS = ("head", "lm_head", "score")  # names of output layers, which Muon does not update
-_COEFFICIENTS, _STEPS = (3.4445, -4.7750, 2.0315), 5  # of the Newton-Schulz iteration, as published by Muon's authors
+# coefficients and steps of the Newton-Schulz iteration, as published by Muon's authors
+_COEFFICIENTS, _STEPS = (3.4445, -4.7750, 2.0315), 5
 _EPS = 1e-7
 
 

@@ -18,7 +18,7 @@ from tessera.errors import TesseraError
 
 T = TypeVar("T")
 U = TypeVar("U")
-_THREAD_TIMEOUT = datetime.timedelta(hours=2)  # how long a rank waits for the slowest rank
+_THREAD_TIMEOUT = datetime.timedelta(hours=2)  # time that a rank waits for the slowest rank
 
 
 @dataclass(frozen=True)

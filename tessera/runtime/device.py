@@ -34,7 +34,7 @@ _PEAKS = (
     ("H100", 989e12),
     ("H800", 989e12),
     ("GB300", 2500e12),
-    ("GB200", 2500e12),  # listed before B200, which is a part of this name
+    ("GB200", 2500e12),  # before B200, which is a substring of this name
     ("B200", 2250e12),
     ("A100", 312e12),
     ("A800", 312e12),
@@ -121,7 +121,7 @@ def current() -> torch.device:
 def is_accelerator(name: str) -> bool:
     """Return whether a value of `train.device` means an accelerator.
 
-    "auto" does if this machine has an accelerator, "cpu" does not, and any other name does.
+    "auto": if this machine has one. "cpu": False. Any other name: True.
     """
     return _accelerator() is not None if name == "auto" else name.partition(":")[0] != "cpu"
 
@@ -170,7 +170,7 @@ def binds_cores_itself() -> bool:
 # Accelerator -> capabilities that dry runs on a CPU assume: they determine which tensors a step keeps.
 _COUNTED_ABILITIES = {
     "cuda": ("flash_attention", "tensor_cores", "wide_sums", "fused_optimizer", "grouped_mm", "triton", "compiler"),
-    "npu": ("compiler",),  # a matter of what is installed there
+    "npu": ("compiler",),  # depends on the packages installed on that machine
 }
 _COUNTED: ContextVar[str | None] = ContextVar("counted", default=None)
 
@@ -201,7 +201,7 @@ def counted_for(device: torch.device) -> str | None:
 
 def supports(device: torch.device, what: str) -> bool:
     """Return whether a device has a capability, such as "cudnn_attention"; raise for an unknown one."""
-    if what == "no_values":  # tensors of a dry run
+    if what == "no_values":  # only tensors of a dry run have no values
         return device.type == "cpu" and not torch.compiler.is_compiling() and _COUNTED.get() is not None
     counted = counted_for(device)
     if counted is not None:
@@ -355,7 +355,7 @@ def sum_dtype(device: torch.device) -> torch.dtype:
 
 
 class HostCopy:
-    """Copy a small tensor to the host. Reading it waits for the copy alone, not for work that was queued later."""
+    """Copy a small tensor to the host. Reading it waits only for the copy, not for work that was queued later."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self._values = values
@@ -376,7 +376,7 @@ class HostCopy:
 
 
 def send(values: Sequence[float] | np.ndarray, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor of these numbers on the device. The host does not wait for the copy."""
+    """Return a tensor with these numbers on the device. The host does not wait for the copy."""
     tensor = torch.tensor(values, dtype=dtype)
     return tensor.pin_memory().to(device, non_blocking=True) if supports(device, "pinned_memory") else tensor.to(device)
 
@@ -402,7 +402,7 @@ class Graph:
             torch.cuda.current_stream(device).wait_stream(side)
             torch.cuda.synchronize(device)
             self._graph = torch.cuda.CUDAGraph()
-            # Other threads may use the device meanwhile: they copy batches, for example.
+            # thread_local: other threads may use the device during the capture, for example to copy batches.
             with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
                 self.output = run()
         self.pool = self._graph.pool()
@@ -423,7 +423,7 @@ class SideCopies:
 
     def start(self, copy: Callable[[], _T]) -> tuple[_T, Any]:
         """Run `copy` on the side stream; return its result and an event for `finish`."""
-        with self._module.stream(self._stream):  # also sets the current device of this thread
+        with self._module.stream(self._stream):  # this also sets the current device of the thread
             copied = copy()
             done = self._module.Event()
             done.record(self._stream)
@@ -434,4 +434,4 @@ class SideCopies:
         current = self._module.current_stream(self._device)
         current.wait_event(done)
         for tensor in tensors:
-            tensor.record_stream(current)  # so that its memory is not reused while this stream reads it
+            tensor.record_stream(current)  # the memory must not be reused while this stream reads the tensor

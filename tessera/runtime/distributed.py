@@ -23,7 +23,7 @@ from tessera.runtime.rendezvous import JOIN_TIMEOUT_S, check_ranks, open_store, 
 from tessera.runtime.torch_internals import default_store, fake_store
 
 # If a peer or a connection is lost, errors of torch's backends contain a location in the backend's source, or one of
-# these phrases. The name of a backend alone does not suffice: other errors contain it, too.
+# these phrases. The name of a backend alone is not enough, because other errors contain it, too.
 _BACKENDS = "|".join(devices.COLLECTIVE_BACKENDS)
 _PEER_WORDS = re.compile(
     rf"\b({_BACKENDS})/[\w./-]+\.(cc|cpp|h):\d+|\b({_BACKENDS}) (error|communicator was aborted|connect\w* failed)"
@@ -167,8 +167,8 @@ def gather_over_ranks(values: torch.Tensor) -> torch.Tensor:
 def agree_on_step(step: int, count: int, *flags: bool) -> tuple[bool, list[bool]]:
     """Return whether `count` is equal on all ranks, and for each flag whether it is true on any rank.
 
-    Raise `OutOfStep` if ranks are at different steps. Their collectives would match nevertheless, and mix the values of
-    two steps.
+    Raise `OutOfStep` if ranks are at different steps. Their collectives would still match, and mix the values of two
+    steps.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return True, list(flags)
@@ -243,7 +243,7 @@ def wait_for_all_ranks(world: World) -> None:
 
 
 def wait_for(works: Iterable[dist.Work | None]) -> None:
-    """Wait for started collectives. The watchdog regards a rank in this function as waiting for other ranks."""
+    """Wait for started collectives. The watchdog knows that a rank in this function waits for other ranks."""
     for work in works:
         if work is not None:
             work.wait()

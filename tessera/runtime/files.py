@@ -114,7 +114,7 @@ def read_bytes(path: Path, limit: int = MAX_JSON_BYTES) -> bytes:
                     where=str(path),
                     code="environment.file-too-large",
                 )
-            return file.read(min(limit, size + 1))  # it allocates as many bytes as its argument
+            return file.read(min(limit, size + 1))  # min: `read` allocates as many bytes as its argument
     except OSError as error:
         raise TesseraError(
             f"cannot be opened: {error.strerror}", where=str(path), code="environment.cannot-open"
@@ -181,7 +181,7 @@ def parse_row(line: bytes) -> Row | None:
     """Return the JSON object of a line; None if the line is not a JSON object."""
     try:
         row = json.loads(line)
-    except (ValueError, RecursionError):  # no UTF-8, no JSON, or an integer of more than 4300 digits
+    except (ValueError, RecursionError):  # not UTF-8, not JSON, or an integer of more than 4300 digits
         return None
     return row if isinstance(row, dict) else None
 
@@ -221,7 +221,7 @@ def parse_lines(lines: Iterable[bytes], path: Path, parse: Callable[[bytes], T |
 
 
 def read_metrics(path: Path) -> list[Row]:
-    """Return the rows of a `metrics.jsonl` that have a kind and a step."""
+    """Return the rows of a `metrics.jsonl` that have the keys `kind` and `step`."""
     return [row for row in read_jsonl(path) if "kind" in row and step_of(row) is not None]
 
 
@@ -234,7 +234,7 @@ def rows_from_end(path: Path) -> Iterator[tuple[int, Row | None]]:
         return
     check_regular(path)
     with path.open("rb") as file:
-        end = file.seek(0, os.SEEK_END)  # bytes from this offset on have been read
+        end = file.seek(0, os.SEEK_END)  # all bytes after this offset have been read
         behind = end
         rest = b""  # bytes that have been read, but not yielded yet
         while end > 0 or rest:

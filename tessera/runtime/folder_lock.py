@@ -93,10 +93,10 @@ class FolderLock:
         except BaseException:
             self._close()
             raise
-        os.register_at_fork(after_in_child=self._close)  # a child process that lives longer must not keep the lock
+        os.register_at_fork(after_in_child=self._close)  # a child process that outlives this one must not keep the lock
 
     def remove_if_alone(self) -> None:
-        """Remove the locked folder if it has nothing but the lock."""
+        """Remove the locked folder if it contains only the lock file."""
         with contextlib.suppress(OSError):
             if [*self._path.parent.iterdir()] == [self._path]:
                 self._path.unlink()

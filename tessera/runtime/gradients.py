@@ -67,6 +67,8 @@ class LossScale:
         )
 
     def explains(self, loss: float) -> bool:
-        """Return whether non-finite gradients may be due to the scale: the loss is finite, and the scale is above its
-        minimum. Waits for the device."""
+        """Return whether the scale may be the cause of non-finite gradients. This waits for the device.
+
+        It may be if the loss is finite and the scale is above its minimum.
+        """
         return math.isfinite(loss) and float(self.state[0]) > LEAST_SCALE

@@ -58,7 +58,7 @@ td:first-child,th:first-child,.sentences td,.sentences th{text-align:left}.sente
 tr:last-child td{border-bottom:0}
 """
 STYLE = f":root{{color-scheme:light dark;{_LIGHT}}}@media(prefers-color-scheme:dark){{:root{{{_DARK}}}}}{_PAGE}{_PARTS}"
-NOTEBOOK = "tessera-output"  # CSS class of our output inside of another page, such as a notebook
+NOTEBOOK = "tessera-output"  # CSS class of Tessera's output inside of another page, such as a notebook
 
 
 def page(title: str, body: Iterable[str], style: str = "") -> str:
@@ -78,7 +78,8 @@ def fragment(body: Iterable[str]) -> str:
     rules = re.sub(r"([^{}]+)\{", _inside_notebook, _PARTS)
     colors = f".{NOTEBOOK}{{{_LIGHT};color:var(--ink);font:14px/1.5 system-ui,sans-serif;max-width:1000px}}"
     dark = f"@media(prefers-color-scheme:dark){{.{NOTEBOOK}{{{_DARK}}}}}"
-    # Set a background: the theme of a notebook may differ from the system's scheme, which chooses our colours.
+    # Set a background: the theme of a notebook may differ from the system's colour scheme, by which these colours are
+    # chosen.
     ground = f".{NOTEBOOK}{{background:var(--page);padding:10px;border-radius:10px}}"
     return f'<div class="{NOTEBOOK}"><style>{colors}{dark}{ground}{rules}</style>{"".join(body)}</div>'
 
@@ -106,7 +107,7 @@ MOST_SHAPES = 200  # boxes and points that are drawn on an image, at most
 
 
 def overlay(width: int, height: int, shapes: Sequence[Shape]) -> str:
-    """Return an SVG with boxes and points, to put over an image in an element of the class `drawn`."""
+    """Return an SVG with boxes and points, to draw over an image in an element of the class `drawn`."""
     marks = []
     for shape in shapes[:MOST_SHAPES]:
         if len(shape.numbers) not in (2, 4) or not all(map(math.isfinite, shape.numbers)):
@@ -239,7 +240,7 @@ def bar_chart(
     step, full = (width - 2 * margin) / max(1, len(bars)), height - top - bottom
     parts = []
     for number, (value, tooltip) in enumerate(bars):
-        tall = max(1.5, full * value / largest) if value else 0.0  # small values stay visible
+        tall = max(1.5, full * value / largest) if value else 0.0  # a minimum height, so that small values are visible
         parts.append(
             f'<rect class="bar" x="{margin + number * step + 0.5:.1f}" y="{top + full - tall:.1f}" '
             f'width="{max(1.0, step - 1):.1f}" height="{tall:.1f}"><title>{escape(tooltip)}</title></rect>'

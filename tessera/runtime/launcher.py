@@ -88,7 +88,7 @@ class _LauncherWatch(threading.Thread):
         while self.launcher.alive():
             if self.ended.wait(_INTERVAL_S):
                 return
-        if not self.ended.is_set():  # `outlive_launcher` may come just before the launcher ends
+        if not self.ended.is_set():  # `outlive_launcher` may have been called just before the launcher ended
             self.end_rank()
 
     def end_rank(self) -> NoReturn:
@@ -98,7 +98,7 @@ class _LauncherWatch(threading.Thread):
         )
         log.to_file(logging.ERROR, text)
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            with contextlib.suppress(OSError):  # the reader of stderr may have ended as well
+            with contextlib.suppress(OSError):  # the process that reads stderr may have ended as well
                 os.write(2, f"error: {text}\n".encode())
         os._exit(EXIT_CODE)
 
@@ -119,7 +119,7 @@ def outlive_launcher() -> None:
 
 @contextlib.contextmanager
 def launcher_blamed() -> Iterator[None]:
-    """Watch the launcher. If the block raises after the launcher has ended, end this rank with that reason instead."""
+    """Watch the launcher. If the block raises after the launcher has ended, end this rank with this reason instead."""
     watch_launcher()
     try:
         yield

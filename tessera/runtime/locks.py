@@ -44,7 +44,7 @@ def shared(file: Path) -> Iterator[None]:
 
 @contextmanager
 def alone(file: Path) -> Iterator[bool]:
-    """Try to lock a file exclusively for the block, without waiting; yield whether that succeeded."""
+    """Try to lock a file exclusively during the block, without waiting. Yield whether it is locked."""
     handle = _taken(file, fcntl.LOCK_EX | fcntl.LOCK_NB, make=False)
     try:
         yield handle is not None
@@ -65,7 +65,7 @@ def _taken(file: Path, how: int, make: bool = True) -> int | None:
         try:
             handle = os.open(file, flags, 0o600)
         except FileNotFoundError:
-            if make and file.parent.is_dir() and file.is_symlink():  # retrying to open a dangling link would never end
+            if make and file.parent.is_dir() and file.is_symlink():  # opening a dangling link would be retried forever
                 raise
             if not make:
                 return None
@@ -75,7 +75,7 @@ def _taken(file: Path, how: int, make: bool = True) -> int | None:
         except BlockingIOError:
             os.close(handle)
             return None
-        except OSError:  # the file system has no locks: go on, although processes may repeat the same work
+        except OSError:  # the file system has no locks: continue without one, even if processes repeat the same work
             if how & fcntl.LOCK_NB:
                 os.close(handle)
                 return None

@@ -34,7 +34,7 @@ class AttentionCore(nn.Module):
     `ModelPlan.attention` lists them, and context parallelism wraps them. Ring attention needs a causal or full mask.
     """
 
-    causal: bool | None = None  # True: causal mask, False: full attention, None: another mask
+    causal: bool | None = None  # True: causal mask, False: no mask, None: another mask
     window: tuple[int, int] | None = None
     scale: float | None = None  # None: 1 / sqrt(head size)
     implementation: str = "auto"

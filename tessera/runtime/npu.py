@@ -31,7 +31,7 @@ def _version(package: str) -> str | None:
 
 @dataclass(frozen=True)
 class Machine:
-    """Hold what the checks read, so that tests can imitate any machine."""
+    """Hold the inputs of the checks, so that tests can simulate any machine."""
 
     root: Path = Path("/")
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
@@ -46,7 +46,7 @@ class Machine:
 
 
 def obstacles(machine: Machine | None = None) -> list[TesseraError]:
-    """Return what keeps a process of this machine from using an NPU, in the order in which to correct it."""
+    """Return the obstacles to using an NPU on this machine, in the order in which to remove them."""
     machine = machine or Machine()
     checks = (_driver, _access, _visible, _toolkit, _extension)
     return [error for check in checks if (error := check(machine)) is not None]
@@ -140,12 +140,13 @@ def load(machine: Machine | None = None) -> None:
     """Import the extension, which registers the device in torch; raise the first obstacle if it fails."""
     try:
         import torch_npu  # noqa: F401
-    except (ImportError, RuntimeError, OSError) as error:  # a library of CANN is missing, or torch has another device
+    # a library of CANN is missing, or torch has another accelerator
+    except (ImportError, RuntimeError, OSError) as error:
         raise explained(error, machine) from error
 
 
 def explained(error: BaseException | None, machine: Machine | None = None) -> TesseraError:
-    """Return the first obstacle, whose fix names the further ones. `error`: error of the extension, if any."""
+    """Return an error about the first obstacle; its `fix` names the others. `error`: error of the extension, if any."""
     reasons = obstacles(machine)
     if not reasons:
         said = f": {first_line(error)}" if error is not None else ""

@@ -15,7 +15,7 @@ from typing import Any
 _PROC = Path("/proc")
 # Indices of fields in /proc/PID/stat, counted from the state, which follows the name. Times are in clock ticks.
 _USED = 11  # CPU time in user mode; the next field: in system mode
-_STARTED = 19  # start time since boot
+_STARTED = 19  # start time after boot
 _PARENT = 1  # index of the parent's process id
 
 
@@ -24,7 +24,7 @@ class Process:
     """Identify a process, also after it has ended."""
 
     host: str
-    realm: str  # boot id and process namespace, within which process ids are unique
+    realm: str  # boot id and process namespace: process ids are unique within both
     pid: int
     started: str
 
@@ -34,7 +34,7 @@ class Process:
 
     @staticmethod
     def of(pid: int) -> Process:
-        """Return the process that has this process id now."""
+        """Return the running process with this process id."""
         return Process(socket.gethostname(), _realm(), pid, _stat(pid)[_STARTED])
 
     @staticmethod

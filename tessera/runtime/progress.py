@@ -80,7 +80,7 @@ class WorkProgress:
 
 
 class TokenProgress(WorkProgress):
-    """Count finished answers, and show how many tokens a second they take."""
+    """Count finished answers, and show the number of tokens per second."""
 
     def __init__(self, what: str, total: int, unit: str) -> None:
         super().__init__(what, total, unit)

@@ -71,7 +71,8 @@ def rank_info(rank: int, size: int, local_rank: int, config: str = "") -> RankIn
         local_size=int(os.environ.get("LOCAL_WORLD_SIZE", 0)),
         host=socket.gethostname(),
         pid=os.getpid(),
-        python=".".join(platform.python_version_tuple()[:2]),  # patch releases are compatible
+        # without the patch release: patch releases are compatible
+        python=".".join(platform.python_version_tuple()[:2]),
         torch=torch.version.__version__,
         tessera=__version__,
         config=config,
@@ -159,7 +160,9 @@ def _address(size: int, env: Mapping[str, str]) -> tuple[str, int]:
 
 
 def reach(address: str, port: int, timeout_s: float, otherwise: str) -> None:
-    """Wait until the port accepts connections; after `timeout_s` raise an error that begins with `otherwise`."""
+    """Wait until the port accepts connections; after `timeout_s` raise an error whose message begins with
+    `otherwise`.
+    """
     deadline = time.monotonic() + timeout_s
     reason = "no answer"
     while (remaining := deadline - time.monotonic()) > 0:
@@ -203,7 +206,7 @@ def report_refusal(error: TesseraError, env: Mapping[str, str] = os.environ) -> 
 
     Does nothing if this rank has joined already, or if the store cannot be reached.
     """
-    with contextlib.suppress(TesseraError, RuntimeError, ValueError, KeyError):  # a store raises RuntimeErrors
+    with contextlib.suppress(TesseraError, RuntimeError, ValueError, KeyError):  # a store raises `RuntimeError`
         rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
         store = open_store(rank, size, JOIN_TIMEOUT_S, env)
         if store.check([f"{_INFOS}/{rank}"]):
@@ -248,7 +251,7 @@ class RankExchange:
         try:
             self.store.wait([key], datetime.timedelta(seconds=timeout))
             return self.store.get(key).decode()
-        except RuntimeError:  # the type of all errors of a store
+        except RuntimeError:  # all errors of a store have this type
             raise TesseraError(
                 f"rank 0 ended or does not respond; rank {self.info.rank} (on {self.info.host}) waited for it",
                 fix="read the error of rank 0",
@@ -267,7 +270,7 @@ class RankExchange:
 
     def _name_missing(self, absent: Sequence[int], keys: Sequence[str]) -> str:
         here = [rank for rank in range(self.info.size) if rank not in set(absent)]
-        text = f"{name_ranks(absent)} missing: {len(here)} of {self.info.size} ranks came within {self.timeout_s:g} s"
+        text = f"{name_ranks(absent)} missing: {len(here)} of {self.info.size} ranks joined within {self.timeout_s:g} s"
         if self.info.local_size:
             nodes = sorted({rank // self.info.local_size for rank in absent})
             text += f"; missing ranks belong to node {spans(nodes)} of {self.info.size // self.info.local_size}"
@@ -325,7 +328,7 @@ def _try_folder(folder: Path, token: str, deadline: float) -> str:
         return "rank 0 cannot write there"
     shared = folder / token
     while not shared.is_dir():
-        if time.monotonic() > deadline - 1:  # network file systems show new folders late
+        if time.monotonic() > deadline - 1:  # a new folder may appear late on a network file system
             return "does not see the folder that rank 0 made"
         time.sleep(_POLL_S)
     try:

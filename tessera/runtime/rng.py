@@ -20,5 +20,5 @@ def generator(device: torch.device | str, *words: object) -> torch.Generator:
 
 
 def seed_process(*words: object) -> None:
-    """Seed torch's global generator, which dropout uses. It is called in every step, so no state is saved."""
+    """Seed torch's global generator, which dropout uses. This is called in every step, so its state is not saved."""
     torch.manual_seed(derive(*words))

@@ -120,7 +120,7 @@ def wrapped_module(wrapper: ActivationWrapper) -> nn.Module:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether `nn.Module.compile` was called. Public alternative: keep a list of what was compiled."""
+    """Return whether `nn.Module.compile` was called. Public alternative: keep a list of the compiled modules."""
     return module._compiled_call_impl is not None
 
 
@@ -163,7 +163,7 @@ def tensor_of_chunk(tensor: Tensor, offsets: torch.Size) -> Tensor:
 
 # ------------------------------------------------------------------------------------------------ optimizers
 
-# Operations on a list of tensors with one kernel launch. All but the norm are in place. Public alternative: a loop,
+# Operations on a list of tensors with one kernel launch. All except the norm work in place. Public alternative: a loop,
 # which launches a kernel for each tensor and is slower.
 foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
@@ -184,7 +184,7 @@ def init_adamw_group(
     grads: list[Tensor] = []
     means: list[Tensor] = []
     squares: list[Tensor] = []
-    largest: list[Tensor] = []  # only filled with amsgrad
+    largest: list[Tensor] = []  # filled only with amsgrad
     steps: list[Tensor] = []
     optimizer._init_group(group, params, grads, means, squares, largest, steps)
     return params, grads, means, squares, steps
@@ -225,7 +225,7 @@ def flash_attention_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values. `out` and `lse` may come from more keys than `k`."""
-    dropout_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # required also without dropout
+    dropout_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # required even without dropout
     unused = torch.empty(0, device=q.device)
     gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
         grad, q, k, v, out, lse, *bounds, *longest, 0.0, causal, dropout_state, unused, scale=scale
@@ -253,7 +253,7 @@ def cudnn_attention_backward(
     grad, q, k, v, out = tensors
     if grad.stride() != out.stride():
         grad = torch.empty_like(out).copy_(grad)
-    dropout_state = torch.empty((), dtype=torch.int64, device=q.device)  # required also without dropout
+    dropout_state = torch.empty((), dtype=torch.int64, device=q.device)  # required even without dropout
     lengths = (q.shape[2], k.shape[2])
     gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         *(grad, q, k, v, out, lse, dropout_state, dropout_state, None, None, None, *lengths, 0.0, causal),
@@ -312,7 +312,7 @@ def schedule_actions(
     """
 
     class StageOutline:
-        """Hold the attributes of a stage that schedules read when they are made."""
+        """Hold the attributes of a stage that schedules read in their constructor."""
 
         def __init__(self, stage: int) -> None:
             self.stage_index, self.num_stages = stage, num_stages
@@ -404,8 +404,8 @@ def ignored_weight_patterns(module: Any) -> tuple[str, ...]:
 
 
 def weight_conversions(module: Any) -> tuple[list[Any], list[Any], Any]:
-    """Return the renamings from names in files to a model's names, the renamings back, and the first conversion that
-    does more than rename.
+    """Return the renamings from names in files to a model's names, the renamings back, and the first conversion that is
+    more than a renaming.
 
     They are applied in order by `rename_source_key`. Public alternative: none; these are tables of the loader.
     """

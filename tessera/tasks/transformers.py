@@ -27,7 +27,7 @@ class TransformersOptions(Section):
 
 
 class TransformersTask(Task):
-    """Sum the cross-entropy of logits that a class returns.
+    """Train a class of transformers by the cross-entropy of its logits.
 
     `shift`: whether position i predicts label i + 1, as in language models. None: True except for encoder-decoders,
     whose decoder inputs are already shifted.

@@ -28,8 +28,8 @@ from tessera.models import resolve
 from tessera.runtime.progress import WorkProgress
 from tessera.weights.layouts import CONFIG_FILE, detect_layout, no_such_folder
 
-_MOST = 20  # at most so many problems are printed
-_BATCH = 64  # samples that are answered together
+_MOST = 20  # limit of printed problems
+_BATCH = 64  # number of samples that are answered together
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from tessera.data.sources.source import Source, open_source
 from tessera.errors import TesseraError
 from tessera.runtime.files import replacing
 
-SHOWN = 5  # keep the reasons of the first so many skipped rows
+SHOWN = 5  # number of skipped rows whose reasons are kept
 
 
 @dataclass
@@ -79,7 +79,7 @@ def write_rows(
     between: str,
     end: str,
 ) -> Converted:
-    """Write a row of JSON for each sample to a file, which appears when it is complete.
+    """Write a row of JSON for each sample to a file. The file gets its name when it is complete.
 
     A sample for which `row_of` raises `RecordError` is skipped and counted.
     """

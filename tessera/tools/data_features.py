@@ -177,7 +177,7 @@ def _prepare(
     components = {
         name: FrozenModule(frozen.component.loaded().to(device), device, "device")
         for name, frozen in setup.frozen.items()
-        if frozen.plan is None  # skip a frozen copy of the model, which has a plan
+        if frozen.plan is None  # a component with a plan is a frozen copy of the model, which is not needed here
     }
     home = chosen.folder or config.model.path
     assert home is not None, "the task loaded its encoders from there"
@@ -195,6 +195,6 @@ def _prepare(
         "data": rows.index.identity,
         "length": rows.length,
     }
-    each_empty = edit is not None or family.captions_read_frames  # whether the empty caption differs between samples
+    each_empty = edit is not None or family.captions_read_frames  # whether each sample has a different empty caption
     parts = PipelineFolder(home, family.vaes)
     return Encoders(family, components, parts, task.options.given, stores_empty=each_empty), rows, facts

@@ -17,7 +17,7 @@ from tessera.training.memory_keys import MemoryKey, memory_keys
 from tessera.training.setup import build_meta_model
 
 _WORTH = 0.01  # a change must save at least this share of the memory to be suggested
-_TIMES = 3  # try at most so many values of one key, such as half, a quarter and an eighth of the micro-batch
+_TIMES = 3  # limit of values to try for one key, such as half, a quarter and an eighth of the micro-batch
 
 
 def plan_for_device(config: RunConfig, world: int, device: str) -> DescribedPlan:

@@ -106,7 +106,7 @@ def for_device(config: RunConfig, size: DeviceSize) -> RunConfig:
 
 
 class Uncountable(TesseraError):
-    """Report that a step of a recipe cannot run on fake tensors."""
+    """Report that a step of this recipe cannot run on fake tensors."""
 
 
 def run_roles(config: RunConfig, world: int, phase: str = "running a step") -> list[Role]:
@@ -292,7 +292,7 @@ def _as_pair(tokens: int) -> dict[str, Tensor]:
 
 
 class _OneBatch(RowSource):
-    """Return one fixed batch as the only row."""
+    """Serve one fixed batch, which is the only row."""
 
     def __init__(self, batch: Batch) -> None:
         self._batch = batch

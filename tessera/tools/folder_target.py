@@ -86,7 +86,8 @@ def original_target(
 ) -> FolderTarget:
     """Describe a folder in the original format of the model's authors, with all files of `folder` except weights.
 
-    `tensors`: tensors of the module, maybe without data. Their names and shapes must match the weights in `folder`.
+    `tensors`: tensors of the module, maybe without data. The names and shapes of the tensors must match the weights in
+    `folder`.
     """
     if not spec.originals:
         raise TesseraError(

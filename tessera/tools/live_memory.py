@@ -33,7 +33,7 @@ class LiveMemory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # torch calls this mode again for the operations on local tensors
+            return NotImplemented  # torch calls this mode again for the operations on the local tensors
         for leaf in tree_leaves([args, kwargs]):
             if isinstance(leaf, Tensor):
                 self._meet(leaf, counted=False)
@@ -62,7 +62,7 @@ class LiveMemory(TorchDispatchMode):
                 self._filled.add(number)
                 self._set(number, storage.nbytes())
             return
-        self._references[number] = reference  # the reference prevents reuse of the id by another storage
+        self._references[number] = reference  # while it is referenced, no other storage can get its id
         weakref.finalize(storage, self._leave, number).atexit = False
         if counted:
             self._set(number, storage.nbytes())

@@ -17,7 +17,8 @@ from tessera.version import __version__, package_versions
 
 Library = Literal["transformers", "diffusers", "peft"]
 _PACKAGES = ("torch", "transformers", "diffusers", "peft")
-_SECTIONS = ("precision", "parallel", "optim")  # of a recipe, for the card; other sections may contain local paths
+# sections of the recipe in the card; other sections may contain local paths
+_SECTIONS = ("precision", "parallel", "optim")
 
 
 def model_card(name: str, library: Library, run: Path | None, base: str | None) -> str:

@@ -133,7 +133,7 @@ def _library(folder: Path) -> Library:
 
 
 def _known_base(folder: Path, run: Path | None, hub: Hub) -> str | None:
-    """Return org/name of the base model, if it was downloaded from the hub that is pushed to; otherwise None."""
+    """Return org/name of the base model if it was downloaded from the target hub; otherwise None."""
     candidates: list[str] = []
     if run is not None:
         model = read_saved(run / "config.yaml").get("model")
@@ -210,7 +210,7 @@ def _send(planned: Pushed, contents: Mapping[str, Path | bytes], private: bool, 
                     code="hub.repository-is-public",
                 )
             if card is not None and CARD in repository.files:
-                say(f"{name} has a card of its own, which is kept")
+                say(f"{name} has a model card already, which is kept")
                 card = None
             say(f"{name}: sending {len(planned.files)} files, {human_bytes(sum(planned.files.values()))}")
             with tempfile.TemporaryDirectory(prefix="tessera-push-") as folder:
@@ -227,7 +227,7 @@ def _send(planned: Pushed, contents: Mapping[str, Path | bytes], private: bool, 
 
 
 def _stage(folder: Path, contents: Mapping[str, Path | bytes]) -> None:
-    """Fill a folder with links to the files, so that the libraries of the hubs can send it as it is."""
+    """Fill a folder with links to the files, so that the libraries of the hubs can send the folder unchanged."""
     for name, content in contents.items():
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -241,7 +241,7 @@ def _stage(folder: Path, contents: Mapping[str, Path | bytes]) -> None:
 class _Repository:
     url: str
     is_private: bool
-    files: Collection[str]  # names of the files that it has
+    files: Collection[str]  # names of the files in the repository
     send: Callable[[str, str], object]  # (folder, commit message)
 
 

@@ -244,7 +244,7 @@ class _Writer:
         """Wait until the tracker has finished, for `seconds` at most."""
         self._thread.join(max(0.0, seconds))
         if self._thread.is_alive():
-            log.warning("%s does not answer: its last rows may be missing there; %s has all", self._name, self._path)
+            log.warning("%s does not respond, and may lack the last rows; %s has all of them", self._name, self._path)
 
     def _write(self) -> None:
         with _reported(self._name):
@@ -283,7 +283,7 @@ def _reported(name: str) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:  # some packages raise SystemExit
-        log.warning("%s is left out from here on: %s: %s", name, type(error).__name__, first_line(error))
+        log.warning("%s gets no further metrics: %s: %s", name, type(error).__name__, first_line(error))
 
 
 def read_ids(folder: Path) -> dict[str, str]:

@@ -133,8 +133,7 @@ class Trainer:
             self.phase = "loading data"
             self._source_state = self.steps.state_dict()
             microbatches = self._wait.next_step(self.steps, lambda: self.stop_reason is not None)
-            # All ranks agree here after they have read their data, so that no rank waits for another one inside of a
-            # step.
+            # All ranks have read their data when they agree here, so that no rank waits inside of a step.
             if not self._goes_on(0 if microbatches is None else len(microbatches)) or microbatches is None:
                 break
             if (result := self.train_step(microbatches)) is None:

@@ -34,7 +34,7 @@ def run_script(
         raise TesseraError(
             "--as-megatron is missing",
             where="tessera run",
-            fix=f"tessera run --as-megatron {script}; start a script without imports of Megatron with python",
+            fix=f"tessera run --as-megatron {script}; run a script that does not import Megatron with python",
             code="job.as-megatron-missing",
         )
     log.setup(environment_ranks()[0])

@@ -65,8 +65,8 @@ def job(
 ) -> None:
     """Write the recipe of a job, and report each flag and key and the commands that start it.
 
-    Jobs of MindSpeed-MM, and files of DeepSpeed, accelerate, FSDP, LLaMA-Factory, ms-swift and axolotl are read.
-    Exit code 1 if something is not supported.
+    Jobs of MindSpeed-MM, and files of DeepSpeed, accelerate, FSDP, LLaMA-Factory, ms-swift and axolotl are read. The
+    exit code is 1 if a setting is not supported.
     """
     from tessera_compat.mindspeed_mm import migrate as jobs
     from tessera_compat.trainer_files.translate import read_trainer_file, recipe_of_file
@@ -114,9 +114,10 @@ def analyse_code(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
-    """List what in training code is bound to CUDA devices or not supported on an NPU, and what to write instead.
+    """List the code that needs CUDA devices or is not supported on an NPU, and the code to write instead.
 
-    The code is parsed and never run. Exit code 1 if places have to be changed by hand or files cannot be analysed.
+    The code is parsed and never run. The exit code is 1 if code has to be changed by hand, or if files cannot be
+    analysed.
     """
     from tessera_compat.migration.analyse import analyse, counted
     from tessera_compat.migration.patched_copy import write_copy
@@ -156,7 +157,7 @@ def mindspore_scripts(
 ) -> None:
     """Rewrite launch scripts from torchrun to MindSpore's msrun, and switch off features that MindSpore lacks.
 
-    Exit code 1 if something is left to do by hand or a script cannot be converted.
+    The exit code is 1 if something has to be changed by hand, or if a script cannot be converted.
     """
     from tessera_compat.mindspore.files import convert_all
 

@@ -16,14 +16,14 @@ from tessera_compat.migration.rules import Kind, RuleTable, Work, rule_table
 from tessera_compat.migration.scan import Match, Scanned, Scanner
 from tessera_compat.migration.sources import SourceFile, Unread, read_sources
 
-_OF_A_CLASS = (".__init__", ".forward")  # what runs when a class or a module is called
+_OF_A_CLASS = (".__init__", ".forward")  # methods that run when a class or a module is called
 _TOO_DEEP = "nested too deeply"
 _CUDA_FILE = "a CUDA source: write the operation in torch, or as an operator in Ascend C"
 
 
 @dataclass(frozen=True)
 class MigrationFinding:
-    """Store a place in the code, what it uses, and what to write instead."""
+    """Store a place in the code, the operation that it uses, and the replacement."""
 
     file: str
     start: int
@@ -37,7 +37,7 @@ class MigrationFinding:
 
 @dataclass(frozen=True)
 class Analysis:
-    """Store what an analysis found, and what --fix writes."""
+    """Store the findings of an analysis, and the files that --fix writes."""
 
     root: Path
     files: list[SourceFile]
@@ -59,7 +59,7 @@ class Analysis:
         return self.count("line") + self.count("code")
 
     def estimate(self) -> list[str]:
-        """Return what is left to do, as lines of text."""
+        """Return the remaining work as lines of text."""
         files = len(by_file(finding for finding in self.findings if finding.work in ("line", "code")))
         size = f"{counted(len(self.files), 'file')}, {counted(self.code_lines, 'line')}"
         return [
@@ -73,7 +73,7 @@ class Analysis:
 
 
 def analyse(root: Path, rules: RuleTable | None = None) -> Analysis:
-    """Analyse a folder or a file. A file that cannot be read or parsed is named, and the others are analysed."""
+    """Analyse a folder or a file. Files that cannot be read or parsed are listed, and the others are analysed."""
     rules = rules or rule_table()
     files, unread = read_sources(root)
     programs: list[Program] = []

@@ -25,7 +25,7 @@ _POSITIONAL_EVENT = "torch.cuda.Event"
 
 @dataclass(frozen=True)
 class Change:
-    """Describe a rewritten place, or one that stays although a rule could rewrite it."""
+    """Describe a rewritten place, or a place that a rule could rewrite but that is not changed."""
 
     file: str
     start: int
@@ -42,7 +42,7 @@ class FixedFile:
     before: str
     after: str
     changes: list[Change]
-    by_hand: frozenset[int] = frozenset()  # matches that a rule could rewrite and that stay, by their index
+    by_hand: frozenset[int] = frozenset()  # indices of matches that a rule could rewrite but that are not changed
 
     def diff(self) -> str:
         """Return a unified diff."""
@@ -52,11 +52,11 @@ class FixedFile:
 
 
 class _ByHand(Exception):
-    """Raised if a place cannot be rewritten; its text is the reason."""
+    """Raised if a place cannot be rewritten. The message is the reason."""
 
 
 def fix(scanned: Scanned, resolver: Resolver) -> FixedFile:
-    """Rewrite a program. Places that cannot be rewritten stay, and are listed with the reason."""
+    """Rewrite a program. Places that cannot be rewritten are not changed, and are listed with the reason."""
     return _Fixer(scanned, resolver).run()
 
 
@@ -89,7 +89,8 @@ class _Fixer:
         after = b"".join([self.text[:rest], *reversed(parts)]).decode("utf-8", "surrogatepass")
         try:
             ast.parse(after)
-        except (SyntaxError, ValueError) as error:  # not expected: better the file as it was
+        # unexpected: the result is not valid Python, so keep the original file
+        except (SyntaxError, ValueError) as error:
             reason = f"the rewritten file would not parse: {error}"
             return FixedFile(name, before, before, [Change(name, 1, 1, "KEEP", reason)], frozenset(rewritable))
         return FixedFile(name, before, after, self.changes, by_hand)
@@ -117,7 +118,7 @@ class _Fixer:
         return True
 
     def _check(self, node: ast.expr) -> None:
-        """Raise if the position of a node is not that of its text, or if `torch` is something else there."""
+        """Raise if a node is not at the position of its text, or if `torch` is not the module there."""
         start, end = self._span(node)
         try:
             segment = ast.parse(b"(" + self.text[start:end] + b"\n)", mode="eval").body
@@ -158,7 +159,7 @@ class _Fixer:
         if is_number or is_index:
             edits += [(start, start, f"torch.device({self._use_device()}.type, "), (end, end, ")")]
         if call.args and "storage" in ast.unparse(node):
-            edits.append((start, start, "device="))  # torch's storages take it by name
+            edits.append((start, start, "device="))  # methods of torch's storages take the device as a keyword argument
         return edits
 
     def _is_device(self, node: ast.expr) -> list[tuple[int, int, str]]:
@@ -198,7 +199,10 @@ class _Fixer:
         return node
 
     def _compared(self, node: ast.expr, parent: ast.Compare) -> list[tuple[int, int, str]]:
-        """Rewrite a comparison with "cuda": it stays false on a machine without accelerator, where the type is cpu."""
+        """Rewrite a comparison with "cuda".
+
+        It is still false on a machine without accelerator, where the type is cpu.
+        """
         if len(parent.ops) != 1:
             raise _ByHand("a comparison of several parts")
         device = f"{self._use_device()}.type"
@@ -311,7 +315,7 @@ class _Fixer:
         line = max([getattr(node, "end_lineno", 0) or 0 for node in body[:count]], default=0)
         if not count:
             line = min(part.lineno for part in (body[0], *getattr(body[0], "decorator_list", ()))) - 1
-        for node in body:  # a statement that shares the line may be longer
+        for node in body:  # another statement on the same line may be longer
             if node.lineno <= line < (node.end_lineno or 0):
                 line = node.end_lineno or line
         imported = any(isinstance(node, ast.Import) and _binds_torch(node) for node in body[:count])
@@ -320,7 +324,7 @@ class _Fixer:
         if self.needs_device and constant not in self.program.file.text:
             lines += ["", constant]
         elif not imported and "torch" in self.program.scope.bindings:
-            lines = []  # imported later, before any function runs
+            lines = []  # insert nothing: torch is imported later, before any function runs
         if not lines:
             return
         newline = "\r\n" if b"\r\n" in self.text else "\n"

@@ -18,8 +18,9 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 SCOPES = (*FUNCTIONS, *COMPREHENSIONS, ast.ClassDef)
 IMPORTERS = ("importlib.import_module", "__import__")
-_FOLLOWED = (ast.Name, ast.Attribute, ast.Call, ast.Compare)  # values that a name is bound to; others are unknown
-MAX_NAMES = 60  # most names of an expression, over all re-exports
+# expressions that are resolved as values of a name; other values are unknown
+_FOLLOWED = (ast.Name, ast.Attribute, ast.Call, ast.Compare)
+MAX_NAMES = 60  # limit of the names of an expression, over all re-exports
 _Visited = set[tuple[int, str]]  # names of scopes that were looked up for an expression
 
 
@@ -39,7 +40,7 @@ class Scope:
         self.bindings.setdefault(name, []).append(value)
 
     def find(self, name: str) -> Scope | None:
-        """Return the scope that binds a name, as Python looks it up; None if none does."""
+        """Return the scope that binds a name, as Python looks it up; None if no scope binds it."""
         if name in self.bindings:
             return self
         scope = self.parent
@@ -84,7 +85,7 @@ def module_names(file: Path, root: Path) -> tuple[str, ...]:
 def parse(file: SourceFile, root: Path) -> Program:
     """Parse a file and collect the bindings of its scopes. Raise SyntaxError, ValueError or RecursionError."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of escapes in strings that Python no longer likes
+        warnings.simplefilter("ignore")  # ignore warnings about invalid escapes in strings
         tree = ast.parse(file.text, filename=file.name)
     modules = module_names(file.path, root) if file.kind == "python" else ()
     is_package = file.path.name == "__init__.py"
@@ -105,7 +106,7 @@ class _Collector:
         self.imports: dict[ast.AST, list[str]] = {}
 
     def collect(self, nodes: Iterable[ast.AST], scope: Scope) -> None:
-        """Bind what the nodes bind, without entering classes and functions; then enter those."""
+        """Collect the bindings of nodes without entering classes and functions; then enter those."""
         inner: list[ast.AST] = []
         stack = list(nodes)
         while stack:
@@ -193,16 +194,20 @@ class Resolver:
         self._classes = {scope.path: scope for scope in scopes if scope.is_class}
 
     def names_of(self, node: ast.expr, scope: Scope) -> tuple[str, ...]:
-        """Return the dotted names of an expression, with those under which modules of the folder pass it on."""
+        """Return the dotted names of an expression, including the names under which modules of the folder re-export
+        it.
+        """
         visited: _Visited = set()
         return tuple(dict.fromkeys(self._expand(self._local(node, scope, visited), visited)))
 
     def imported(self, names: list[str]) -> tuple[str, ...]:
-        """Return the names of an import statement, with those that modules of the folder pass on under them."""
+        """Return the names of an import statement, including the names that modules of the folder re-export under
+        them.
+        """
         return tuple(dict.fromkeys(self._expand(names, set())))
 
     def values_of(self, node: ast.expr, scope: Scope) -> list[str | ast.expr | None]:
-        """Return what the name `node` is bound to; an empty list if it is not a name, or bound nowhere."""
+        """Return the values that the name `node` is bound to; an empty list if it is not a name, or not bound."""
         holder = scope.find(node.id) if isinstance(node, ast.Name) else None
         return holder.bindings[node.id] if holder is not None and isinstance(node, ast.Name) else []
 
@@ -245,8 +250,9 @@ class Resolver:
         holder = scope.find(name)
         if holder is None:
             names = [f"{module}.{name}" for module in scope.root().stars]
-            return [*names, "torch"] if name == "torch" else names  # a part of a program, or bound by a star
-        if (id(holder), name) in visited:  # names that are bound to each other
+            # torch is imported in a part of the program that is not analysed, or by `import *`
+            return [*names, "torch"] if name == "torch" else names
+        if (id(holder), name) in visited:  # a cycle: the names are bound to each other
             return []
         visited.add((id(holder), name))
         bases: list[str] = []
@@ -260,7 +266,7 @@ class Resolver:
         return bases
 
     def _expand(self, names: list[str], visited: _Visited) -> Iterator[str]:
-        """Yield names, and what they are re-exports of."""
+        """Yield names, and the names of which they are re-exports."""
         waiting = list(reversed(names))
         for _ in range(MAX_NAMES):
             if not waiting:

@@ -21,7 +21,7 @@ MAX_COPIED = 64 << 20  # larger files, such as weights, are not copied
 
 @dataclass(frozen=True)
 class PatchedCopy:
-    """Store what was written: the changed files, and the files that were not copied with the reason."""
+    """Store the changed files of a copy, and the files that were not copied with the reason."""
 
     fixed: list[FixedFile]
     left_out: list[tuple[str, str]]
@@ -58,7 +58,7 @@ def write_copy(analysis: Analysis, target: Path) -> PatchedCopy:
 
 
 def _copy(root: Path, target: Path) -> list[tuple[str, str]]:
-    """Copy a folder or file. Return what was left out."""
+    """Copy a folder or file. Return the files that were not copied."""
     if not root.is_dir():
         shutil.copyfile(root, target)
         return []

@@ -29,7 +29,7 @@ TITLES: Mapping[Kind, str] = {
     "affinity": "Fused operators",
     "unknown": "Not decidable",
 }
-# The names that Ascend's analyser gives its files. It has none for static findings of dynamic shapes.
+# File names of Ascend's analyser. It has no file for static findings of dynamic shapes.
 _FILES: Mapping[Kind, str] = {
     "unsupported": "unsupported_api.csv",
     "unknown": "unknown_api.csv",
@@ -119,7 +119,7 @@ def _cells(finding: MigrationFinding) -> list[str]:
 
 
 def csv_text(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return a CSV file. A cell that a spreadsheet would take for a formula begins with an apostrophe."""
+    """Return a CSV file. A cell that a spreadsheet would interpret as a formula gets an apostrophe in front."""
     target = io.StringIO()
     writer = csv.writer(target, lineterminator="\n")
     writer.writerow(columns)

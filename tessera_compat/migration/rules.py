@@ -47,7 +47,7 @@ class RuleTable:
         self._shell = [(re.compile(text), rule) for rule in self.rules for text in rule.shell]
 
     def by_name(self, dotted: str) -> MigrationRule | None:
-        """Return the rule of a dotted name, or of the longest name that contains it."""
+        """Return the rule of a dotted name, or of its longest prefix that has a rule."""
         while dotted:
             if rule := self._names.get(dotted):
                 return rule
@@ -65,7 +65,7 @@ class RuleTable:
         return next((rule for pattern, rule in self._keywords if pattern.fullmatch(text)), None)
 
     def by_shell_line(self, line: str) -> list[tuple[str, MigrationRule]]:
-        """Return what the rules for launch scripts match in a line."""
+        """Return the matches of the rules for launch scripts in a line."""
         code = re.sub(r"(^|\s)#.*", "", line)
         return [(match[0].strip(), rule) for pattern, rule in self._shell if (match := pattern.search(code))]
 

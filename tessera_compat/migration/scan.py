@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from tessera_compat.migration.names import IMPORTERS, Program, Resolver, Scope
 from tessera_compat.migration.rules import MigrationRule, RuleTable
 
-_REPORTED_IMPORTS = ("library", "source")  # of other rules only the uses are reported
+# kinds of rules whose imports are reported; for other kinds only uses are reported
+_REPORTED_IMPORTS = ("library", "source")
 _PROSE_CALLS = frozenset(["print", "debug", "info", "warning", "warn", "error", "critical", "exception", "getLogger"])
 _PROSE_NAMES = frozenset(["name", "title", "label", "color", "tag", "comment", "description", "help"])
-_OF_PANDAS = ("unique", "nonzero")  # methods that its objects have, too
+_OF_PANDAS = ("unique", "nonzero")  # methods that pandas objects have, too
 _SETTINGS = re.compile(r"(\w*_)?(args?|opts?|options?|cfg|conf|config|params|hparams|flags|settings)", re.IGNORECASE)
 
 
@@ -22,7 +23,7 @@ class Match:
     """Store a node that a rule matches."""
 
     rule: MigrationRule
-    operation: str  # the dotted name, or what stands in the code
+    operation: str  # the dotted name, or the text in the code
     node: ast.AST
     start: int
     end: int
@@ -30,7 +31,7 @@ class Match:
 
 @dataclass(frozen=True)
 class Scanned:
-    """Store the matches of a program, its calls, and the function around each node that matters."""
+    """Store the matches of a program, its calls, and the function that contains each matched node."""
 
     program: Program
     matches: list[Match]
@@ -39,7 +40,7 @@ class Scanned:
 
 
 class Scanner:
-    """Walk over a tree with a stack: deeply nested expressions are no reason to fail."""
+    """Walk over a tree with a stack, because recursion fails for deeply nested expressions."""
 
     def __init__(self, program: Program, resolver: Resolver, rules: RuleTable) -> None:
         self.program, self.resolver, self.rules = program, resolver, rules
@@ -48,8 +49,8 @@ class Scanner:
         self.inside: dict[ast.AST, str] = {}
         imported = {name.partition(".")[0] for names in program.imports.values() for name in names}
         self.uses_torch, self.uses_pandas = "torch" in imported, "pandas" in imported
-        self.called: set[int] = set()  # ids of the functions of calls
-        self.sized: set[int] = set()  # ids of functions whose result has a size that the call names
+        self.called: set[int] = set()  # ids of expressions that are called as functions
+        self.sized: set[int] = set()  # ids of functions whose result has a size given by the call
         self.tested: set[int] = set()  # ids of operands of tests, such as `args.cuda` in `if args.cuda:`
 
     def run(self) -> Scanned:
@@ -106,7 +107,7 @@ class Scanner:
         return children
 
     def _is_kernel(self, node: ast.FunctionDef | ast.AsyncFunctionDef, scope: Scope) -> bool:
-        """Return whether a function is a kernel of Triton: its decorator is reported, and its body is not."""
+        """Return whether a function is a kernel of Triton. Only its decorator is reported, not its body."""
         makers = [one.func if isinstance(one, ast.Call) else one for one in node.decorator_list]
         return any(name.startswith("triton.") for maker in makers for name in self.resolver.names_of(maker, scope))
 
@@ -125,7 +126,7 @@ class Scanner:
         return None if is_itself else rule
 
     def _first(self, names: tuple[str, ...], node: ast.AST) -> bool:
-        """Match the first name that has a rule; a name that has to change goes before advice."""
+        """Match the first name that has a rule. Names that have to change take precedence over advice."""
         rules = [(name, rule) for name in names if (rule := self._rule(name))]
         if rules:
             name, rule = min(rules, key=lambda pair: pair[1].work == "none")
@@ -151,7 +152,8 @@ class Scanner:
             return iter(())
         is_object = not names or names[0].rpartition(".")[0] == scope.owner  # an attribute of self may be torch's
         rule = self.rules.by_method(node.attr) if is_object else None
-        is_torchs = rule is not None and (self.uses_torch or rule.kind == "device")  # device: torch's in any file
+        # rules of kind `device` apply in any file, even without torch
+        is_torchs = rule is not None and (self.uses_torch or rule.kind == "device")
         if rule is not None and is_torchs and not self._is_other_method(node, rule, scope):
             self._match(rule, f".{node.attr}", node)
         return iter((node.value,))
@@ -166,7 +168,10 @@ class Scanner:
         return self.resolver.defines(node.value, scope, node.attr)
 
     def _selects(self, node: ast.Subscript, scope: Scope) -> bool:
-        """Return whether an index takes the elements of a comparison. An assignment to them keeps the size."""
+        """Return whether an index takes the elements of a comparison.
+
+        An assignment to such elements does not change the size.
+        """
         if not (isinstance(node.ctx, ast.Load) and self.uses_torch):
             return False
         values = self.resolver.values_of(node.slice, scope)
@@ -202,7 +207,9 @@ class Scanner:
             self._match(rule, repr(text), node)
 
     def _dict(self, node: ast.Dict) -> Iterator[ast.AST]:
-        """Yield keys and values of a dict, without plain names of devices as keys and texts of keys such as "title"."""
+        """Yield keys and values of a dict, without keys that are plain device names, and without texts under keys such
+        as "title".
+        """
         for key, value in zip(node.keys, node.values, strict=True):
             text = str(key.value) if isinstance(key, ast.Constant) else ""
             rule = self.rules.by_string(text)
@@ -213,7 +220,8 @@ class Scanner:
 
     def _keyword(self, node: ast.keyword) -> None:
         if node.arg and (rule := self.rules.by_string(node.arg)) and rule.work == "line":
-            self._match(rule, node.arg, node)  # a variable, as in dict(os.environ, CUDA_VISIBLE_DEVICES="0")
+            # a variable of the environment, as in dict(os.environ, CUDA_VISIBLE_DEVICES="0")
+            self._match(rule, node.arg, node)
         elif node.arg and isinstance(node.value, ast.Constant) and isinstance(node.value.value, (str, int)):
             text = f"{node.arg}={node.value.value}"
             if rule := self.rules.by_keyword(text):

@@ -21,11 +21,11 @@ KINDS: dict[str, FileKind] = {
     **{".py": "python", ".ipynb": "notebook", ".sh": "shell", ".bash": "shell"},
     **{".cu": "kernel", ".cuh": "kernel"},
 }
-MAX_BYTES = 4 << 20  # largest source file; a notebook with images in its outputs may be ten times as large
+MAX_BYTES = 4 << 20  # size limit of a source file; a notebook with images in its outputs may be ten times as large
 MAX_FILES = 50_000
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+\Z")  # as Python counts lines: a form feed does not end one
 _CELL_MAGIC = re.compile(r"\s*%%(\w+)")
-_PYTHON_MAGICS = ("time", "timeit", "capture", "prun")  # the rest of the cell is Python
+_PYTHON_MAGICS = ("time", "timeit", "capture", "prun")  # magics after which the rest of the cell is Python
 _SHELL_MAGICS = ("bash", "sh", "script", "system")
 _MAGIC = re.compile(r"^(\s*)([%!?].*|[\w., ]+=\s*[%!].*|[\w.]+\?{1,2})$")
 
@@ -83,7 +83,8 @@ def read_sources(root: Path) -> tuple[list[SourceFile], list[Unread]]:
                     unread.append(Unread(name, "a link that leads out of the folder"))
                 continue  # linked files are read under their own names
             files.append(_read(path, name))
-        except (OSError, ValueError, SyntaxError, RecursionError, LookupError) as error:  # or unknown encoding
+        # also raised for an unknown encoding
+        except (OSError, ValueError, SyntaxError, RecursionError, LookupError) as error:
             unread.append(Unread(name, first_line(error)))
     if not files and not unread:
         raise TesseraError(

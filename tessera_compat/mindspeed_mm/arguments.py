@@ -190,7 +190,10 @@ def _check_words(words: Sequence[str], left_over: Sequence[str]) -> None:
 
 
 def _several_words(words: Sequence[str], extra: str) -> TesseraError:
-    """Return the error for a word that no flag takes. Often it is part of a placeholder such as `your path to data`."""
+    """Return the error for a word that no flag takes.
+
+    Often the word is part of a placeholder such as `your path to data`.
+    """
     end = words.index(extra)
     start = max((at for at in range(end) if words[at].startswith("-")), default=None)
     if start is None or words[start].partition("=")[0] not in FLAGS:
@@ -201,8 +204,7 @@ def _several_words(words: Sequence[str], extra: str) -> TesseraError:
     return TesseraError(
         f"{flag} takes a single value, but several words follow it: {value}",
         where=WHERE,
-        fix=f'write the path in the place of {value!r} in the script, or put it into quotes ({flag} "{value}") '
-        "where blanks belong to it",
+        fix=f'replace {value!r} in the script by the path, or quote it ({flag} "{value}") if it contains blanks',
         code="job.several-words",
     )
 

@@ -37,7 +37,7 @@ def callback_recipe(args: Any) -> dict[str, Any]:
         "name": folder.resolve().name,
         "out": str(folder.resolve().parent),
         "model": model,
-        "data": {"kind": "custom", "workers": 0},  # the user's DataLoader has worker processes of its own
+        "data": {"kind": "custom", "workers": 0},  # the user's DataLoader has its own worker processes
         "train": {
             "steps": steps,
             # A row of the trainer is a whole micro-batch of a rank, because user code decides its content.

@@ -202,7 +202,7 @@ class TransformersModel(MultiModalModule, FSDP2Mixin):
             self.model.post_meta_init()
 
     def fully_shard(self, process_group: Any = None, fsdp2_config_path: Any = None, **kwargs: Any) -> bool:
-        """Call the sharding method of the model class, if it has one. Return whether it has."""
+        """Call the sharding method of the model class, if it has one. Return whether it has one."""
         return isinstance(self.model, FSDP2Mixin) and self.model.fully_shard(process_group, fsdp2_config_path, **kwargs)
 
     def _fully_shard(self, fsdp2_kwargs: dict[str, Any], fsdp2_config: Fsdp2Config) -> None:

@@ -51,7 +51,7 @@ _WITHOUT_VALUE = ("standalone", "use_env")
 
 @dataclass
 class ConvertedScript:
-    """Store the new text, and what was changed or is left, as (line of the original, words)."""
+    """Store the new text, the changes, and the remaining work, as (line of the original, description)."""
 
     text: str
     changed: list[tuple[int, str]] = field(default_factory=list)
@@ -64,7 +64,7 @@ class ConvertedScript:
 
 
 def convert(text: str, path: str, form: Form) -> ConvertedScript:
-    """Convert a launch script. A script that is converted already stays as it is."""
+    """Convert a launch script. A script that is converted already is not changed."""
     return _Converter(text, path, form).run()
 
 
@@ -122,7 +122,8 @@ class _Converter:
         for option in options.values():
             self._option(option, options)
         local = options.get("nproc_per_node")
-        ranks = local.value if local and local.value else "1"  # torchrun starts one, msrun eight
+        # the default of torchrun is one rank, that of msrun is eight
+        ranks = local.value if local and local.value else "1"
         additions = [words for name, words in _ADDED if name not in options]
         if local is None:
             additions.insert(0, "--local_worker_num 1")
@@ -159,7 +160,7 @@ class _Converter:
             reason = DROPPED.get(name, "msrun has no such settings")
             span = option.span
             if name in _WITHOUT_VALUE and value and "=" not in self.text[span.start : span.end]:
-                span = Span(span.start, span.start + len(f"--{name}"))  # the word after it is not its value
+                span = Span(span.start, span.start + len(f"--{name}"))  # the next word is not its value
             self._remove(span, f"--{name} left out: {reason}")
         elif name not in _OF_MSRUN:
             near = nearest(name, [*RENAMED, "nnodes", *DROPPED, *_OF_MSRUN])
@@ -209,7 +210,7 @@ class _Converter:
             self._edit(Span(end, end), f"{gap}--ai-framework mindspore", "added --ai-framework mindspore")
 
     def _unknown_flags(self, launch: LaunchCommand) -> None:
-        """Name flags of an entry point of MindSpeed-MM that nobody knows, as far as the command itself has them."""
+        """List the unknown flags of an entry point of MindSpeed-MM that are in the command itself."""
         command = self.code[launch.command.start : launch.command.end]
         entry = re.search(r"(?<=\s)(?:-m[ \t]+[\w.]+|\S+\.py)\b", command)
         if entry is None:
@@ -241,7 +242,7 @@ class _Converter:
                 self._remove(Span(start, end if has_value else start + len(row["flag"]) + 2), f"{words}; switched off")
 
     def _remove(self, span: Span, words: str) -> None:
-        """Remove an option. If it stands alone in its line, the line goes with it."""
+        """Remove an option. If the line contains only this option, remove the line."""
         line = self.text.rfind("\n", 0, span.start) + 1
         rest = re.compile(r"[ \t]*\\?\r?\n").match(self.text, span.end)
         if not self.text[line : span.start].strip() and rest is not None:

@@ -29,7 +29,7 @@ def scripts_of(path: Path) -> Iterator[Path]:
         try:
             text = without_comments(read_text(script, MAX_BYTES))
         except TesseraError:
-            yield script  # its conversion reports why
+            yield script  # its conversion reports the error
             continue
         if any("msrun" not in text[one.launcher.start : one.launcher.end] for one in launches_in(text)):
             yield script
@@ -48,7 +48,7 @@ class ConvertedFiles:
     """Store the report on several scripts."""
 
     lines: list[str] = field(default_factory=list)
-    is_incomplete: bool = False  # whether something is to do by hand, or a script could not be converted
+    is_incomplete: bool = False  # whether something has to be changed by hand, or a script could not be converted
 
 
 def convert_all(paths: Sequence[Path], output: Path | None, form: str | None, overwrite: bool) -> ConvertedFiles:

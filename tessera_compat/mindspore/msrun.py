@@ -67,7 +67,7 @@ def _options(words: Sequence[str]) -> dict[str, str]:
             waiting = "" if sign else name
         else:
             raise TesseraError(
-                f"msrun has no option {word}, or nothing here does what it does",
+                f"msrun has no option {word}, or the option has no equivalent in Tessera",
                 where="msrun",
                 allowed=[f"--{option}" for option in sorted(_OPTIONS)],
                 nearest=nearest(name, _OPTIONS),

@@ -37,18 +37,18 @@ class LaunchOption:
 
 @dataclass(frozen=True)
 class LaunchCommand:
-    """Store where a script starts ranks."""
+    """Store the position of a command that starts ranks."""
 
     launcher: Span
     command: Span  # the logical line, up to a redirection, a pipe or the end
-    options: tuple[Span, ...]  # where options of the launcher stand: in the command, and in variables that it names
+    options: tuple[Span, ...]  # parts with options of the launcher: the command, and variables that it refers to
 
     def options_of(self, text: str) -> list[LaunchOption]:
         return [option for part in self.options for option in options_in(text, part)]
 
 
 def without_comments(text: str) -> str:
-    """Return the text with comments replaced by blanks, so that positions stay."""
+    """Return the text with comments replaced by blanks, so that positions do not change."""
     lines = []
     for line in text.splitlines(keepends=True):
         match = re.match(r"(?:[^#'\"\\]|\\.|'[^']*'|\"(?:[^\"\\]|\\.)*\"|(?<=[^\s])#)*", line.rstrip("\r\n"))
@@ -117,7 +117,9 @@ def line_of(text: str, position: int) -> int:
 
 
 def separator_at(text: str, position: int, part: Span) -> str:
-    """Return what separates the option at a position from the next one: blanks, or a line break with indentation."""
+    """Return the separator between the option at a position and the next one: blanks, or a line break with
+    indentation.
+    """
     line_start = text.rfind("\n", 0, position) + 1
     indent = re.match(r"[ \t]*", text[line_start:])
     blanks = indent[0] if indent else ""

@@ -41,7 +41,9 @@ CLASSES = ("megatron.core.", "megatron.training.", "mindspeed.", "mindspeed_mm."
 
 @dataclass(frozen=True)
 class _Slot:
-    """Tell which rank files store a tensor: pipeline stage, expert rank (None: all expert ranks), name in the file."""
+    """Identify the rank files that store a tensor: pipeline stage, expert rank (None: all expert ranks), name in the
+    file.
+    """
 
     stage: int
     expert_rank: int | None

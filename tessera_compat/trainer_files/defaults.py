@@ -21,11 +21,11 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     },
     "axolotl": {"adam_beta1": 0.9, "adam_beta2": 0.999},
 }  # fmt: skip
-_SWIFT_SAMPLES = 16  # ms-swift accumulates gradients to at least so many samples in a step
+_SWIFT_SAMPLES = 16  # ms-swift accumulates gradients until a step has at least this number of samples
 
 
 def defaults_of(trainer: str, settings: Mapping[str, Any], world: int) -> dict[str, Any]:
-    """Return the keys that a file leaves out, with the values that its trainer takes for them."""
+    """Return the keys that are missing in a file, with the defaults of its trainer."""
     written = {key for key, value in settings.items() if value is not None}
     added = {key: value for key, value in _DEFAULTS.get(trainer, {}).items() if key not in written}
     if written & set(TUNERS):

@@ -26,7 +26,7 @@ _LINEAR = {
 
 
 def sets(key: str, convert: Callable[[Any], Any] | None = None) -> FileRule:
-    """Return the rule of a key whose value is a recipe key's value. `auto` means the default."""
+    """Return the rule for a key whose value is copied to a recipe key. `auto` means the default."""
 
     def rule(value: Any) -> Settings:
         return {} if value == "auto" else {key: value if convert is None else _number(convert, value)}
@@ -42,7 +42,7 @@ def _number(convert: Callable[[Any], Any], value: Any) -> Any:
 
 
 def when(key: str, setting: Any) -> FileRule:
-    """Return the rule of a switch."""
+    """Return the rule for a switch with the values true and false."""
 
     def rule(value: Any) -> Settings:
         if value not in (True, False, "true", "false", "True", "False", "auto"):
@@ -53,7 +53,7 @@ def when(key: str, setting: Any) -> FileRule:
 
 
 def chosen(choices: Mapping[str, Settings | str]) -> FileRule:
-    """Return the rule of a key with fixed words; a reason in place of settings refuses a word."""
+    """Return the rule for a key with fixed words. A word with a reason in place of settings is refused."""
 
     def rule(value: Any) -> Settings:
         choice = choices.get(str(value).lower())
@@ -61,13 +61,13 @@ def chosen(choices: Mapping[str, Settings | str]) -> FileRule:
             raise ValueError(f"not one of {', '.join(choices)}")
         if isinstance(choice, str):
             raise ValueError(choice)
-        return copy.deepcopy(choice)  # the recipe is changed while it is put together
+        return copy.deepcopy(choice)  # a copy, because the recipe is changed later
 
     return rule
 
 
 def refuses(reason: str) -> FileRule:
-    """Return the rule of a key that has no counterpart; off and empty values are not needed."""
+    """Return the rule for a key without equivalent in Tessera. Empty and switched-off values are "not needed"."""
 
     def rule(value: Any) -> Settings:
         if value in (False, 0, "", [], {}, "none", "false"):
@@ -92,7 +92,7 @@ def targets(value: Any) -> Settings:
     if set(names) & {"all", "all-linear"}:
         return {}
     if unknown := [name for name in names if name not in _LINEAR]:
-        raise ValueError(f"{unknown[0]} is no layer that is known here; `tessera plan RECIPE --modules` lists them")
+        raise ValueError(f"{unknown[0]} is not the name of a known layer; `tessera plan RECIPE --modules` lists them")
     return {"model.lora.targets": [_LINEAR[name] for name in names]}
 
 
@@ -104,16 +104,16 @@ def output_folder(value: Any) -> Settings:
 def schedule(value: Any) -> Settings:
     kinds = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
     if str(value) not in kinds:
-        raise ValueError(f"constant, linear, cosine and wsd are the schedules, not {value}")
+        raise ValueError(f"the schedule {value} is not supported, only constant, linear, cosine and wsd")
     return {"optim.schedule.kind": kinds[str(value)]}
 
 
 def per_epoch(key: str) -> FileRule:
-    """Return the rule of how often something is done in an epoch."""
+    """Return the rule for an interval that is written as a number of times per epoch."""
 
     def rule(value: Any) -> Settings:
         if float(value) not in (0.0, 1.0):
-            raise ValueError(f"{key} is 1epoch, or a number of steps: write it")
+            raise ValueError(f"set {key} in the recipe to 1epoch or to a number of steps")
         return {key: "1epoch"} if float(value) else {}
 
     return rule
@@ -122,24 +122,26 @@ def per_epoch(key: str) -> FileRule:
 def optimizer(value: Any) -> Settings:
     name = str(value).lower()
     if name.endswith("8bit"):
-        raise ValueError("states of eight bits are not here: adamw; optim.offload keeps its states on the host")
+        raise ValueError(
+            "8-bit optimizer states are not supported: use adamw; optim.offload keeps its states on the host"
+        )
     if name.startswith(("adamw", "fusedadam", "adam")) and "bit" not in name and "8" not in name:
         return {"optim.name": "adamw"}
     if name in ("lion", "adafactor", "muon"):
         return {"optim.name": name}
-    raise ValueError(f"adamw, lion, muon and adafactor are the optimizers, not {value}")
+    raise ValueError(f"the optimizer {value} is not supported, only adamw, lion, muon and adafactor")
 
 
 def trackers(value: Any) -> Settings:
     names = [value] if isinstance(value, str) else list(value)
     names = [name for name in names if name not in ("none", "all")]
     if unknown := [name for name in names if name not in ("tensorboard", "wandb", "swanlab")]:
-        raise ValueError(f"tensorboard, wandb and swanlab are the trackers, not {unknown[0]}")
+        raise ValueError(f"the tracker {unknown[0]} is not supported, only tensorboard, wandb and swanlab")
     return {"log.trackers": names} if names else {}
 
 
 def positive(key: str, convert: Callable[[Any], Any] = int) -> FileRule:
-    """Return the rule of a number of which 0, -1 and null mean none."""
+    """Return the rule for a number. 0, -1 and null mean that it is not set."""
 
     def rule(value: Any) -> Settings:
         return {key: _number(convert, value)} if value is not None and value != "auto" and float(value) > 0 else {}
@@ -168,7 +170,7 @@ _TASKS: dict[str, Settings | str] = {
 
 
 def hf_rules() -> dict[str, FileRule]:
-    """Return the rules of the arguments of the transformers Trainer, and of the tools that pass them on."""
+    """Return the rules for arguments of the transformers Trainer, and for tools that pass them on."""
     rules: dict[str, FileRule] = {}
     for name, ours in foreign_keys().items():
         if not ours.key:

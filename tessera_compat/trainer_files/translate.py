@@ -92,7 +92,7 @@ def recipe_of_file(path: Path, data: Mapping[str, Any], world: int | None) -> Mi
     try:
         load_config(recipe)  # raises for an invalid recipe before it is written
     except TesseraError as error:
-        setting = error.what.partition(":")[0]  # such as optim.betas.1
+        setting = error.what.partition(":")[0]  # key in the message, such as optim.betas.1
         while setting and setting not in translation.origin:
             setting = setting.rpartition(".")[0]
         if setting:
@@ -121,7 +121,9 @@ def _warmup(share: Any, steps: int) -> Settings:
     if share is None or not float(share):
         return {}
     if not steps:
-        raise ValueError("optim.schedule.warmup counts steps, and the file has none: write it")
+        raise ValueError(
+            "the file has a share of warmup steps, but no number of steps: set optim.schedule.warmup in the recipe"
+        )
     return {"optim.schedule.warmup": round(float(share) * steps)}
 
 
@@ -177,7 +179,7 @@ class _Translation:
         self.report.add(source, key, value, "mapped" if settings else "not needed", note)
 
     def _batch(self, flat: Mapping[str, Any], source: str) -> set[str]:
-        """Join the batch of a device, accumulation and ranks to samples of a step. Return the keys."""
+        """Compute the samples of a step from the batch per device, accumulation and ranks. Return the keys."""
         keys = [key for key in (*_BATCH, *_ACCUMULATION, _TOTAL) if key in flat]
         numbers = {key: flat[key] for key in keys if _number(flat[key], 0)}
         for key in keys:
@@ -203,7 +205,7 @@ class _Translation:
         return set(keys)
 
     def _together(self, flat: Mapping[str, Any], source: str) -> set[str]:
-        """Translate keys that are about one recipe key: betas, frozen parts, the share of warmup steps."""
+        """Translate keys that together set one recipe key: betas, frozen parts, the share of warmup steps."""
         handled: set[str] = set()
         if "adam_beta1" in flat:
             second = flat.get("adam_beta2") or 0.999

@@ -201,8 +201,11 @@ JOB = "model_name_or_path: org/model\nlearning_rate: 1e-4\ndataset: d.json\n"
         ("learning_rate: .nan", "not supported learning_rate = nan: not a number"),
         ("learning_rate: true", "not supported learning_rate = True: not a number"),
         ("output_dir: '${oc.env:HOME}/x'", "not supported output_dir = '${oc.env:HOME}/x': variables are not resolved"),
-        ("optim: adamw_bnb_8bit", "not supported optim = 'adamw_bnb_8bit': states of eight bits are not here"),
-        ("saves_per_epoch: 4", "not supported saves_per_epoch = 4: checkpoint.every is 1epoch, or a number of steps"),
+        ("optim: adamw_bnb_8bit", "not supported optim = 'adamw_bnb_8bit': 8-bit optimizer states are not supported"),
+        (
+            "saves_per_epoch: 4",
+            "not supported saves_per_epoch = 4: set checkpoint.every in the recipe to 1epoch or to a number of steps",
+        ),
         ("saves_per_epoch: 1", "mapped        saves_per_epoch = 1: checkpoint.every"),
         ("max_samples: 20", "not needed    max_samples = 20: with dataset"),
         ("nobody_knows_it:", "not needed    nobody_knows_it = None: not set"),

@@ -202,7 +202,7 @@ def check(ended: Ended, codes: list[int], blamed: int, words: list[str]) -> None
 EXPECTED = [
     ("killed", [3, -9], 1, ["rank 1", "died", "step 3", "forward of text.layers.1"]),
     ("killed main", [-9, 3], 0, ["rank 0", "died", "step 3", "forward of text.layers.1"]),
-    ("stopped", [3, -9], 1, ["rank 1", "no sign of life", "step 3", "forward of text.layers.1"]),
+    ("stopped", [3, -9], 1, ["rank 1", "sent no heartbeat", "step 3", "forward of text.layers.1"]),
     ("stopped main", [-9, 3], 0, ["rank 0", "stopped answering", "step 3", "forward of text.layers.1"]),
     ("stalled", [3, 3], 1, ["rank 1", "holding up the others", "step 3", "forward of text.layers.1"]),
     ("skipped a step", [3, 3], 1, ["rank 1 is at step 3", "the others are at step 2"]),
@@ -283,7 +283,7 @@ def slow_recipe(out: Path, slow: dict[str, float], held: dict[str, float], secon
     }
 
 
-@pytest.mark.parametrize(("missing", "words"), [(1, "rank 1 missing: 1 of 2 ranks came within 2 s"), (0, "rank 0")])
+@pytest.mark.parametrize(("missing", "words"), [(1, "rank 1 missing: 1 of 2 ranks joined within 2 s"), (0, "rank 0")])
 def test_a_missing_rank_is_named_at_the_start(missing: int, words: str, data: Path, tmp_path: Path) -> None:
     ended = run(recipe_for(data, tmp_path, join_timeout_s=2), tmp_path, None, start=[1 - missing])
     assert ended.codes == [1], ended.said  # the error was raised: nobody here turns it into a line

@@ -519,7 +519,7 @@ def test_long_samples_are_dropped_and_named_or_cut(tmp_path: Path, caplog: pytes
     path, cache = write_jsonl(tmp_path / "l.jsonl", rows), tmp_path / "cache"
     with caplog.at_level(logging.INFO, "tessera"):
         dropped = build(path, length=40, cache_folder=cache)
-    assert "0 samples cut by turns, 3 dropped" in caplog.records[-1].getMessage()
+    assert "0 were truncated, 3 were dropped" in caplog.records[-1].getMessage()
     assert [s.id for _, s in everything(dropped)] == ["short", "last"]
     assert dropped.bad == tuple(
         (id, f"{tokens} tokens do not fit into data.length 40", "data.sample-too-long")
@@ -527,7 +527,7 @@ def test_long_samples_are_dropped_and_named_or_cut(tmp_path: Path, caplog: pytes
     )
     with caplog.at_level(logging.INFO, "tessera"):
         cut = build(path, length=40, cache_folder=cache, truncate="turns")
-    assert "2 samples cut by turns, 1 dropped" in caplog.records[-1].getMessage()
+    assert "2 were truncated, 1 were dropped" in caplog.records[-1].getMessage()
     assert [(tokens, s.id, len(s.messages)) for tokens, s in everything(cut)] == [
         (10, "short", 2),
         (20, "two", 4),

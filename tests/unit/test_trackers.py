@@ -140,7 +140,7 @@ def test_a_tracker_that_raises_is_reported_once_and_left_out(
         callback.on_end(trainer)
     assert [step for step, _ in trackers["swanlab"].rows] == [1]
     told = [record.getMessage() for record in caplog.records if "wandb" in record.getMessage()]
-    assert told == ["wandb is left out from here on: SystemExit: no such key"]
+    assert told == ["wandb gets no further metrics: SystemExit: no such key"]
 
 
 class Hanging(Kept):
@@ -156,7 +156,7 @@ def test_a_run_with_a_tracker_that_hangs_goes_on_and_ends(tmp_path: Path, capsys
     callback = Trackers(recipe(tmp_path, "wandb").log, Hanging, finish_s=0.0)
     run = train(chat_recipe(tmp_path / "data", tmp_path), settings, callbacks=[callback])
     assert [row["step"] for row in run.metrics] == [1, 2]
-    assert "wandb does not answer" in capsys.readouterr().err
+    assert "wandb does not respond" in capsys.readouterr().err
 
 
 def test_a_missing_package_is_told_with_the_line_that_installs_it(

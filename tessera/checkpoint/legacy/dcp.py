@@ -125,7 +125,7 @@ def _tensors(folder: Path, metadata: Described) -> dict[str, DcpTensor]:
         check_cover(_text(name), shape, chunks, str(folder / METADATA))
         missing = [offsets for offsets, _ in chunks if (name, str(offsets)) not in stored]
         if missing:
-            raise ValueError(f"the part of {name!r} at {missing[0]} is in no file")
+            raise ValueError(f"no file contains the part of {name!r} at {missing[0]}")
         parts = tuple(_Part(offsets, sizes, *stored[name, str(offsets)]) for offsets, sizes in chunks)
         spans = sorted((part.file, part.start, part.start + part.length) for part in parts)
         if any(one[0] == two[0] and one[2] > two[1] for one, two in pairwise(spans)):

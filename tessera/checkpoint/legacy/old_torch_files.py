@@ -16,7 +16,7 @@ from tessera.checkpoint.legacy.pickles import Described, Name, PersistentId, des
 from tessera.checkpoint.legacy.torch_files import ITEM_BYTES, TorchReader, damaged, may_contain
 from tessera.runtime.files import open_regular
 
-_BEGINNING = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the pickle of the magic number
+_BEGINNING = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # pickle of the magic number with which such a file begins
 _VERSION = 1001
 _PICKLES_END = 16 << 20  # the pickles must end before this position; tensors are not part of them
 

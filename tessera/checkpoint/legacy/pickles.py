@@ -208,13 +208,13 @@ class _Machine:
         elif isinstance(target, Described):
             target.elements.extend(values)
         else:
-            raise ValueError("elements are appended to something that is no list")
+            raise ValueError("elements are appended to a value that is not a list")
 
     def update(self, items: Any) -> None:
         """Set items of the dictionary or the description on top of the stack."""
         target = self.top()
         if not isinstance(target, (dict, Described)) or not isinstance(items, dict):
-            raise ValueError("items are set on something that is no dictionary")
+            raise ValueError("items are set on a value that is not a dictionary")
         (target.items if isinstance(target, Described) else target).update(items)
 
     def put(self, argument: int) -> None:
@@ -224,7 +224,7 @@ class _Machine:
 
     def push_name(self, module: Any, name: Any) -> None:
         if not isinstance(module, str) or not isinstance(name, str):
-            raise ValueError("a name that is no text")
+            raise ValueError("a name that is not a string")
         full_name = Name(module, name)
         if not self.allowed(full_name):
             raise TesseraError(
@@ -245,7 +245,7 @@ class _Machine:
     def set_state(self, state: Any) -> None:
         target = self.top()
         if not isinstance(target, Described) or target.state is not None:
-            raise ValueError("a state for a value that has none")
+            raise ValueError("a state for a value that takes no state")
         target.state = state
 
 

@@ -121,7 +121,8 @@ def read_torch_file(path: Path, classes: tuple[str, ...] = ()) -> Any:
 def read_torch_archive(opened: BinaryIO, path: Path, start: int, length: int, classes: tuple[str, ...] = ()) -> Any:
     """Return the content of the archive at `start` in an open file."""
     try:
-        view = byte_ranges(opened, [(start, length)], LARGEST_PICKLE)  # tensors are not read through it
+        # limited in size: tensors are read from the file itself
+        view = byte_ranges(opened, [(start, length)], LARGEST_PICKLE)
         with zipfile.ZipFile(view) as archive:
             entries = _entries(archive, path)
             pickles = [name for name in entries if name.endswith("/data.pkl") and name.count("/") == 1]
@@ -215,7 +216,8 @@ class TorchReader:
     def tensor(self, described: Described) -> StoredTensor:
         try:
             storage, offset, shape, stride = described.arguments[:4]
-            kind, class_name, key, _, elements = storage.value[:5]  # files before torch 1.6 have a sixth: a view
+            # files of torch before 1.6 have a sixth item: a view
+            kind, class_name, key, _, elements = storage.value[:5]
             if described.name == _REBUILD_WITH_DTYPE:
                 dtype = _BY_DTYPE_NAME[described.arguments[6].name]
             else:

@@ -147,7 +147,7 @@ class PickleWriter:
                 return b"(" + b"".join(map(self._value, value)) + b"t"
             case list():
                 return b"](" + b"".join(map(self._value, value)) + b"e"
-        raise AssertionError(f"{type(value).__name__} is never written to such a file")
+        raise AssertionError(f"{type(value).__name__} cannot be written to a torch.save file")
 
     def _tensor(self, plan: PlannedTensor) -> bytes:
         """Pickle a tensor that has a storage of its own."""

@@ -175,7 +175,7 @@ class IndexMaker:
                 cut = measure_all(work, workers=self.workers, title=f"long samples of {name}")
             fitted = self._write(file, key, with_cuts(Measured.of(tables), cut, long), parts)
         log.info(
-            "%s: of the samples longer than data.length %d, %s samples cut by turns, %s dropped",
+            "%s: of the samples longer than data.length %d, %s were truncated, %s were dropped",
             *(name, self.length, fitted.about["cut"], fitted.about["dropped"]),
         )
         return fitted

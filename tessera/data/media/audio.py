@@ -47,7 +47,7 @@ def probe(source: Opened, limits: Limits, sampling: AudioSampling, clip: AudioCl
 
 
 def stored_rate(source: Opened, limits: Limits) -> int:
-    """Return the samples per second of a recording from its header."""
+    """Return the sampling rate of a recording from its header, in samples per second."""
     with container(source, "audio", limits) as held:
         rate = _rate(_stream(held, source.name))
     return _checked_rate(rate, source.name)

@@ -190,7 +190,7 @@ def _with_sound(source: Opened, limits: Limits, sampling: VideoSampling) -> bool
 
 
 def audio_rate(part: Part, root: Path, limits: Limits) -> int:
-    """Return the samples per second that a recording is stored with."""
+    """Return the stored sampling rate of a recording, in samples per second."""
     value = part.value.value if isinstance(part.value, AudioClip) else part.value
     with opened(value, root, part.kind, limits.urls) as source:
         return audio.stored_rate(source, limits)

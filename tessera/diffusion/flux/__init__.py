@@ -21,10 +21,11 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "pooled_projection_dim": 64,
         "axes_dims_rope": (8, 12, 12),
     },
-    "dev": {"guidance_embeds": True},  # also the shape of Kontext
+    "dev": {"guidance_embeds": True},  # Kontext has the same shape
     "schnell": {},
     "fill": {"guidance_embeds": True, "in_channels": 384, "out_channels": 64},
-    "control": {"guidance_embeds": True, "in_channels": 128, "out_channels": 64},  # conditions on depth or edges
+    # a model that gets depth or edges as conditions
+    "control": {"guidance_embeds": True, "in_channels": 128, "out_channels": 64},
 }
 _NAMES = (
     ("embed.latents.{kind}", "x_embedder.{kind}"),

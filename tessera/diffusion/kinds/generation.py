@@ -56,7 +56,7 @@ def captioned_rows(request: RowRequest, processor: GenerationProcessor) -> RowSo
             code="data.features-mixed-with-media",
         )
     if not features:
-        processor.check_tokenizers()  # one error of the recipe, not one of every sample
+        processor.check_tokenizers()  # raise one error about the recipe instead of one about every sample
     request = replace(request, section=with_format(section, "generation"))
     rows = pack_rows(request, processor, hole=processor.hole, count_names=COUNTS)
     if features:

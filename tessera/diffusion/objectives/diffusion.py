@@ -327,7 +327,8 @@ class DiffusionTask(Task):
             "noise_band": self._level_of_latents(batch, [_band(level) for level in levels]),
         }
         times = [level.time for level in levels]
-        if family.token_times and self.options.given != "none":  # conditioning frames use timestep zero, the last
+        # conditioning frames use the last timestep, which is zero
+        if family.token_times and self.options.given != "none":
             still = self._part(batch, self._still(batch))
             tensors["time_index"] = torch.where(still, len(times), batch["sample_index"])
             times.append(0.0)

@@ -19,7 +19,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "joint_attention_dim": 64,
         "axes_dims_rope": (8, 12, 12),
     },
-    "20b": {},  # also the shape of Edit and Edit-2509
+    "20b": {},  # Edit and Edit-2509 have the same shape
     "edit-2511-20b": {"zero_cond_t": True},
 }
 _NAMES = (

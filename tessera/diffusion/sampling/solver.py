@@ -97,7 +97,8 @@ def make_solver(
     if steps == 1:  # diffusers divides by zero if a single step is stretched
         config = {**config, "shift_terminal": None}
     scheduler_class = _library_class(name)
-    taken = inspect.signature(scheduler_class.__init__).parameters  # other keys would log a warning for each sample
+    # pass supported keys only: for others diffusers would log a warning for each sample
+    taken = inspect.signature(scheduler_class.__init__).parameters
     options: dict[str, Any] = {"sigmas": sigmas} if sigmas is not None and name == EULER else {}
     try:
         scheduler = scheduler_class.from_config({key: value for key, value in config.items() if key in taken})

@@ -30,7 +30,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "2.1-t2v-14b": {},
     "2.1-i2v-14b": _IMAGES,
     "2.1-flf2v-14b": {**_IMAGES, "pos_embed_seq_len": 514},
-    "2.2-t2v-a14b": {},  # each of its two experts has this shape
+    "2.2-t2v-a14b": {},  # both experts of this model have this shape
     "2.2-i2v-a14b": {"in_channels": 36},
     "2.2-ti2v-5b": {
         "num_attention_heads": 24,

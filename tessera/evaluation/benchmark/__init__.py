@@ -11,26 +11,28 @@ from tessera.core.sample import Sample
 from tessera.data.sources.container import RecordError
 from tessera.engine.request import Sampling
 
-LARGEST = 1e300  # value of a mark: sums of larger ones overflow
+LARGEST = 1e300  # limit of the values of a mark: sums of larger values could overflow
 
 
 @dataclass(frozen=True)
 class BenchmarkQuestion:
-    """Hold one question, its accepted answers, and what its metric needs beside them."""
+    """Hold one question, its accepted answers, and further inputs of its metric."""
 
     id: str
     sample: Sample  # the messages to answer, with the prompt of the protocol
     expected: tuple[str, ...]
-    options: Mapping[str, str] = field(default_factory=dict)  # of a multiple choice question: texts by letter
-    categories: Mapping[str, str] = field(default_factory=dict)  # by table of the report, such as {"subject": "Art"}
-    fields: Mapping[str, Any] = field(default_factory=dict)  # other columns that the metric reads
-    group: str = ""  # questions of a group count as one: `together` joins their marks. "": a group of its own
-    root: Path | None = None  # folder of its media; None: that of the benchmark
+    # letter -> text of the option, for a multiple choice question
+    options: Mapping[str, str] = field(default_factory=dict)
+    # table of the report -> category, such as {"subject": "Art"}
+    categories: Mapping[str, str] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)  # further columns that the metric reads
+    group: str = ""  # questions of a group count as one: `together` joins their marks. "": in no group
+    root: Path | None = None  # folder of its media; None: the folder of the benchmark
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Hold what an answer was taken for, and its values by name.
+    """Hold the part of an answer that was scored, and its values by name.
 
     Figures of a benchmark are computed from the means of these values over all questions. A word error rate, for
     example, is the mean number of errors divided by the mean number of words. Missing values count as 0.
@@ -41,9 +43,10 @@ class Mark:
 
 
 def together(marks: Sequence[Mark]) -> Mark:
-    """Return the mark of a group of questions, such as one question with its options rotated: the least of each value.
+    """Return the mark of a group of questions, such as one question with its options rotated: the minimum of each
+    value.
 
-    `marks`: in the order of the questions. What the answer to the first question was taken for is reported.
+    `marks`: in the order of the questions. `extracted` of the result is that of the first question.
     """
     names = dict.fromkeys(name for mark in marks for name in mark.values)
     return Mark(marks[0].extracted, {name: min(mark.values.get(name, 0.0) for mark in marks) for name in names})
@@ -57,7 +60,7 @@ class AnswerMetric:
     mark: Callable[[str, BenchmarkQuestion], Mark]
     summary: Callable[[Mapping[str, float]], Mapping[str, float]] = dict
     higher_is_better: bool = True
-    code: str = ""  # hash of the file of a user's function: other code is another protocol
+    code: str = ""  # hash of the file of a user's function: a change of the code is a change of the protocol
 
     def score(self, values: Mapping[str, float]) -> float:
         """Return the score of a single answer with these values."""
@@ -69,7 +72,7 @@ class AnswerMetric:
 
 
 class Benchmark(Protocol):
-    """Declare what an evaluation reads from a benchmark: published ones, and the held-out data of a run."""
+    """Declare the interface of benchmarks: published ones, and the held-out data of a run."""
 
     name: str
     variant: str  # the name of the protocol, such as "lmms-eval"
@@ -86,5 +89,7 @@ class Benchmark(Protocol):
         ...
 
     def protocol(self) -> dict[str, Any]:
-        """Return JSON of what scores depend on: data hashes, prompt, extraction, metric, generation settings."""
+        """Return everything that scores depend on as JSON: data hashes, prompt, extraction, metric, generation
+        settings.
+        """
         ...

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 SUBSETS, SUBSET_SIZE = 100, 1000  # KID is the mean over random subsets, as published
-RESAMPLES = 2000  # of the bootstrap
+RESAMPLES = 2000  # number of bootstrap samples
 FEWEST_GROUPS = 20  # below this number, the coverage of a bootstrap interval is too low
 _NORMAL_95 = 1.959964  # quantile of the normal distribution for 95 %
 
@@ -63,7 +63,7 @@ def _factor(covariance: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class SampleEstimate:
-    """Hold a value with its 95 % confidence interval; None if the interval would not be sound."""
+    """Hold a value with its 95 % confidence interval; the interval is None if there are too few groups."""
 
     value: float
     interval: tuple[float, float] | None = None

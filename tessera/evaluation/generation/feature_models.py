@@ -25,7 +25,7 @@ from tessera.runtime.files import read_json_mapping
 from tessera.runtime.log import without_bars
 from tessera.weights.layouts import CONFIG_FILE, folder_layout
 
-BATCH = 32  # images in one call
+BATCH = 32  # number of images in one call
 INCEPTION = "inception"
 CLIP = "clip"
 # model_type of a configuration -> class of transformers. DINO is a ViT.
@@ -61,12 +61,12 @@ class FeatureModel(ABC):
         return torch.cat(parts)
 
     def describe(self) -> dict[str, Any]:
-        """Return what determines the features, for the protocol."""
+        """Return the settings that determine the features, for the protocol."""
         return {"kind": self.kind, "digest": self.digest}
 
 
 class InceptionFeatures(FeatureModel):
-    """The features of FID."""
+    """Compute the features of FID."""
 
     kind = INCEPTION
 
@@ -95,7 +95,7 @@ class InceptionFeatures(FeatureModel):
 
 
 class VisionFeatures(FeatureModel):
-    """Features of a model folder of transformers: the projected embedding of CLIP, the class token of DINO."""
+    """Compute features by a model folder of transformers: the projected embedding of CLIP, the class token of DINO."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         self.kind = _kind_of(folder)
@@ -106,7 +106,7 @@ class VisionFeatures(FeatureModel):
             self._tokenizer = _tokenizer(folder) if self.kind == CLIP else None
         sides = [folder / name for name in _SIDE_FILES if (folder / name).is_file()]
         self.digest = digest_of([*folder_layout(folder).weight_files(), *sides])
-        self.truncated = 0  # prompts that were longer than the context of CLIP
+        self.truncated = 0  # number of prompts that were longer than the context of CLIP
 
     @torch.no_grad()
     def encode(self, images: Sequence[np.ndarray]) -> Tensor:
@@ -166,7 +166,7 @@ def _kind_of(folder: Path) -> str:
     file = folder / CONFIG_FILE
     if not file.is_file():
         raise TesseraError(
-            "there is no model with features of images",
+            "there is no model that computes features of images",
             where=str(folder),
             allowed=["file of Inception weights", "folder with config.json"],
             code="evaluation.no-feature-model",
@@ -174,7 +174,7 @@ def _kind_of(folder: Path) -> str:
     kind = str(read_json_mapping(file).get("model_type"))
     if kind not in CLASSES:
         raise TesseraError(
-            f"features of models of the type {kind!r:.80} are not supported",
+            f"models of the type {kind!r:.80} are not supported as feature models",
             where=str(file),
             allowed=CLASSES,
             code="evaluation.unknown-feature-model",
@@ -215,10 +215,13 @@ def _readable(folder: Path) -> Iterator[None]:
 
 
 def _load(folder: Path, name: str) -> nn.Module:
-    """Return a model of transformers. Raise if the files lack one of its tensors, which would be random."""
+    """Return a model of transformers.
+
+    Raise if the files lack one of its tensors: transformers would fill it with random values.
+    """
     import transformers
 
-    folder_layout(folder).weight_files()  # raises for pickles and for files outside of the folder
+    folder_layout(folder).weight_files()  # raises an error for pickles, and for files outside of the folder
     with without_bars(transformers):
         model, report = getattr(transformers, name).from_pretrained(
             folder,

@@ -14,15 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-SIZE = 299  # height and width of the input, in pixels
-WIDTH = 2048  # features of an image
+SIZE = 299  # height and width of the input image, in pixels
+WIDTH = 2048  # number of features of an image
 _CLASSES = 1008
 _average = partial(F.avg_pool2d, kernel_size=3, stride=1, padding=1, count_include_pad=False)
 _largest = partial(F.max_pool2d, kernel_size=3, stride=1, padding=1)
 
 
 class Convolution(nn.Module):
-    """A convolution without bias, batch normalization and ReLU. `kernel` and `padding`: an int, or (height, width)."""
+    """Compute a convolution without bias, batch normalization and ReLU.
+
+    `kernel` and `padding`: an int, or (height, width).
+    """
 
     def __init__(
         self,
@@ -41,7 +44,7 @@ class Convolution(nn.Module):
 
 
 class InceptionA(nn.Module):
-    """Branches of 1x1, 5x5 and two 3x3 convolutions, and pooling, at 35x35 pixels."""
+    """Compute branches of 1x1, 5x5 and two 3x3 convolutions, and pooling, at 35x35 pixels."""
 
     def __init__(self, width: int, pooled: int) -> None:
         super().__init__()
@@ -75,7 +78,7 @@ class InceptionB(nn.Module):
 
 
 class InceptionC(nn.Module):
-    """Branches of 1x7 and 7x1 convolutions, at 17x17 pixels. `inner`: width within the branches."""
+    """Compute branches of 1x7 and 7x1 convolutions, at 17x17 pixels. `inner`: width within the branches."""
 
     def __init__(self, inner: int) -> None:
         super().__init__()
@@ -115,7 +118,7 @@ class InceptionD(nn.Module):
 
 
 class InceptionE(nn.Module):
-    """Branches of 1x3 and 3x1 convolutions beside each other, at 8x8 pixels. `last`: pool by the maximum."""
+    """Compute parallel branches of 1x3 and 3x1 convolutions, at 8x8 pixels. `last`: use maximum pooling."""
 
     def __init__(self, width: int, last: bool) -> None:
         super().__init__()
@@ -159,7 +162,7 @@ class Inception(nn.Module):
         self.Mixed_7a = InceptionD()
         self.Mixed_7b = InceptionE(1280, last=False)
         self.Mixed_7c = InceptionE(WIDTH, last=True)
-        self.fc = nn.Linear(WIDTH, _CLASSES)  # in the file of weights; not used
+        self.fc = nn.Linear(WIDTH, _CLASSES)  # not used, but the file of weights contains it
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Return the features [N, 2048] of images [N, 3, 299, 299] in the range -1 to 1."""

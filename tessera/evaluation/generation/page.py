@@ -19,7 +19,7 @@ from tessera.runtime.files import replace_file
 
 JSON_FILE, PAGE_FILE = "scores.json", "scores.html"
 MOST_SHOWN = 48
-_FRAMES = 3  # frames of a video on the page: the first, the middle and the last
+_FRAMES = 3  # number of frames of a video on the page: the first, the middle and the last
 _STYLE = """
 .samples{display:grid;gap:14px;grid-template-columns:repeat(auto-fill,minmax(260px,1fr))}
 .samples .strip{display:flex;gap:4px}.samples img{flex:1 1 0;min-width:0;width:100%;border-radius:4px;display:block}
@@ -77,7 +77,9 @@ def _samples(scores: Scores) -> str:
 
 
 def _chosen(values: Sequence[float | None]) -> list[int]:
-    """Return the indices of the samples to show: the lowest and the highest values, or evenly without values."""
+    """Return the indices of the samples to show: those with the lowest and the highest values; without values, evenly
+    spaced ones.
+    """
     if any(value is None for value in values):
         stride = max(1, len(values) // MOST_SHOWN)
         return list(range(0, len(values), stride))[:MOST_SHOWN]

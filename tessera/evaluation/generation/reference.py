@@ -21,8 +21,8 @@ from tessera.runtime.files import replace_file
 from tessera.runtime.progress import WorkProgress
 
 FEATURES = "features"
-MEAN, COVARIANCE = "mu", "sigma"  # names in published files
-_MOST_BYTES = 1 << 30  # of the arrays of a numpy archive
+MEAN, COVARIANCE = "mu", "sigma"  # names of mean and covariance in published files
+_MOST_BYTES = 1 << 30  # size limit of the arrays in a numpy archive
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class ReferenceFeatures:
 
     moments: Moments
     features: Tensor | None
-    digest: str = ""  # of the feature model; empty: the file does not state it
+    digest: str = ""  # hash of the feature model; empty: the file does not state it
 
 
 def read_reference(path: Path, model: FeatureModel) -> ReferenceFeatures:
@@ -49,7 +49,7 @@ def read_reference(path: Path, model: FeatureModel) -> ReferenceFeatures:
     if path.suffix == ".npz":
         return ReferenceFeatures(_published(path), None)
     raise TesseraError(
-        "there is no reference",
+        "the reference does not exist",
         where=str(path),
         allowed=["folder of images or videos", ".safetensors of --save-features", ".npz with mu and sigma"],
         code="evaluation.no-reference",
@@ -126,7 +126,7 @@ def _moments(features: Tensor, path: Path) -> Moments:
         raise TesseraError(
             "a distance needs at least two samples",
             where=str(path),
-            fix="name more samples: a thousand or more for a distance that means something",
+            fix="name more samples: a meaningful distance needs a thousand or more",
             code="evaluation.too-few-samples",
         )
     return Moments.of(features)

@@ -22,7 +22,7 @@ from tessera.runtime.files import leads_out, parse_row, read_bytes, read_json, r
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 VIDEOS = (".mp4", ".gif", ".webm", ".mov", ".mkv", ".avi")
 MOST_FILES = 1_000_000
-_LIMIT = 256 << 20  # bytes of a file of prompts
+_LIMIT = 256 << 20  # size limit of a file of prompts, in bytes
 _EVERY_FRAME = VideoSampling(fps=0.0, rule="pace", multiple=1, max_frames=100_000)
 _NUMBERED = re.compile(r"(.*)-\d+")
 _COLUMNS = ("file", "image", "video", "file_name")
@@ -57,7 +57,7 @@ class GeneratedSample:
 
 @dataclass(frozen=True)
 class SampleSet:
-    """Hold the samples of a folder. `generation`: the protocol that they were made by, if the folder states it.
+    """Hold the samples of a folder. `generation`: the protocol by which they were generated, if the folder states it.
 
     `unsampled`: prompts of a VBench file without any sample.
     """
@@ -157,7 +157,7 @@ def _recorded(folder: Path) -> SampleSet:
         raise TesseraError(
             f"{len(rows)} of {len(prompts) * count} samples exist",
             where=str(folder),
-            fix="run the same tessera generate --vbench command again: it makes those that are missing",
+            fix="run the same tessera generate --vbench command again: it generates the missing ones",
             code="evaluation.samples-missing",
         )
     files = media_files(folder / SAMPLES)

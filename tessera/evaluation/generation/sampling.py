@@ -41,13 +41,15 @@ from tessera.runtime.files import JsonLines, replace_file
 from tessera.version import package_versions
 
 log = logging.getLogger("tessera")
-_VERSION = 1  # of the files of the folder
+_VERSION = 1  # version of the format of the folder's files
 _LIBRARIES = ("tessera-mm", "torch", "diffusers", "transformers")
 
 
 @dataclass(frozen=True)
 class SampledSuite:
-    """Report the folder of a benchmark, its samples, and how many of them an earlier call had made."""
+    """Report the folder of a benchmark, the number of its samples, and how many of them an earlier call has
+    generated.
+    """
 
     folder: Path
     samples: int
@@ -68,9 +70,9 @@ def sample_suite(
 ) -> SampledSuite:
     """Sample `count` times for each prompt, 5 by default, and write `out/samples/PROMPT-INDEX.mp4` or `.png`.
 
-    A call with the same settings continues: it makes the samples that are missing. Sample `index` of prompt `n` has the
-    seed `seed + n * count + index`. `options`: fields of `MediaRequest`. `loading`: arguments of `load_pipeline`. All
-    ranks of a process group call this, and rank 0 writes.
+    A call with the same settings continues: it generates the missing samples. Sample `index` of prompt `n` has the seed
+    `seed + n * count + index`. `options`: fields of `MediaRequest`. `loading`: arguments of `load_pipeline`. All ranks
+    of a process group call this, and rank 0 writes.
     """
     suite = read_suite(Path(prompts)) if isinstance(prompts, (str, Path)) else list(prompts)
     folder, ranks = Path(out), Ranks.current()
@@ -122,7 +124,7 @@ def sample_suite(
 
 
 def _follow(on_step: OnStep, before: int, total: int, finished: int, _: int, step: int, steps: int) -> None:
-    """Report a step of a part of the benchmark. `before`: samples before this part."""
+    """Report a step of a part of the benchmark. `before`: number of samples before this part."""
     on_step(before + finished, total, step, steps)
 
 
@@ -177,7 +179,7 @@ def _write(
 def _protocol(
     model: str | Path, pipeline: Pipeline, request: MediaRequest, suite: Sequence[SuitePrompt], ranks: int
 ) -> dict[str, Any]:
-    """Return what determines the samples, without paths."""
+    """Return all settings that determine the samples, without paths."""
     sampling = request.model_dump(mode="json", exclude={"prompts", "images", "last_image"}, exclude_none=True)
     return {
         "version": _VERSION,

@@ -37,7 +37,7 @@ from tessera.evaluation.generation.samples import GeneratedSample, SampleSet, re
 from tessera.runtime.progress import WorkProgress
 from tessera.version import package_versions
 
-ENOUGH_SAMPLES = 10_000  # fewer give a Fréchet distance with a large bias
+ENOUGH_SAMPLES = 10_000  # with fewer samples the Fréchet distance has a large bias
 CLIP_SCORE = "clip_score"
 _VERSION = 1
 _LIBRARIES = ("tessera-mm", "torch", "transformers", "pillow", "av")
@@ -52,8 +52,10 @@ _DEFINITIONS = {
 
 @dataclass(frozen=True)
 class ScoreOptions:
-    """Choose the scores. `clip`: model of the CLIP score. `features`, `reference`: of the distances. `consistency`:
-    model of the consistency of frames. `save_features`: file to write, for use as a reference."""
+    """Choose the scores. `clip`: model of the CLIP score. `features`, `reference`: feature model and reference of the
+    distances. `consistency`: model of the consistency of frames. `save_features`: file to write, for use as a
+    reference.
+    """
 
     prompts: Path | None = None
     clip: str | Path | None = None
@@ -192,7 +194,7 @@ def _check_samples(samples: SampleSet, options: ScoreOptions) -> None:
         raise TesseraError(
             "a distance needs at least two samples",
             where=str(samples.folder),
-            fix="generate more samples: a thousand or more for a distance that means something",
+            fix="generate more samples: a meaningful distance needs a thousand or more",
             code="evaluation.too-few-samples",
         )
 
@@ -220,16 +222,16 @@ class _Models:
 
 @dataclass
 class _Collected:
-    """Hold what was computed of each sample, in their order."""
+    """Hold the values that were computed for each sample, in the order of the samples."""
 
     clip: list[float] = field(default_factory=list)
     consistency: list[float] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)  # frames
+    lengths: list[int] = field(default_factory=list)  # number of frames of each sample
     features: Tensor = field(default_factory=lambda: torch.zeros(0))
 
 
 def _collect(samples: SampleSet, models: _Models) -> _Collected:
-    """Read every sample once, and compute what the scores need."""
+    """Read every sample once, and compute the values that the scores need."""
     result, rows, texts = _Collected(), list[Tensor](), dict[str, Tensor]()
     if models.clip is not None:
         prompts = list(dict.fromkeys(sample.prompt or "" for sample in samples.samples))
@@ -253,7 +255,7 @@ def _collect(samples: SampleSet, models: _Models) -> _Collected:
 
 
 def _chunks(samples: Sequence[GeneratedSample]) -> Iterator[tuple[list[GeneratedSample], list[np.ndarray]]]:
-    """Yield samples with their frames, enough at once for a batch of frames."""
+    """Yield lists of samples with their frames. Each list has enough frames for a batch."""
     chunk, videos = list[GeneratedSample](), list[np.ndarray]()
     for sample in samples:
         chunk.append(sample)
@@ -271,7 +273,7 @@ def _split(features: Tensor, lengths: Sequence[int]) -> list[Tensor]:
 
 
 def _once(videos: Sequence[np.ndarray]) -> Callable[[FeatureModel], Tensor]:
-    """Return a function that encodes all frames of the videos by a model, once for each model."""
+    """Return a function that encodes all frames of the videos by a model. Each model is called only once."""
     encoded: dict[str, Tensor] = {}
 
     def encode(model: FeatureModel) -> Tensor:
@@ -358,7 +360,7 @@ def _rows(samples: SampleSet, collected: _Collected) -> list[dict[str, Any]]:
 
 
 def _protocol(samples: SampleSet, models: _Models, reference: ReferenceFeatures | None) -> dict[str, Any]:
-    """Return how the samples were made, as far as known, and how they were scored. It has no paths."""
+    """Return how the samples were made, as far as known, and how they were scored. The result contains no paths."""
     scoring: dict[str, Any] = {}
     if models.clip is not None:
         scoring[CLIP_SCORE] = {"model": models.clip.describe(), "definition": _DEFINITIONS[CLIP_SCORE]}

@@ -19,9 +19,9 @@ from tessera.errors import TesseraError, few_names
 from tessera.runtime.files import parse_row, read_bytes, read_json, read_jsonl, read_text
 
 SAMPLES, FULL_INFO, RECORDS, PROTOCOL = "samples", "full_info.json", "samples.jsonl", "protocol.json"
-PER_PROMPT = 5  # samples of a prompt, as in VBench
+PER_PROMPT = 5  # number of samples for each prompt, as in VBench
 PROMPT, DIMENSIONS, EXTRA, VIDEOS = "prompt_en", "dimension", "auxiliary_info", "video_list"
-# The dimensions that VBench measures without labels of a prompt: those of prompts that are not VBench's.
+# The dimensions that VBench can measure for any prompt, because they need no labels.
 CUSTOM_DIMENSIONS = (
     *("subject_consistency", "background_consistency", "motion_smoothness", "dynamic_degree"),
     *("aesthetic_quality", "imaging_quality"),
@@ -47,7 +47,8 @@ class SuitePrompt:
 
 
 def read_suite(path: Path) -> list[SuitePrompt]:
-    """Read prompts: VBench_full_info.json, a JSON list of texts, JSON lines with `prompt`, or a line of text each.
+    """Read prompts: VBench_full_info.json, a JSON list of texts, JSON lines with `prompt`, or text with one prompt per
+    line.
 
     A prompt that occurs again is left out, and its dimensions join those of the first.
     """
@@ -126,7 +127,7 @@ def full_info(prompts: Sequence[SuitePrompt], count: int, suffix: str) -> str:
 
 
 def finished_samples(folder: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield the records of samples of which the files exist."""
+    """Yield the records of samples whose files exist."""
     for row in read_jsonl(folder / RECORDS):
         name = row.get("file")
         if isinstance(name, str) and Path(name).name == name and (folder / SAMPLES / name).is_file():
@@ -134,7 +135,8 @@ def finished_samples(folder: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def check_protocol(folder: Path, protocol: Mapping[str, Any]) -> bool:
-    """Return whether the folder has samples of this protocol already; raise if it has those of another, or other files.
+    """Return whether the folder has samples of this protocol already; raise if it has samples of another protocol, or
+    other files.
 
     Versions and devices count as well: samples of two versions of torch differ.
     """

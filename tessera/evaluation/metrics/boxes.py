@@ -105,7 +105,7 @@ def predicted(answer: str, unit: Unit, width: int, height: int) -> list[Box]:
         xs, ys = [min(max(x, 0.0), width) for x in xs], [min(max(y, 0.0), height) for y in ys]
         return [(xs[0], ys[0], xs[1], ys[1])]
     match = _BRACKETS.search(answer)
-    if match is None and unit != "shares":  # the published rule for shares reads square brackets alone
+    if match is None and unit != "shares":  # the published rule for shares reads only numbers in square brackets
         return _in_unit(boxes_of(answer)[:1], unit, width, height)
     return _in_unit([_numbers(match)] if match else [], unit, width, height)
 
@@ -123,9 +123,9 @@ def boxes(
 ) -> AnswerMetric:
     """Score a box by its intersection over union with the expected one.
 
-    `unit`: in which the model writes boxes. `any`: all boxes of the answer as pixels and as thousandths, of which the
-    best counts; `size`: shares, thousandths or pixels by the largest number. `expected`: how the field `box` is
-    written, in pixels.
+    `unit`: the unit in which the model writes boxes. `any`: all boxes of the answer as pixels and as thousandths, of
+    which the best counts; `size`: shares, thousandths or pixels by the largest number. `expected`: how the field `box`
+    is written, in pixels.
     """
 
     def mark(answer: str, question: BenchmarkQuestion) -> Mark:

@@ -32,14 +32,14 @@ _FORMS = ("{}.", "{},", "{}:", "{})", "{}).", "({})", "({}).", ":{}", ":{},", ":
 
 
 def _stripped(text: str, marks: str) -> str:
-    """Strip each mark once from both ends, in this order, and add a blank at both ends."""
+    """Strip each punctuation mark once from both ends, in this order, and add a blank at both ends."""
     for mark in marks:
         text = text.strip(mark)
     return f" {text} "
 
 
 def chance_letter(letters: str, id: str) -> str:
-    """Return a letter that depends on the id of the question alone, so that a score does not change between runs."""
+    """Return a pseudorandom letter that depends only on the question's id, so that runs give the same score."""
     return letters[int.from_bytes(hashlib.sha256(id.encode()).digest()[:8]) % len(letters)]
 
 
@@ -141,7 +141,8 @@ def by_first(answer: str, options: Mapping[str, str], id: str = "") -> str | Non
 
 _INTRODUCTIONS = (
     *("The best answer is", "The correct answer is", "The answer is", "The answer"),
-    *("The best option isThe correct option is", "Best answer:Best option:", "Answer:", "Option:"),  # published so
+    # the missing commas are in the published code
+    *("The best option isThe correct option is", "Best answer:Best option:", "Answer:", "Option:"),
 )
 _RULES: dict[Rule, Find] = {
     "mmmu": by_mmmu,
@@ -158,7 +159,7 @@ def choice(*, rule: Rule = "vlmevalkit", letters: str = "", mean_of: str = "") -
     """Score 1 for the letter of the right option.
 
     `letters`: options that the question itself contains. `mean_of`: a category; the score is then the mean over the
-    means of its values. An expected answer that is no letter is compared as text, without case and final full stops.
+    means of its values. An expected answer that is not a letter is compared as text, without case and final full stops.
     """
     find = _RULES[rule]
 

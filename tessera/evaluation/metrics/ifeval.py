@@ -17,7 +17,7 @@ from tessera.data.sources.container import RecordError
 from tessera.evaluation.benchmark import AnswerMetric, BenchmarkQuestion, Mark
 
 Check = Callable[[str, Mapping[str, Any]], bool]
-_MAX_PATTERN = 200  # keywords are regular expressions of the data: hostile ones are kept short
+_MAX_PATTERN = 200  # length limit of keywords: the data may contain hostile regular expressions
 
 
 def _compare(count: int, wanted: Any, relation: Any) -> bool:
@@ -154,7 +154,7 @@ def follows(answer: str, instruction: str, fields: Mapping[str, Any]) -> bool:
 
 
 def ifeval() -> AnswerMetric:
-    """Score instructions: the share of prompts of which all are followed (strict), and further figures.
+    """Score instructions: the share of prompts whose instructions are all followed (strict), and further figures.
 
     The fields `instruction_id_list` and `kwargs` are those of the published data.
     """

@@ -23,13 +23,13 @@ _MAX_REPLY_BYTES = 1 << 20
 
 
 class _Connection(http.client.HTTPConnection):
-    """A connection that hands a copy of its socket to `on_connect`."""
+    """Open a connection, and pass a copy of its socket to `on_connect`."""
 
     on_connect: Callable[[socket.socket], None]
 
     def connect(self) -> None:
         super().connect()
-        self.on_connect(self.sock.dup())  # TLS will take the socket itself over
+        self.on_connect(self.sock.dup())  # a copy, because TLS takes over the socket itself
 
 
 class _SecureConnection(http.client.HTTPSConnection, _Connection):
@@ -37,7 +37,10 @@ class _SecureConnection(http.client.HTTPSConnection, _Connection):
 
 
 class _Watched(urllib.request.HTTPSHandler, urllib.request.HTTPHandler):
-    """Open connections that are shut down at a deadline: a socket's own time limit holds for each part of a reply."""
+    """Open connections that are shut down at a deadline.
+
+    The timeout of a socket applies to each part of a reply only.
+    """
 
     def __init__(self, deadline: float, stack: contextlib.ExitStack) -> None:
         super().__init__()
@@ -84,13 +87,13 @@ class Judge:
     url: str
     model: str
     key: str = field(default="", repr=False)
-    timeout_s: float = 60.0  # for one attempt, from the request to the last byte of the reply
+    timeout_s: float = 60.0  # time limit of an attempt, from the request to the last byte of the reply
     attempts: int = 3
-    wait_s: float = 1.0  # before the second attempt; doubled before each further one
+    wait_s: float = 1.0  # pause before the second attempt; doubled before each further attempt
     max_tokens: int = 256
 
     def ask(self, prompt: str) -> str | None:
-        """Return the reply to a prompt without white space at its ends; None if no attempt had one."""
+        """Return the reply to a prompt, stripped of white space; None if all attempts failed."""
         for attempt in range(self.attempts):
             if attempt:
                 time.sleep(self.wait_s * 2 ** (attempt - 1))
@@ -126,7 +129,7 @@ class Judge:
             opener = urllib.request.build_opener(_NoRedirects, _Watched(deadline, stack))
             answer = stack.enter_context(opener.open(request, timeout=self.timeout_s))
             content = b""
-            while chunk := answer.read1(1 << 16):  # a server that sends one byte a second ends at the deadline, too
+            while chunk := answer.read1(1 << 16):  # also stops at the deadline if the server sends one byte per second
                 content += chunk
                 if len(content) > _MAX_REPLY_BYTES or time.monotonic() > deadline:
                     raise ValueError("the reply is too long")

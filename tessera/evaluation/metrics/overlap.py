@@ -19,11 +19,11 @@ from tessera.evaluation.metrics.texts import edit_distance
 Grams = Counter[tuple[str, ...]]
 References = Callable[[], Iterable[Sequence[str]]]
 
-_SIGMA = 6.0  # CIDEr: width of the penalty for another length
+_SIGMA = 6.0  # CIDEr: width of the penalty for a different length
 # Characters of writing systems without blanks between words are words of their own.
 _UNSPACED = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 _WORD = re.compile(rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+(?:['’][^\W{_UNSPACED}]+)*")
-# Begin and end of what Whisper's normaliser leaves out: <laughs>, [noise] and (coughs), but not ().
+# Begin and end of texts that Whisper's normaliser removes: <laughs>, [noise] and (coughs), but not ().
 _ASIDES = ((re.compile(r"[<\[]"), re.compile(r"[>\]]")), (re.compile(r"\((?=[^)])"), re.compile(r"\)")))
 _TOKEN = re.compile(rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+|[^\w\s]")
 
@@ -67,7 +67,7 @@ def _english_normaliser() -> Callable[[str], str]:
 
 
 def _without(text: str, begin: re.Pattern[str], end: re.Pattern[str]) -> str:
-    """Return a text without what is between two patterns, in linear time."""
+    """Remove the text between matches of two patterns, in linear time."""
     pieces, at = [], 0
     while (first := begin.search(text, at)) and (last := end.search(text, first.end())):
         pieces.append(text[at : first.start()])
@@ -119,8 +119,8 @@ def _grams(tokens: Sequence[str], order: int) -> Grams:
 def bleu(*, order: int = 4, ignore_case: bool = False) -> AnswerMetric:
     """Return BLEU of all answers together, from 0 to 1, without smoothing.
 
-    Tokens are words, single characters of Chinese and Japanese, and punctuation marks. Of several expected texts, that
-    with the closest length counts for the brevity penalty.
+    Tokens are words, single characters of Chinese and Japanese, and punctuation marks. If there are several expected
+    texts, the one with the closest length determines the brevity penalty.
     """
 
     def mark(answer: str, question: BenchmarkQuestion) -> Mark:
@@ -147,7 +147,9 @@ def bleu(*, order: int = 4, ignore_case: bool = False) -> AnswerMetric:
 
 
 class _Cider:
-    """Weigh the words of texts by how few questions have them among their expected texts (CIDEr-D)."""
+    """Weight the n-grams of texts for CIDEr-D: an n-gram counts more if the expected texts of few questions contain
+    it.
+    """
 
     def __init__(self, references: Iterable[Sequence[str]]) -> None:
         self.documents: list[Grams] = [Counter() for _ in range(4)]

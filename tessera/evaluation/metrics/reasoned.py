@@ -11,7 +11,7 @@ from tessera.evaluation.metrics.choice import by_mmmu, by_vlmevalkit
 from tessera.evaluation.metrics.judge import Judge, judge_of_environment
 from tessera.evaluation.metrics.texts import edit_distance, last_number
 
-# What comes before a conclusion. An equals sign counts from the last line on.
+# Phrases before a conclusion. An equals sign counts only in the last line.
 _BEFORE_CONCLUSIONS = ("could be ", "so ", "is ", "thus ", "therefore ", "final ", "answer ", "result ")
 _NUMBERS = (
     r"-?\b\d{1,3}(?:,\d{3})+\b",
@@ -34,7 +34,8 @@ def _comparable(text: str) -> list[str | float]:
 def conclusions(answer: str) -> list[str | float]:
     """Return the final texts of an open answer, and the numbers in them.
 
-    Of each line, it is the shortest text after a phrase such as "so" or "the answer is"; without any, the whole answer.
+    In each line it is the shortest text after a phrase such as "so" or "the answer is". If no line has such a phrase,
+    it is the whole answer.
     """
     answer = answer.strip().strip(".").lower()
     *others, last = answer.split("\n")
@@ -116,7 +117,7 @@ def _try(convert: Callable[[str], str], text: str) -> str | None:
 def normalise_math(text: str, question: BenchmarkQuestion) -> str | None:
     """Return an extracted answer in the form of the expected one: a choice's text, an integer, a rounded number.
 
-    A text that is no choice counts as the choice with the smallest edit distance.
+    A text that is not a choice is replaced by the choice with the smallest edit distance.
     """
     kind = question.fields.get("answer_type")
     if question.fields.get("question_type") == "multi_choice":
@@ -186,9 +187,9 @@ def mathvista(
 ) -> AnswerMetric:
     """Score MathVista by type and precision of the answer.
 
-    `published`: an answer that is not only a choice or a number is given to the judge; without one it counts as empty.
-    `vlmevalkit`: the same, but an option may be named in any way. `last`: the named option or the last number counts.
-    `judge`: ask the language model that the environment names.
+    `published`: an answer that is not only a choice or a number is given to the judge; without a judge it counts as
+    empty. `vlmevalkit`: the same, but an option may be named in any way. `last`: the named option or the last number
+    counts. `judge`: ask the language model that the environment names.
     """
     asked_judge: Judge | None = judge_of_environment() if judge else None
     extract: Mapping[str, Callable[[str, BenchmarkQuestion], str | None]] = {

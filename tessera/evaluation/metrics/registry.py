@@ -56,7 +56,8 @@ def metric_of(
     references: overlap.References = list,
     folder: Path | None = None,
 ) -> AnswerMetric:
-    """Return a metric. `references`: the expected answers of all questions. `folder`: of the file of a user's function.
+    """Return a metric. `references`: the expected answers of all questions. `folder`: the folder with the file of a
+    user's function.
 
     A function of the user must be trusted before this is called.
     """
@@ -120,9 +121,10 @@ def _of_user(name: str, options: Mapping[str, Any], where: str, folder: Path | N
             raise TesseraError(
                 f"{name} failed: {problem}", where=f"question {question.id}", code="evaluation.bad-metric-function"
             ) from error
-        if not numbers or not all(abs(number) < LARGEST for number in numbers.values()):  # also false for NaN
+        # the comparison is also false for NaN
+        if not numbers or not all(abs(number) < LARGEST for number in numbers.values()):
             raise TesseraError(
-                f"{name} returned {result!r:.200}, not a finite number or a mapping of such",
+                f"{name} returned {result!r:.200}, not a finite number or a mapping to finite numbers",
                 where=f"question {question.id}",
                 code="evaluation.bad-metric-function",
             )
@@ -155,7 +157,7 @@ def _from_file(path: str, attribute: str, where: str, folder: Path | None) -> Ca
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # classes of the file look their module up
+    sys.modules[name] = module  # some classes in the file need their module in `sys.modules`
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:

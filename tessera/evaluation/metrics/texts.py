@@ -20,7 +20,7 @@ from tessera.evaluation.benchmark import AnswerMetric, BenchmarkQuestion, Mark
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d)\.?)(?:[eE][-+]?\d+)?")
-_RANGE = re.compile(r"(?<=\w)-")  # the hyphen of 2-3 is no sign of a number
+_RANGE = re.compile(r"(?<=\w)-")  # the hyphen of 2-3 is not the sign of a number
 _FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {0x3000: 0x20}
 
 
@@ -42,7 +42,7 @@ def edit_distance(first: Sequence[Hashable], second: Sequence[Hashable]) -> int:
     row, letters = columns, np.array([numbers[item] for item in second], dtype=np.int64)
     for count, item in enumerate(first, 1):
         best = np.minimum(row[1:] + 1, row[:-1] + (letters != numbers[item]))
-        # An insertion adds 1 per column: a running minimum after the column numbers are subtracted.
+        # An insertion adds 1 per column, so it is a running minimum of the values minus their column numbers.
         row = np.minimum.accumulate(np.concatenate(([count], best)) - columns) + columns
     return int(row[-1])
 
@@ -74,7 +74,7 @@ def contains(*, ignore_case: bool = True) -> AnswerMetric:
 def regex(*, pattern: str, ignore_case: bool = False) -> AnswerMetric:
     """Score 1 if the pattern, in which {expected} is an expected answer as plain text, is found in the answer.
 
-    The pattern is from the task file. Data never contains patterns: a hostile one would take forever.
+    The pattern is from the task file. Patterns are never read from data: a hostile pattern could run forever.
     """
     checked_pattern(pattern.replace("{expected}", "x"), "metric.pattern")
     flags = re.IGNORECASE if ignore_case else 0
@@ -100,7 +100,7 @@ def checked_pattern(pattern: str, where: str) -> re.Pattern[str]:
 
 
 def number_of(text: str) -> float | None:
-    """Return a text as a finite number; None if it is none. Thousands may be separated by commas."""
+    """Return a text as a finite number; None if it is not a number. Thousands may be separated by commas."""
     match = NUMBER.fullmatch(text.strip().removeprefix("$").removesuffix("%").strip())
     value = float(match[0].replace(",", "")) if match else float("inf")
     return value if np.isfinite(value) else None
@@ -119,7 +119,7 @@ def numeric(*, tolerance: float = 0.0, relative: float = 0.0) -> AnswerMetric:
     """
 
     def read(text: str) -> float | None:
-        text = text.replace("\u2212", "-")  # the minus sign of mathematics
+        text = text.replace("\u2212", "-")  # the Unicode minus sign
         value = number_of(text)
         return last_number(_RANGE.sub(" ", text)) if value is None else value
 
@@ -148,7 +148,7 @@ def score_relaxed(answer: str, expected: Sequence[str]) -> float:
     answer = answer.strip()
     for text in map(str.strip, expected):
         value, wanted = _percent_or_number(answer), _percent_or_number(text)
-        if value is not None and wanted:  # relative to 0 nothing is near: 0 is compared as text
+        if value is not None and wanted:  # no number is within five percent of 0, so 0 is compared as text
             right = abs(value - wanted) / abs(wanted) <= 0.05
         else:
             right = answer.lower() == text.lower()
@@ -162,7 +162,7 @@ def relaxed() -> AnswerMetric:
 
 
 def gsm8k(*, pattern: str = r"The answer is (\-?[0-9\.\,]+).") -> AnswerMetric:
-    """Score the number at the end of an answer: the last number, and, as `strict`, what `pattern` finds first."""
+    """Score the number at the end of an answer: the last number, and as `strict` the first match of `pattern`."""
     strict = checked_pattern(pattern, "metric.pattern")
 
     def clean(text: str) -> str:

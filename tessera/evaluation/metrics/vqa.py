@@ -12,7 +12,7 @@ from tessera.evaluation.metrics.texts import plain_metric
 _MARKS = ';/[]"{}()=+\\_-><@`,?!'
 _NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 _DIGITS = {word: str(number) for number, word in enumerate(_NUMBERS)} | {"none": "0"}
-# Right spellings. A word of an answer that lacks one of the apostrophes is replaced.
+# Correct spellings. A word of an answer that lacks one of these apostrophes is replaced.
 _SHORT_FORMS = """
 ain't aren't can't could've couldn't couldn't've didn't doesn't don't hadn't hadn't've hasn't haven't he'd he'd've he's
 how'd how'll how's isn't it'd it'd've it'll ma'am mightn't mightn't've might've mustn't must've needn't not've o'clock
@@ -26,7 +26,7 @@ _CORRECTED = {
     form[: match.start()] + form[match.end() :]: form
     for form in _SHORT_FORMS.split()
     for match in re.finditer("'", form)
-} | {"somebody'd": "somebodyd"}  # published so
+} | {"somebody'd": "somebodyd"}  # the published table has this mistake, too
 
 
 def without_marks(text: str) -> str:
@@ -35,11 +35,14 @@ def without_marks(text: str) -> str:
     out = text
     for mark in _MARKS:
         out = out.replace(mark, "" if joined or mark + " " in text or " " + mark in text else " ")
-    return re.sub(r"\.(?!\d)", "", out, count=32)  # 32: published so
+    return re.sub(r"\.(?!\d)", "", out, count=32)  # count=32 is in the published code
 
 
 def normalised(text: str, *, words: bool = True) -> str:
-    """Return an answer as the evaluation of VQA compares it. `words`: also its first step, on commas and genitives."""
+    """Return an answer as the evaluation of VQA compares it.
+
+    `words`: also apply its first step, for commas and genitives.
+    """
     if words:
         text = text.lower().replace(",", "").replace("?", "").replace("'s", " 's").strip()
     text = without_marks(text.replace("\n", " ").replace("\t", " ").strip())
@@ -48,7 +51,7 @@ def normalised(text: str, *, words: bool = True) -> str:
 
 
 def score_vqa(answer: str, expected: Sequence[str], *, words: bool = True) -> float:
-    """Return the mean over all people of min(1, a third of the others who gave this answer).
+    """Return the mean over all annotators of min(1, number of other annotators with this answer / 3).
 
     With one expected answer: 1 if the answer equals it.
     """

@@ -25,7 +25,7 @@ from tessera.evaluation.parity.judge import (
 from tessera.evaluation.parity.numbers import compare_numbers, compare_settings
 from tessera.evaluation.parity.recording import RecordedBatch, Recording
 
-DIRECTION = "direction"  # recorded to explain updates, and not compared
+DIRECTION = "direction"  # recorded only to explain updates: it is not compared
 
 
 def compare_recordings(a: Recording, b: Recording, pairs: Mapping[str, str] | None = None) -> Comparison:
@@ -96,7 +96,7 @@ class _Judge:
             yield self._judged(finding, first_side, second_side)
 
     def _split_otherwise(self, key: Identity, ours: ByRows, theirs: ByRows) -> Iterator[ParityFinding]:
-        """Compare micro-batches of different sizes: their rows are put together in the order of the data set."""
+        """Compare micro-batches of different sizes, with rows joined in the order of the data set."""
         sides = []
         for groups in (ours, theirs):
             ordered = sorted(groups, key=_row_numbers)
@@ -167,7 +167,9 @@ class _Judge:
         return Rounding(moved[0], moved[1], eps, depth, drift=drift)
 
     def _explained(self, finding: ParityFinding, a: Tensor, b: Tensor) -> Tensor | None:
-        """Return by how much earlier differences, each within its limit, let the elements of this tensor differ."""
+        """Return how much the elements of this tensor may differ because of earlier differences that are within their
+        limits.
+        """
         if finding.phase == "update":
             # Optimizers remember the gradients of earlier steps.
             steps = range(self._first_step, finding.step + 1)
@@ -196,7 +198,9 @@ class _Judge:
         return rounding.limits(float(size.abs().max()), float(size.square().mean().sqrt()))[0]
 
     def _parameter(self, step: int, moment: str, name: str) -> tuple[Tensor, Tensor] | None:
-        """Return what both sides have of a parameter, unsharded and with the same stride; None: not both have it."""
+        """Return the tensors of a parameter on both sides, unsharded and with the same stride; None if one side lacks
+        it.
+        """
         sides = self._joined(step, moment, name)
         if sides is None or sides[0].tensor is None or sides[1].tensor is None:
             return None
@@ -238,7 +242,8 @@ class _Judge:
         limit = ROUNDINGS * moved * self.drift(finding.step)
         limit += 2 * eps_of(first_side.entry.dtype, second_side.entry.dtype) * first_side.norm
         finding.sides = ({"norm": first_side.norm}, {"norm": second_side.norm})
-        updated = finding.phase == "weight" and finding.step > self._first_step  # by updates that are compared
+        # the weights have changed by updates, which are compared themselves
+        updated = finding.phase == "weight" and finding.step > self._first_step
         if abs(first_side.norm - second_side.norm) > limit and not updated:
             finding.reason = (
                 f"the norms are {first_side.norm:.6g} and {second_side.norm:.6g}; rounding explains {limit:.2g}"
@@ -270,7 +275,9 @@ class _Judge:
 
 
 def _comparable_batch(key: tuple[Any, ...], ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
-    """Return whether the values of a batch tensor mean the same on both sides: others than tokens may be indices."""
+    """Return whether the values of a batch tensor mean the same on both sides: tensors other than tokens may contain
+    indices.
+    """
     if key[1] != "data" or key[2] in ("tokens", "labels"):
         return True
     shards = [shard for side in (ours, theirs) for group in side.values() for shard in group]
@@ -287,7 +294,7 @@ def _samples_at(batch: RecordedBatch, positions: Sequence[int]) -> tuple[str, ..
 
 
 def _position(shard: RecordedShard) -> tuple[int, float]:
-    """Return where an entry is in the order of execution: backward begins at the last stage."""
+    """Return the position of an entry in the order of execution. Backward begins at the last stage."""
     backward = shard.entry.moment in ("output_gradient", "gradient")
     return (999 - shard.entry.stage if backward else shard.entry.stage), shard.entry.order
 
@@ -310,7 +317,7 @@ def _concatenated(parts: Sequence[JoinedTensor]) -> JoinedTensor | None:
 
 
 def _same_stride(first_side: JoinedTensor, second_side: JoinedTensor) -> tuple[Tensor, Tensor]:
-    """Return the elements that both sides keep."""
+    """Return the elements that both sides have recorded."""
     stride = max(first_side.stride, second_side.stride)
     return tuple(
         side.tensor[:: stride // side.stride] if side.tensor.dim() else side.tensor  # type: ignore[return-value]
@@ -320,7 +327,7 @@ def _same_stride(first_side: JoinedTensor, second_side: JoinedTensor) -> tuple[T
 
 
 def _aligned(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return two tensors of other shapes in one shape: of a batch of 1, or with heads before tokens on one side."""
+    """Reshape two tensors to a common shape: one side may have a batch dimension of 1, or heads before tokens."""
     trimmed, other = (torch.Size(size for size in tensor.shape if size != 1) for tensor in (a, b))
     a, b = a.reshape(trimmed), b.reshape(other)
     if trimmed == other:
@@ -333,7 +340,9 @@ def _aligned(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def _replica(first_side: JoinedTensor, second_side: JoinedTensor, rounding: Rounding) -> Difference | None:
-    """Return how far a replica of another rank is from its first copy, if it is farther than rounding explains."""
+    """Return the difference between a replica on another rank and the first copy, if it is more than rounding
+    explains.
+    """
     for side in (first_side, second_side):
         for copy in side.replicas:
             if side.tensor is not None and (apart := difference(side.tensor, copy, rounding)).differs:
@@ -342,7 +351,7 @@ def _replica(first_side: JoinedTensor, second_side: JoinedTensor, rounding: Roun
 
 
 def _summed(first_side: JoinedTensor, second_side: JoinedTensor, rounding: Rounding) -> Difference | None:
-    """Compare the sums over ranks: each rank may have the gradient from its part of the work."""
+    """Compare the sums over ranks: each rank may have only the part of the gradient that it has computed."""
     sides = []
     for side in (first_side, second_side):
         assert side.tensor is not None
@@ -375,7 +384,7 @@ def _only_on_one_side(ours: Groups, theirs: Groups) -> Iterator[ParityFinding]:
 
 
 def _note(findings: Sequence[ParityFinding]) -> str:
-    """Return what the pattern of differences means, where it means something."""
+    """Return an explanation of the pattern of differences, if the pattern is known; else ""."""
     first = next((finding for finding in findings if finding.differs), None)
     if first is None:
         return ""

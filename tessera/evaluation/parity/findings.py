@@ -20,21 +20,21 @@ _WORDS = {
 
 @dataclass
 class ParityFinding:
-    """Hold the comparison of one thing: a tensor, or a number of the step."""
+    """Hold the comparison of one tensor, or of one number of the step."""
 
     step: int
     phase: str
     name: str
     order: float = 0.0
     rows: str = ""
-    reason: str = ""  # why it differs; empty: it does not
+    reason: str = ""  # why the two sides differ; empty: they agree
     difference: Difference | None = None
     samples: tuple[str, ...] = ()
     sides: tuple[dict[str, Any], dict[str, Any]] = field(default_factory=lambda: ({}, {}))
     dtypes: tuple[str, str] = ("", "")
     shape: tuple[int, ...] = ()
     requires_grad: tuple[bool, bool] = (False, False)
-    not_finite: int = 0  # elements that are NaN or infinite on both sides, at least
+    not_finite: int = 0  # minimum number of elements that are NaN or infinite on both sides
 
     @property
     def differs(self) -> bool:
@@ -68,7 +68,7 @@ class Comparison:
     findings: list[ParityFinding]
     skipped: list[str]
     note: str = ""
-    settings: list[str] = field(default_factory=list)  # of modules, where the sides have other numbers
+    settings: list[str] = field(default_factory=list)  # settings of modules in which the sides differ
 
     @property
     def different(self) -> list[ParityFinding]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from tessera.evaluation.parity.recording import RankRecord, Recording, TensorEntry
 from tessera.parallel.sequence_sharding import SequenceSharding
 
-_SHARED = ("cp_ring", "cp_ulysses", "tp_outer", "tp")  # axes whose ranks compute one micro-batch together
+_SHARED = ("cp_ring", "cp_ulysses", "tp_outer", "tp")  # mesh axes whose ranks compute a micro-batch together
 _DATA = ("dp_replicate", "dp_shard", "ep")
 
 
@@ -68,7 +68,7 @@ class JoinedTensor:
     tensor: Tensor | None
     shape: list[int]
     stride: int = 1
-    replicas: list[Tensor] = field(default_factory=list)  # the same tensor as other ranks have it
+    replicas: list[Tensor] = field(default_factory=list)  # copies of the tensor on other ranks
     partial: bool = False  # whether the replicas may be terms of a sum
 
     @property
@@ -84,7 +84,7 @@ class JoinedTensor:
         return sum(shard.entry.not_finite for shard in self.shards)
 
     def moved(self, which: str) -> float | None:
-        """Return the effect of rounding on the joined tensor: `moved_max`, `moved_rms` or `moved_norm`."""
+        """Return the effect of rounding on the joined tensor. `name`: `moved_max`, `moved_rms` or `moved_norm`."""
         values = [getattr(shard.entry, which) for shard in self.shards]
         measured = [value for value in values if value is not None]
         return max(measured) if measured else None
@@ -102,7 +102,7 @@ def grouped(recording: Recording) -> Groups:
         for entry in rank.entries:
             groups.setdefault(entry.identity, {}).setdefault(entry.rows, []).append(RecordedShard(entry, rank))
     for by_rows in groups.values():
-        for rows, shards in by_rows.items():  # the last stage of a module on several stages has its output
+        for rows, shards in by_rows.items():  # for a module on several stages, the last stage has its output
             last = max(shard.entry.stage for shard in shards)
             by_rows[rows] = [shard for shard in shards if shard.entry.stage == last]
     return groups
@@ -155,7 +155,7 @@ def _by_offsets(shards: Sequence[RecordedShard]) -> JoinedTensor | None:
     if first is None or any(s.entry.whole != whole or s.entry.offsets is None for s in shards):
         return None
     rows = -(-whole[0] // stride) if whole else 1
-    if rows * prod(whole[1:]) > 8 * sum(prod(s.entry.shape) for s in shards) + 64:  # forged sizes
+    if rows * prod(whole[1:]) > 8 * sum(prod(s.entry.shape) for s in shards) + 64:  # the stated sizes are forged
         return None
     joined = torch.zeros([rows, *whole[1:]] if whole else [], dtype=first.dtype)
     covered, replicas, distinct = torch.zeros(joined.shape, dtype=torch.bool), [], []
@@ -175,7 +175,8 @@ def _by_offsets(shards: Sequence[RecordedShard]) -> JoinedTensor | None:
         inside = all(o >= 0 and o + n <= w for o, n, w in zip(offsets, entry.shape, whole, strict=True))
         if not inside:
             return None
-        if elements.numel() and bool(covered[where].any()):  # another copy of a part, such as of a replicated rank
+        # another copy of the same part, such as on a replicated rank
+        if elements.numel() and bool(covered[where].any()):
             copy = joined.clone()
             copy[where] = elements
             replicas.append(copy)
@@ -193,7 +194,7 @@ def _by_shape(shards: Sequence[RecordedShard], like: list[int]) -> JoinedTensor 
     by_context: dict[int, list[RecordedShard]] = {}
     for _, shard in parts:
         by_context.setdefault(shard.sequence_position, []).append(shard)
-    pieces: list[tuple[Tensor, Tensor]] = []  # numbers of rows, and the rows
+    pieces: list[tuple[Tensor, Tensor]] = []  # row indices, and the rows
     for group in by_context.values():
         first, tensors = group[0].entry, [shard.elements for shard in group if shard.elements is not None]
         rows = torch.arange(0, first.shape[0], first.stride)
@@ -223,7 +224,7 @@ def _by_shape(shards: Sequence[RecordedShard], like: list[int]) -> JoinedTensor 
 
 
 def _row_numbers(shards: Sequence[RecordedShard]) -> list[Tensor] | None:
-    """Return for each rank that shares a sequence which rows of the joined tensor it has; None: not known."""
+    """Return the indices of the rows of the joined tensor on each rank that shares a sequence; None: unknown."""
     counts, first = [shard.entry.shape[0] for shard in shards], shards[0]
     total, encoder = sum(counts), first.encoder
     if encoder is None:
@@ -235,7 +236,7 @@ def _row_numbers(shards: Sequence[RecordedShard]) -> list[Tensor] | None:
         order = first.batch_tensor(encoder[0])
         if order is None or not len(order) or total % len(order):
             return None
-        rows = total // len(order)  # rows per element
+        rows = total // len(order)  # number of rows per element
         longest = max(counts) // rows
         numbers = []
         for shard in shards:

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from tessera.checkpoint.files import DTYPES
 
-ROUNDINGS = 8.0  # allowed, in multiples of the measured effect of one rounding of the weights
-_SMALL = (0.001, 0.005)  # relative errors whose shares are counted
+ROUNDINGS = 8.0  # allowed difference, in multiples of the measured effect of one rounding of the weights
+_SMALL = (0.001, 0.005)  # relative errors for which the share of elements above them is reported
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Describe how far two tensors are apart. Errors are relative to the first side."""
+    """Describe the difference of two tensors. Errors are relative to the first side."""
 
     max_abs: float
     max_rel: float
@@ -53,28 +53,28 @@ def _ratio(value: float, limit: float) -> float:
 
 @dataclass(frozen=True)
 class Rounding:
-    """Hold how far rounding moves a tensor. None: not measured, but estimated from `depth` operations."""
+    """Hold the effect of rounding on a tensor. None: not measured, but estimated from `depth` operations."""
 
     largest: float | None
     rms: float | None
     eps: float
     depth: float = 1.0
-    floor: float = 0.0  # rounding of the tensors that were subtracted
-    drift: float = 1.0  # by how many roundings the weights of the two sides are apart, if by more than one
+    floor: float = 0.0  # rounding error of the two tensors whose difference this is
+    drift: float = 1.0  # difference of the two sides' weights in multiples of a rounding, if more than one
 
     def limits(self, largest: float, rms: float) -> tuple[float, float]:
         """Return the allowed largest and root-mean-square difference of a tensor of this size."""
         estimate = self.eps * math.sqrt(max(1.0, self.depth))
         moved_max = estimate * largest if self.largest is None else self.largest
         moved_rms = estimate * rms if self.rms is None else self.rms
-        # The rounding of the result: half a unit in each of the two, and eps is one unit of the largest mantissa.
+        # Each of the two results has a rounding error of half a unit, and eps is one unit of the largest mantissa.
         factor = ROUNDINGS * self.drift
         limits = factor * moved_max + 2 * self.eps * largest, factor * moved_rms + 2 * self.eps * rms
         return limits[0] + self.floor, limits[1] + self.floor
 
 
 def eps_of(*codes: str) -> float:
-    """Return the rounding of the coarsest of some types, by their names in safetensors; 0 for integers."""
+    """Return the eps of the least precise of some types, by their names in safetensors; 0 for integers."""
     types = [DTYPES[code] for code in codes if code in DTYPES]
     return max((torch.finfo(dtype).eps for dtype in types if dtype.is_floating_point), default=0.0)
 
@@ -99,7 +99,7 @@ def difference(a: Tensor, b: Tensor, rounding: Rounding, explained: Tensor | Non
     limit_max, limit_rms = rounding.limits(float(size.max()), float(size.square().mean().sqrt()))
     over = (apart > limit_max) | bad
     if not bool(over.any()):
-        # A difference that no single element shows is shown by the rows that are farthest beyond its mean square.
+        # If no single element is above its limit, report the elements above the root mean square.
         over = apart > max(limit_rms, float(apart.square().mean().sqrt()))
     rows = over.reshape(len(over), -1).any(1).nonzero().flatten().tolist() if over.dim() else []
     return Difference(
@@ -127,7 +127,7 @@ def change_of_update(gradient: Tensor, other: Tensor, largest: float, limit: flo
 
 
 def statistics(tensor: Tensor) -> dict[str, Any]:
-    """Return maximum, minimum, mean and norm of the kept elements."""
+    """Return maximum, minimum, mean and norm of the recorded elements."""
     wide = tensor.double().flatten()
     if not wide.numel():
         return {"max": 0.0, "min": 0.0, "mean": 0.0, "norm": 0.0}

@@ -21,7 +21,7 @@ def compare_numbers(a: Recording, b: Recording, drift: Callable[[int], float]) -
 
 
 def _steps(recording: Recording) -> dict[int, StepNumbers]:
-    """Return the numbers of each step over all ranks. Sums of context parallel ranks are first_side out."""
+    """Return the numbers of each step over all ranks. Sums of context parallel ranks are left out."""
     steps: dict[int, StepNumbers] = {}
     for record in recording.ranks:
         for row in record.steps:
@@ -57,7 +57,7 @@ def _scalars(row: StepNumbers, other: StepNumbers, eps: float, drift: float) -> 
             continue
         value, other_value = row.values[name], other.values[name]
         moved = max(row.moved.get(name, 0.0), other.moved.get(name, 0.0))
-        if name == "grad_norm":  # no pass measured it; the gradients themselves are compared
+        if name == "grad_norm":  # its rounding was not measured, and the gradients themselves are compared
             continue
         limit = ROUNDINGS * drift * moved + 2 * eps * abs(value)
         finding = ParityFinding(row.step, "loss", name, 0.0 if name != "loss" else 1.0)
@@ -85,9 +85,9 @@ def _rates(step: int, a: Recording, b: Recording) -> Iterator[ParityFinding]:
 
 
 def compare_settings(a: Recording, b: Recording, pairs: Mapping[str, str]) -> Iterator[str]:
-    """Yield a line for each number of a module, such as `eps` of a norm, that the sides have set otherwise.
+    """Yield a line for each number of a module, such as `eps` of a norm, that differs between the sides.
 
-    Layouts divide whole numbers, such as heads, so these are compared only between recordings of one layout.
+    Integers, such as numbers of heads, depend on the layout. They are compared only between recordings of one layout.
     """
     ours, theirs = _settings(a), _settings(b)
     same_layout = _layout(a) == _layout(b)

@@ -31,8 +31,9 @@ THE_MODEL = "the model"
 class Budget:
     """Limit the size of a recording."""
 
-    elements: int = 1 << 16  # of one tensor; of a larger one, evenly spaced slices of its first dimension are kept
-    bytes: int = 1 << 30  # of all tensors of a rank; after that, only statistics are recorded
+    # limit for a tensor; of a larger one only evenly spaced slices of the first dimension are recorded
+    elements: int = 1 << 16
+    bytes: int = 1 << 30  # limit for all tensors of a rank; beyond it, only statistics are recorded
 
 
 @dataclass
@@ -51,7 +52,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
-        """Return a context whose passes measure how far the recorded tensors move."""
+        """Return a context in which passes measure the effect of rounding on the recorded tensors."""
         self.measuring, calls, self._calls = True, self._calls, {}
         try:
             yield
@@ -59,13 +60,13 @@ class Recorder:
             self.measuring, self._calls = False, calls
 
     def add(self, moment: Moment, name: str, tensor: Tensor, **more: Any) -> None:
-        """Record a tensor of this rank, or measure how far it has moved."""
+        """Record a tensor of this rank, or measure how much it differs from the recorded one."""
         chunks = local_chunks(tensor) if isinstance(tensor, DTensor) else []
         if isinstance(tensor, DTensor) and (len(chunks) > 1 or any(p.is_partial() for p in tensor.placements)):
             return
         whole = list(tensor.shape) if isinstance(tensor, DTensor) else None
         value = local_shard(tensor).detach()
-        if isinstance(tensor, DTensor) and not chunks:  # this rank has no part of it
+        if isinstance(tensor, DTensor) and not chunks:  # this rank has no part of the tensor
             return
         entry = TensorEntry(self.step, moment, name, _name_of(value.dtype), list(value.shape), whole=whole, **more)
         entry.offsets = list(chunks[0].offsets) if chunks else None
@@ -74,7 +75,7 @@ class Recorder:
             if identity in self._entries:
                 self._measure(self._entries[identity], value)
             return
-        if identity in self._entries:  # such as tied weights
+        if identity in self._entries:  # recorded already, such as tied weights
             return
         self._entries[identity] = entry
         entry.order = self._known_orders.setdefault(entry.identity, float(len(self._known_orders)))
@@ -96,7 +97,7 @@ class Recorder:
         self.record.tensors[entry.key] = sample.to("cpu", copy=True)
 
     def _measure(self, entry: TensorEntry, moved: Tensor) -> None:
-        """Update by how far the tensor has moved. The largest of several passes counts."""
+        """Update the measured difference of a tensor: the largest of several passes counts."""
         if not moved.is_floating_point() or list(moved.shape) != entry.shape or not moved.numel():
             return
         wide = moved.float()
@@ -112,7 +113,7 @@ class Recorder:
 
     def hook(self, name: str, stage: int) -> Callable[[nn.Module, Any, Any], None]:
         def after(module: nn.Module, inputs: Any, output: Any) -> None:
-            if inside_backward():  # recomputation: recorded in the first forward pass
+            if inside_backward():  # recomputation: the first forward pass has recorded it
                 return
             counted = (self.step, name, self.rows, stage)
             call = self._calls[counted] = self._calls.get(counted, -1) + 1
@@ -136,14 +137,14 @@ class Recorder:
         tensor.register_hook(gradient)  # type: ignore[no-untyped-call]
 
     def add_batch(self, batch: Batch) -> None:
-        """Record the tensors of a micro-batch, and which samples it has."""
+        """Record the tensors of a micro-batch, and its sample ids."""
         bounds = batch.segments["text"].bounds.tolist() if "text" in batch.segments else []
         self.record.batches.append(RecordedBatch(self.step, self.rows, list(batch.sample_ids), bounds))
         for name, tensor in batch.tensors.items():
             self.add("data", name, tensor, rows=self.rows)
 
     def add_parameters(self, moment: Moment, tensors: Mapping[str, Tensor | None], **more: Any) -> None:
-        """Record tensors of parameters by name. A gradient belongs to where its module is in the backward pass."""
+        """Record tensors of parameters by name. A gradient gets the position of its module in the backward pass."""
         before = {e.name: e.order for e in reversed(self.record.entries) if e.moment == "output_gradient"}
         for name, tensor in tensors.items():
             if tensor is None:
@@ -159,7 +160,7 @@ class Recorder:
 
 
 def batch_key(batch: Batch, number: int) -> str:
-    """Return a name of a micro-batch that does not depend on the layout: the numbers of its rows, or its samples."""
+    """Return a key of a micro-batch that does not depend on the layout: its row indices, or its samples."""
     if batch.rows:
         return ",".join(str(row) for row, _ in batch.rows)
     return ",".join(batch.sample_ids) or f"micro-batch {number}"
@@ -176,7 +177,8 @@ def hooked(module: nn.Module, recorder: Recorder) -> Iterator[None]:
         stage = _stage_of(raw)
         if f"{raw}.".startswith(compiled) or (not name and stage is not None):
             continue
-        if raw and name == clean_name(f"{raw.rpartition('.')[0]}.").rstrip("."):  # inside of a wrapper: recorded there
+        # a module inside of a wrapper: the wrapper's call is recorded
+        if raw and name == clean_name(f"{raw.rpartition('.')[0]}.").rstrip("."):
             continue
         handles.append(part.register_forward_hook(recorder.hook(name or THE_MODEL, stage or 0)))
     try:
@@ -278,7 +280,7 @@ def _describe(entry: TensorEntry, value: Tensor) -> None:
 
 
 def _sampled(value: Tensor, entry: TensorEntry) -> Tensor:
-    """Return the slices of the first dimension that are kept. They have the same numbers on every layout."""
+    """Return the slices of the first dimension that are recorded. Their indices are the same for every layout."""
     if entry.stride <= 1:
         return value
     first = -(entry.offsets[0] if entry.offsets else 0) % entry.stride
@@ -286,7 +288,7 @@ def _sampled(value: Tensor, entry: TensorEntry) -> Tensor:
 
 
 def moved_scalars(plain: Mapping[str, float], passes: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return by how much each scalar differs from the plain pass, at most."""
+    """Return the largest difference of each scalar from the plain pass."""
     return {
         name: max((abs(other[name] - plain[name]) for other in passes if name in other), default=0.0) for name in plain
     }

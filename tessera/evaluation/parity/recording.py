@@ -39,43 +39,43 @@ Moment = Literal["data", "weight", "output", "output_gradient", "gradient", "dir
 
 @dataclass
 class TensorEntry:
-    """Describe one tensor of one rank: which it is, its statistics, and how rounding moves it."""
+    """Describe one tensor of one rank: its identity, its statistics, and the effect of rounding on it."""
 
     step: int
     moment: Moment
-    name: str  # module or parameter of the unsharded model
+    name: str  # name of a module or parameter in the unsharded model
     dtype: str
-    shape: list[int]  # on this rank
+    shape: list[int]  # shape on this rank
     order: float = 0.0  # position in the order of execution
     rows: str = ""  # rows of the data set in the micro-batch; empty for parameters
-    call: int = 0  # number of the call of the module in this micro-batch
-    part: int = 0  # number of the tensor in the output
+    call: int = 0  # index of the module's call in this micro-batch
+    part: int = 0  # index of the tensor in the output
     stage: int = 0  # pipeline stage
     whole: list[int] | None = None  # shape of the unsharded tensor if it is known
-    offsets: list[int] | None = None  # of this shard in it
+    offsets: list[int] | None = None  # position of this shard in the unsharded tensor
     max: float = 0.0
     min: float = 0.0
     mean: float = 0.0
     norm: float = 0.0
     not_finite: int = 0
     requires_grad: bool = False
-    lr: float | None = None  # of an update
-    # By how much results move if every weight is changed by one rounding; None: not measured.
+    lr: float | None = None  # learning rate of an update
+    # Change of the tensor if every weight is changed by one rounding; None: not measured.
     moved_max: float | None = None
     moved_rms: float | None = None
     moved_norm: float | None = None
     key: str | None = None  # key in the safetensors file; None: statistics only
-    stride: int = 1  # each stride-th slice of the first dimension is kept
+    stride: int = 1  # every stride-th slice of the first dimension is recorded
 
     @property
     def identity(self) -> tuple[int, str, str, int, int]:
-        """Return what both sides must agree in to be compared."""
+        """Return the fields that two entries must share to be compared."""
         return self.step, self.moment, self.name, self.call, self.part
 
 
 @dataclass
 class RecordedBatch:
-    """Describe the samples of one micro-batch. `bounds`: of its samples in the packed row."""
+    """Describe the samples of one micro-batch. `bounds`: bounds of its samples in the packed row."""
 
     step: int
     rows: str
@@ -85,7 +85,7 @@ class RecordedBatch:
 
 @dataclass
 class StepNumbers:
-    """Hold the scalars of a step. `moved`: by how much rounding moves some of them."""
+    """Hold the scalars of a step. `moved`: the effect of rounding on some of them."""
 
     step: int
     values: dict[str, float]
@@ -109,12 +109,12 @@ class RankRecord:
     entries: list[TensorEntry] = field(default_factory=list)
     batches: list[RecordedBatch] = field(default_factory=list)
     steps: list[StepNumbers] = field(default_factory=list)
-    tensors: dict[str, Any] = field(default_factory=dict, repr=False)  # by key; not in the JSON file
+    tensors: dict[str, Any] = field(default_factory=dict, repr=False)  # tensors by key; not in the JSON file
 
 
 @dataclass
 class Recording:
-    """Hold a recording: its ranks, and what made it."""
+    """Hold a recording: its ranks, and the program that made it."""
 
     label: str
     ranks: list[RankRecord]
@@ -168,7 +168,7 @@ def _finite(value: Any) -> Any:
 
 
 def unfinished(folder: Path) -> Path:
-    """Return the folder in which a recording is written before it gets its name."""
+    """Return the temporary folder in which a recording is written before `publish` renames it."""
     return folder.with_name(f"{folder.name}~recording")
 
 
@@ -184,7 +184,7 @@ def check_target(folder: Path) -> None:
 
 
 def publish(folder: Path, label: str, ranks: int, made_by: Mapping[str, str], pairs: Mapping[str, str]) -> None:
-    """Complete a recording whose ranks are written: list them, and give the folder its name."""
+    """Complete a recording after all ranks have written their files: list the ranks, and rename the folder."""
     content = {
         "format": FORMAT,
         "version": VERSION,
@@ -204,7 +204,7 @@ def publish(folder: Path, label: str, ranks: int, made_by: Mapping[str, str], pa
 def claimed(folder: Path) -> Iterator[None]:
     """Return a context in which no other process of this machine records into a folder.
 
-    What a killed process left is removed at the start, and what was not published at the end.
+    Files of a killed process are removed at the start, and unpublished files at the end.
     """
     check_target(folder)
     part = unfinished(folder)
@@ -212,7 +212,7 @@ def claimed(folder: Path) -> Iterator[None]:
         part.mkdir(parents=True, exist_ok=True)
         try:
             handle = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except FileNotFoundError:  # another process has just published or removed it
+        except FileNotFoundError:  # another process has just published or removed the folder
             raise _in_use(folder) from None
     try:
         if not _locked(handle, part):
@@ -223,7 +223,7 @@ def claimed(folder: Path) -> Iterator[None]:
                     path.unlink()
             yield
         finally:
-            if _is_at(part, handle):  # it is not after `publish`
+            if _is_at(part, handle):  # after `publish` the folder has another name
                 remove_folder(part)
     finally:
         os.close(handle)
@@ -323,7 +323,7 @@ def _read_rank(folder: Path, rank: int) -> RankRecord:
 
 
 def kept_shape(entry: TensorEntry) -> list[int]:
-    """Return the shape of the elements that the file has of a tensor."""
+    """Return the shape of a tensor's elements in the file."""
     if entry.stride <= 1 or not entry.shape:
         return entry.shape
     first = -(entry.offsets[0] if entry.offsets else 0) % entry.stride

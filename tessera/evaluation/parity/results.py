@@ -16,7 +16,7 @@ from tessera.runtime import html
 from tessera.runtime.files import replace_file
 
 AROUND = 5  # findings before and after the first difference that are printed
-_MOST_ROWS = 4000  # of the table on the page
+_MOST_ROWS = 4000  # limit of rows of the table on the page
 _STATISTICS = ("max", "min", "mean", "norm")
 _COSINE, _ABSOLUTE, _RELATIVE = 0.9999, 0.001, 0.001  # limits of msprobe, for its column "Accuracy Reached or Not"
 _MSPROBE = (
@@ -30,9 +30,10 @@ _MSPROBE = (
 
 
 def lines(comparison: Comparison) -> list[str]:
-    """Return the lines for the terminal: the first difference and what is around it."""
+    """Return the lines for the terminal: the first difference and the findings around it."""
     compared, first = len(comparison.findings), comparison.first
-    a, b = (" ".join(label.split()) for label in comparison.labels)  # of a recording: anybody may have written it
+    # labels of recordings are untrusted: remove line ends
+    a, b = (" ".join(label.split()) for label in comparison.labels)
     out = [f"A: {a}", f"B: {b}", f"compared: {compared} tensors and numbers; {len(comparison.different)} differ"]
     if comparison.skipped:
         out.append(f"not comparable: {len(comparison.skipped)}, such as {comparison.skipped[0]}")
@@ -156,7 +157,7 @@ def _cells(finding: ParityFinding) -> list[Any]:
 
 
 def _safe(text: str) -> str:
-    """Return text that a spreadsheet does not read as a formula."""
+    """Return text that a spreadsheet does not interpret as a formula."""
     return f"'{text}" if text[:1] in ("=", "+", "-", "@") else text
 
 

@@ -28,7 +28,7 @@ _FOLDER = Path(__file__).parent
 _SUFFIXES = (".yaml", ".yml")
 _REASONING = (("<think>", "</think>"), ("<analysis>", "</analysis>"))
 _WITHOUT_ANSWERS = ("ifeval", "boxes")
-_SUMS = ("wer", "cer", "bleu")  # scored by sums over all answers: a group has no worst answer
+_SUMS = ("wer", "cer", "bleu")  # metrics that are sums over all answers, so that a group has no worst answer
 _NOT_OF_THE_PROTOCOL = {"about", "variants", "categories", "default_variant", "name"}
 
 
@@ -58,7 +58,8 @@ class TaskBenchmark:
         for number, question in self.rows.scan(numbers):
             if isinstance(question, BenchmarkQuestion):
                 try:
-                    self.metric.mark("", question)  # a row that the metric cannot score is reported before it is asked
+                    # report a row that the metric cannot score before the question is asked
+                    self.metric.mark("", question)
                 except RecordError as error:
                     yield number, error
                     continue
@@ -113,7 +114,8 @@ def read_task(name: str | Path, where: str = "task") -> tuple[TaskSection, str, 
                 code="evaluation.unknown-variant",
             )
         data = merged(data, task.variants[variant])
-    for variant, changes in task.variants.items():  # a misspelt key is found before it is used
+    # check all variants, so that a misspelt key is reported before its variant is used
+    for variant, changes in task.variants.items():
         build(TaskSection, merged({**data, "variants": {}}, changes), f"{label}: variants.{variant}")
     task = build(TaskSection, data, f"{label}: variant {':'.join(variants)}")
     _check(task, label)
@@ -138,7 +140,7 @@ def open_task(
     if not name.partition(":")[0].endswith(_SUFFIXES) and name.lower() not in task_names():
         name = task_of_file(name) or name
     if data is not None and not Path(data).exists():
-        raise TesseraError(f"the table {data} does not exist", where=where, code="evaluation.no-table")
+        raise TesseraError(f"the data file or folder {data} does not exist", where=where, code="evaluation.no-table")
     if data is not None and not _divided(name)[1]:
         name = task_of_file(Path(data).name, [name]) or name
     task, chosen, folder = read_task(name, where)
@@ -230,7 +232,7 @@ def _check(task: TaskSection, where: str) -> None:
 
 
 def _after_extraction(metric: AnswerMetric, extraction: ExtractionSection) -> AnswerMetric:
-    """Return a metric that scores what is extracted of an answer."""
+    """Return a metric that scores the extracted part of an answer."""
 
     def mark(answer: str, question: BenchmarkQuestion) -> Mark:
         return metric.mark(extracted(answer, extraction), question)
@@ -239,11 +241,11 @@ def _after_extraction(metric: AnswerMetric, extraction: ExtractionSection) -> An
 
 
 def extracted(answer: str, extraction: ExtractionSection) -> str:
-    """Return the part of an answer that is scored: without reasoning, and what the pattern matches last."""
+    """Return the part of an answer that is scored: without reasoning, and if there is a pattern, its last match."""
     if extraction.reasoning:
         for start, end in _REASONING:
             answer = re.sub(f"{start}.*?{end}", "", answer, flags=re.DOTALL)
-            if start not in answer:  # some templates put the opening tag into the prompt
+            if start not in answer:  # the answer may lack the opening tag: some templates put it into the prompt
                 answer = answer.rpartition(end)[2]
         answer = answer.strip()
     if extraction.pattern is not None:

@@ -23,7 +23,7 @@ from tessera.evaluation.tasks.table import Table
 from tessera.evaluation.tasks.template import as_list, fill, plain
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-_LONGEST_INDEX = 64  # a longer cell is an image, and not the index of the row that has it
+_LONGEST_INDEX = 64  # a longer cell contains an image, not the index of another row
 _MARK = re.compile(r"<image (\d+)>")
 
 
@@ -134,7 +134,7 @@ class Rows:
         for template in self.task.prompt:
             try:
                 texts.append(fill(template, row))
-            except RecordError:  # a field of this text is empty
+            except RecordError:  # a field of this text is empty: leave the text out
                 continue
         return "".join(texts)
 
@@ -203,12 +203,12 @@ class Rows:
         cell = row.get(name)
         if cell is None:
             return [None]
-        if isinstance(cell, (int, float)):  # the index of another row
+        if isinstance(cell, (int, float)):  # the cell is the index of another row
             cell = plain(cell)
         if isinstance(cell, str) and len(cell) <= _LONGEST_INDEX and media_kind(cell) is None:
             cell = self._shared(cell, name)
         values = cell if isinstance(cell, list) else [cell]
-        if isinstance(cell, str) and cell.startswith("["):  # several images as the text of a list
+        if isinstance(cell, str) and cell.startswith("["):  # the cell is a list of images, written as text
             values = re.findall(r"['\"]([^'\"]*)['\"]", cell)
         return [Part("image", self._image(value, name)) for value in values]
 
@@ -219,7 +219,7 @@ class Rows:
         cell = None if record is None or isinstance(record, RecordError) else record.content.get(name)
         if cell is None or (isinstance(cell, str) and len(cell) <= _LONGEST_INDEX):
             raise RecordError(
-                f"the image cell {index!r} of this row is no image and no index of a row with an image",
+                f"the image cell {index!r} of this row is neither an image nor the index of a row with an image",
                 fix="write the image in base64, or the index of a row with the same image",
                 code="evaluation.image-not-base64",
             )
@@ -272,7 +272,10 @@ def _index(value: Any, count: int) -> int:
 
 
 def _case(cases: Mapping[str, str], value: str) -> str | None:
-    """Return the text of the first pattern that matches, in which * stands for any text; None if none does."""
+    """Return the text of the first matching pattern; None if no pattern matches.
+
+    `*` in a pattern stands for any text.
+    """
     return next((text for pattern, text in cases.items() if _matches(pattern, value)), None)
 
 
@@ -296,7 +299,7 @@ def _placed(text: str, media: list[Part | None], how: str) -> tuple[Part, ...]:
         return part
 
     if how == "by number":
-        pieces = _MARK.split(text)  # texts and numbers take turns
+        pieces = _MARK.split(text)  # texts and numbers alternate
         parts = [numbered(piece) if index % 2 else Part("text", piece) for index, piece in enumerate(pieces)]
         return tuple(part for part in parts if part.kind != "text" or part.value)
     # In order: the n-th mark is replaced by the n-th image that the text names. The number of the mark is ignored.

@@ -11,50 +11,52 @@ from tessera.config.reader import Section
 
 
 class BenchmarkData(Section):
-    """Where the questions are. `hub` or `path` is needed, unless the user names a file or a folder."""
+    """Declare the source of the questions. `hub` or `path` is needed, unless the user names a file or a folder."""
 
     hub: str | None = None  # data set on Hugging Face, org/name
-    config: str | None = None  # configuration of it: a part of its file names
+    config: str | None = None  # configuration of the data set: a part of its file names
     split: str | None = None
     file: str | None = None  # published file name, such as ChartQA_TEST.tsv
     path: str | None = None  # file, folder or pattern, relative to the task file
     media: str | None = None  # folder of media, relative to the data; default: the folder of the data
-    md5: tuple[str, ...] = ()  # of the published file
+    md5: tuple[str, ...] = ()  # MD5 sums of the published file
     where: Mapping[str, str] = {}  # column -> value, with * for any text: use only these rows
     explode: str | None = None  # column with a list: a question for each of its items
 
 
 class ColumnsSection(Section):
-    """Which columns are read."""
+    """Declare the columns to read."""
 
-    id: str | None = None  # template; default: the number of the row
+    id: str | None = None  # template of the question's id; default: the index of the row
     empty: tuple[str, ...] = ()  # texts that stand for an empty cell, such as nan
     answer: str | None = "answer"  # a text or a list of texts; null: questions without expected answers
-    answer_is: Literal["text", "list", "number"] = "text"  # list: also as text; number: of the option, from 0
+    # form of the expected answer; list: also as text; number: index of the option, from 0
+    answer_is: Literal["text", "list", "number"] = "text"
     options: str | list[str] | None = None  # a column with a list, or columns whose names are letters
     images: tuple[str, ...] = ()  # columns or templates of paths
     image_paths: str | None = None  # column with paths, used in place of `images` if the file has it
     video: tuple[str, ...] = ()  # templates of paths, of which the first that exists is used
     audio: tuple[str, ...] = ()  # columns or templates of paths of recordings
     media_needed: bool = True  # if the task names columns of media, a row without any of these media is unusable
-    group: str | None = None  # template: questions with the same text count as one, by the worst
-    fields: Mapping[str, str | list[str]] = {}  # name for the metric -> column, or columns of a list
+    group: str | None = None  # template: questions with the same text form a group, which is scored by its worst answer
+    # name of a field for the metric -> column, or columns whose values form a list
+    fields: Mapping[str, str | list[str]] = {}
     image_size: bool = False  # give the metric `width` and `height` of the first image
 
 
 class CasesSection(Section):
-    """A text that depends on the row: the first pattern that matches `of` decides."""
+    """Declare a text that depends on the row: that of the first pattern that matches `of`."""
 
     of: str
     cases: Mapping[str, str]
 
 
 class ExtractionSection(Section):
-    """What of an answer is scored."""
+    """Declare which part of an answer is scored."""
 
     reasoning: bool = True  # delete <think>...</think> and <analysis>...</analysis>
     pattern: str | None = None  # regular expression: its first group (or all of it) in the last match
-    otherwise: Literal["all", "nothing"] = "all"  # without a match
+    otherwise: Literal["all", "nothing"] = "all"  # what is scored if the pattern has no match
 
 
 class MetricChoice(Section):
@@ -77,9 +79,9 @@ class TaskSection(Section):
     data: BenchmarkData = BenchmarkData()
     columns: ColumnsSection = ColumnsSection()
     option_line: str = "{letter}. {text}"
-    texts: Mapping[str, CasesSection] = {}  # further fields of the prompt
+    texts: Mapping[str, CasesSection] = {}  # name -> text: further fields for the prompt
     system: str | None = None
-    prompt: str | list[str]  # a list: texts with an empty field are left out
+    prompt: str | list[str]  # if it is a list, texts with an empty field are left out
     images: Literal["first", "last", "in order", "by number"] = "first"
     extraction: ExtractionSection = ExtractionSection()
     metric: str | MetricChoice

@@ -28,7 +28,7 @@ log = logging.getLogger("tessera")
 
 @dataclass(eq=False)
 class Table:
-    """Hold the records of a benchmark and where they are from."""
+    """Hold the records of a benchmark, and their source."""
 
     records: Container
     files: list[Path]
@@ -41,7 +41,7 @@ class Table:
         return [_md5(file) for file in self.files]
 
     def column(self, name: str) -> Iterator[Any]:
-        """Yield the values of a column in order; None where a record has none or is unreadable."""
+        """Yield the values of a column in order; None for records without a value, and for unreadable ones."""
         parts = self.records.parts if isinstance(self.records, Joined) else [self.records]
         for part in parts:
             if isinstance(part, ParquetFile):
@@ -52,7 +52,7 @@ class Table:
 
     @cached_property
     def numbers(self) -> dict[str, int]:
-        """Return the number of the row with each value of the column `index`."""
+        """Return {value of the column `index`: row index}."""
         return {plain(value): number for number, value in enumerate(self.column("index")) if value is not None}
 
 
@@ -65,7 +65,10 @@ def _md5(file: Path) -> str:
 
 
 def open_table(section: BenchmarkData, folder: Path | None, data: Path | None, root: Path | None, where: str) -> Table:
-    """Open the files of a benchmark. `folder`: of the task file. `data`: what the user names instead, if anything."""
+    """Open the files of a benchmark.
+
+    `folder`: folder of the task file. `data`: a file or folder that the user names instead; None: none.
+    """
     source = ""
     spoken = transcript_files(data) if data is not None and data.is_dir() else []
     if data is not None and spoken:
@@ -108,7 +111,7 @@ def _patterns(section: BenchmarkData) -> list[str]:
 
 
 def _in_folder(folder: Path, section: BenchmarkData, where: str) -> list[Path]:
-    """Return the files of the split in a folder: as they are published, or one file of records alone."""
+    """Return the files of the split in a folder: those with published names, or the only file of records."""
     for pattern in _patterns(section):
         files = sorted(file for file in folder.glob(pattern) if file.is_file() and not leads_out(file, folder))
         if files:
@@ -118,7 +121,7 @@ def _in_folder(folder: Path, section: BenchmarkData, where: str) -> list[Path]:
         return beside
     names = [file.name for file in beside]
     raise TesseraError(
-        f"the folder {folder} has none of the files of this benchmark",
+        f"the folder {folder} contains no file of this benchmark",
         where=where,
         allowed=_patterns(section),
         nearest=nearest_file(section.file, names) if section.file else None,

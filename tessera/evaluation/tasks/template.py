@@ -17,7 +17,7 @@ FILTERS = ("strip", "lower", "capitalize", "lines", "joined", "quoted", "get KEY
 
 
 def check_template(template: str, where: str) -> list[str]:
-    """Return the names of fields in a template. Raise if it cannot be filled."""
+    """Return the names of the fields in a template. Raise if the template is invalid."""
     names = []
     try:
         pieces = list(string.Formatter().parse(template))

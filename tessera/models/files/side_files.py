@@ -23,7 +23,7 @@ from tessera.runtime.files import leads_out, read_json, read_json_mapping
 IMAGE_FILE = "preprocessor_config.json"
 VIDEO_FILE = "video_preprocessor_config.json"
 BOTH_FILE = "processor_config.json"  # settings of all preprocessors in one file (newer folders)
-# File of a preprocessor -> what processor_config.json calls its settings. Sound has the same file as images.
+# File of a preprocessor -> keys of its settings in processor_config.json. Audio and images use the same file.
 _PARTS = {IMAGE_FILE: ("image_processor", "feature_extractor"), VIDEO_FILE: ("video_processor",)}
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
@@ -256,7 +256,7 @@ def _stop_where_trained(path: Path, stops: Sequence[int]) -> None:
         return
     stored = settings.get("eos_token_id")
     ends = stored if isinstance(stored, list) else [] if stored is None else [stored]
-    if set(ends) & set(stops[:-1] or stops):  # the last stop token ends plain text
+    if set(ends) & set(stops[:-1] or stops):  # compare without the last stop token, which ends plain text
         return
     padding = {} if settings.get("pad_token_id") is not None else {"pad_token_id": stops[-1]}
     settings = {**settings, "eos_token_id": [*ends, *(stop for stop in stops if stop not in ends)], **padding}

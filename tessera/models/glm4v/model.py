@@ -103,9 +103,10 @@ def bicubic_positions(positions: np.ndarray, height: int, width: int, side: int)
 
 def _neighbours(patches: int, side: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the four nearest entries of the embedding table for each patch along one axis, and their weights."""
-    at = (np.arange(patches) + 0.5) * side / patches - 0.5  # centres of patches, in units of table entries
+    at = (np.arange(patches) + 0.5) * side / patches - 0.5  # centres of the patches, in units of table entries
     first = np.floor(at)
-    distance = np.abs(at[:, None] - (first[:, None] + np.arange(-1, 3)))  # from each of the four entries, at most 2
+    # distance from each of the four entries, at most 2
+    distance = np.abs(at[:, None] - (first[:, None] + np.arange(-1, 3)))
     near = ((CUBIC_A + 2) * distance - (CUBIC_A + 3)) * distance**2 + 1
     far = CUBIC_A * (((distance - 5) * distance + 8) * distance - 4)
     entries = np.clip(first[:, None].astype(np.int64) + np.arange(-1, 3), 0, side - 1)

@@ -115,7 +115,7 @@ class InternVL(VisionFamily):
         return config.vision.tile_patches, config.vision.tile_tokens
 
     def most_patches(self, config: InternVLConfig) -> int:
-        return config.vision.spatial_merge_size**2 + 1  # one more for the class token of each tile
+        return config.vision.spatial_merge_size**2 + 1  # plus one for the class token of each tile
 
     def styles(self, config: InternVLConfig) -> dict[str, TensorStyle]:
         """Replicate vocabularies whose size is not divisible by the usual degrees (151674 and 92553 in published

@@ -78,7 +78,7 @@ class Llava(VisionFamily):
             positions=vision.patches,
             class_token=vision.class_token,
             norm_before=vision.kind == "clip",
-            norm_after=True,  # the model does not use it, but its weights are in every folder
+            norm_after=True,  # the model does not use this norm, but every folder contains its weights
             num_blocks_used=config.blocks_read,
             attention=config.attention,
         )
@@ -132,7 +132,7 @@ class Llava(VisionFamily):
         If `tokens` is too small for an image, the batch has only the first tokens of one.
         """
         patches, first = config.vision.patches, config.first_feature
-        image_tokens = config.features + (config.tiles is not None)  # with tiles, the newline embedding is one more
+        image_tokens = config.features + (config.tiles is not None)  # with tiles, plus one for the newline embedding
         images = max(1, min(EXAMPLE_IMAGES, tokens // (2 * image_tokens)))
         used = min(images * image_tokens, tokens)
         features = torch.arange(images * patches).view(images, patches)[:, first:].flatten()

@@ -139,7 +139,10 @@ class LlavaProcessor(VisionProcessor):
     def _layout(
         self, squares: int, grid: tuple[int, int, int], interpolation: FeatureInterpolation | None
     ) -> MediaLayout:
-        """Return a layout. `grid`: number of frames, tile rows and tile columns; the last two are 0 without tiles."""
+        """Return a layout.
+
+        `grid`: number of frames, tile rows and tile columns; the numbers of rows and columns are 0 without tiles.
+        """
         patches, first = self.config.vision.patches, self.config.first_feature
         selected = None
         if first:
@@ -173,7 +176,7 @@ class LlavaProcessor(VisionProcessor):
         }
 
     def box_scale(self, size: MediaSize) -> BoxScale:
-        """Return the scale of boxes. Those of LLaVA 1.5 are shares of the image padded to a square."""
+        """Return the scale of boxes. Boxes of LLaVA 1.5 are fractions of the image padded to a square."""
         if self.tiles is not None or not self.squares.pad:
             return super().box_scale(size)
         side = max(size.width, size.height)

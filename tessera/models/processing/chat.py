@@ -226,7 +226,7 @@ class ChatTemplate:
         return self._enclosed([ChatSpan(text, role, trained)], role)
 
     def _enclosed(self, said: list[ChatSpan], role: str) -> list[ChatSpan]:
-        """Return the spans of a text with the words of the template around it."""
+        """Return the spans of a text, enclosed in the template's texts for it."""
         if role == PLAIN:
             return said
         turn = self._turn(role)

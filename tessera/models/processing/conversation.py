@@ -109,7 +109,7 @@ class ConversationProcessor:
         return {}
 
     def save_preprocessor(self, folder: Path) -> None:
-        """Write the preprocessor files of a Hugging Face folder."""
+        """Write preprocessor files for a Hugging Face folder."""
         return None
 
     def layouts(self, kinds: Sequence[PartKind], sizes: Sequence[MediaSize]) -> list[MediaLayout]:
@@ -123,7 +123,7 @@ class ConversationProcessor:
     def write(self, part: Part, text: ChatSpan, images: Sequence[MediaSize]) -> list[ChatSpan]:
         """Return the spans of a text with boxes, points or names of objects. `text`: its span with placeholders."""
         raise TesseraError(
-            "this model has no words for boxes and points",
+            "this model cannot write boxes and points",
             fix="remove such samples, or write the boxes into the text and leave out `objects`",
             code="model.no-box-words",
         )
@@ -216,7 +216,7 @@ class ConversationProcessor:
         return next(name for name, stream in self.streams.items() if kind in stream.kinds)
 
     def _read_by(self, stream: MediaStream, sample: Sample, layouts: Sequence[MediaLayout]) -> list[MediaLayout]:
-        """Return the layouts of those media of a sample, sound tracks included, that the encoder of a stream reads."""
+        """Return the layouts of the media, including sound tracks, that the encoder of a stream reads."""
         parts = zip(sample.media(), layouts, strict=True)
         tracks = [track for part, layout in parts for track in _tracks(part.kind, None, layout)]
         return [layout for kind, _, layout in tracks if kind in stream.kinds]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from tessera.core.sample import REGION, Part, Region
 from tessera.models.processing.chat import ChatSpan
 
-MOST = 1000  # regions that are read from an answer, at most
+MOST = 1000  # maximum number of regions that are read from an answer
 _NUMBER = r"\s{0,9}(-?\d{1,7}(?:\.\d{1,9})?)\s{0,9}"
 # Brackets of all families, because special tokens around them are left out of a decoded answer.
 _READ = re.compile(
@@ -52,8 +52,8 @@ class BoxScale:
 class Grounding:
     """Define how a family writes boxes and points.
 
-    `box`, `point`: texts with a place for each number. `around`, `around_name`: words around a box or point, and around
-    the name of an object; special tokens if the tokenizer has them.
+    `box`, `point`: texts with a placeholder for each number. `around`, `around_name`: texts before and after a box or
+    point, and those for the name of an object; they are special tokens if the tokenizer has them.
     """
 
     scale: int = 1000  # number at the right and at the lower edge of an image; 0: pixels of the resized image

@@ -27,7 +27,7 @@ _SPLIT = (
 )
 
 _MAX_BYTES = 256 << 20  # largest size of tokenizer.json
-_MOST_IDS = 1 << 24  # published vocabularies are below 2**20; the library aborts the process for huge ids
+_MOST_IDS = 1 << 24  # published vocabularies are below 2**20; for huge ids the library aborts the process
 _SHORT, _MANY = 64, 4096  # cache of tokenized texts: limit of characters per text, limit of texts
 
 

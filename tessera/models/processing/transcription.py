@@ -9,7 +9,7 @@ from tessera.errors import TesseraError
 
 @runtime_checkable
 class Transcriber(Protocol):
-    """Declare the methods of a processor whose model is trained to transcribe, and is asked in a form of its own."""
+    """Declare the methods of a processor whose model is trained to transcribe and has its own prompt format."""
 
     def transcription_instruction(self, language: str | None, prompt: str | None, timestamps: bool) -> str:
         """Return the text of the user beside the recording. The arguments are those of the function below."""

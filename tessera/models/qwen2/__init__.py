@@ -11,7 +11,7 @@ from tessera.models.processing.chat import ChatTemplate, Turn
 from tessera.models.text.decoder import TextConfig
 from tessera.models.text.hf import QWEN2
 
-# Chat format of Qwen2.5 and later. Results of tools are a user's turn; several results share a turn.
+# Chat format of Qwen2.5 and later. Tool results are written as a turn of the user; consecutive results share a turn.
 QWEN_TURNS = {
     "tool": Turn(
         "<|im_start|>user\n<tool_response>\n",

@@ -17,7 +17,7 @@ MODEL_TYPE, TOWER_TYPE = "qwen2_audio", "qwen2_audio_encoder"
 
 
 class Qwen2AudioConfig(Section):
-    tie_word_embeddings: ClassVar[bool] = False  # transformers' class has a head of its own
+    tie_word_embeddings: ClassVar[bool] = False  # the class of transformers has a separate head
 
     text: TextConfig
     audio: WhisperAudioConfig = Field(default_factory=lambda: WhisperAudioConfig.model_validate({}))

@@ -16,10 +16,10 @@ from tessera.models.qwen3_asr.config import Qwen3ASRConfig
 CHAT = ChatTemplate(
     special=("<|im_start|>", "<|im_end|>", "<|audio_start|>", "<|audio_end|>"),
     media={"audio": MediaWords("<|audio_pad|>", "<|audio_start|>", "<|audio_end|>")},
-    system="",  # conversations begin with an empty system message
+    system="",  # without a system message, a conversation begins with an empty one
 )
 LEAST = 8000  # samples
-TRANSCRIPT = "<asr_text>"  # between the language and the text of an answer
+TRANSCRIPT = "<asr_text>"  # separates the language and the text of an answer
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,14 +45,15 @@ class Qwen3ASRProcessor(AudioProcessor):
         for name, value in (("language", language), ("prompt", prompt)):
             if value:
                 raise TesseraError(
-                    f"this model finds the language itself and takes no text beside the recording, but {name} is set",
+                    f"this model detects the language and takes no text in addition to the recording, but {name} is "
+                    "set",
                     fix=f"leave {name} out",
                     code="generation.option-without-effect",
                 )
         return ""
 
     def transcript(self, answer: str) -> str:
-        """Return the text behind the language: `language English<asr_text>one two`."""
+        """Return the text after the language: `one two` of `language English<asr_text>one two`."""
         before, mark, text = answer.partition(TRANSCRIPT)
         return text if mark else before
 

@@ -74,7 +74,7 @@ class Qwen3VLVisionConfig(GridVisionConfig):
 
 
 def check_taps(vision: Qwen3VLVisionConfig, text: TextConfig) -> None:
-    """Raise an error if the text decoder has fewer layers than DeepStack features are added after."""
+    """Raise an error if there are more DeepStack features than layers of the text decoder."""
     taps, layers = len(vision.deepstack_visual_indexes), text.num_hidden_layers
     if taps > layers:
         raise ValueError(

@@ -184,7 +184,7 @@ def text_shape(text: TextConfig, attention: str) -> DecoderShape:
 
 def _scaling(config: RopeScaling | None) -> Scaling | None:
     if config is None or config.rope_type == "dynamic":
-        return None  # dynamic scaling changes only samples that are refused for their length
+        return None  # dynamic scaling has no effect: it changes only longer samples, which are refused
     if config.rope_type == "linear":
         return LinearScaling(config.factor)
     original = config.original_max_position_embeddings

@@ -30,7 +30,8 @@ class TextProcessor(ConversationProcessor):
     axes: ClassVar[int] = 1
     tokenizer_kind: ClassVar[str | None] = "PreTrainedTokenizerFast"  # works for any tokenizer.json
 
-    # Largest number of tokens of a sample: the size of a table of positions, or what dynamic rope does not scale.
+    # Largest number of tokens of a sample: the size of a position table, or the length up to which dynamic rope does
+    # not scale.
     max_length: int | None = None
 
     @classmethod

@@ -131,7 +131,7 @@ class Library:
         return EncodedChat(id, tokens, labels, positions, {}, counts, without_marks(text)[0], tuple(images), types)
 
     def _adds(self, text: str) -> bool:
-        """Return whether the tokenizer shall add special tokens: false if the text already begins with one."""
+        """Return whether the tokenizer should add special tokens: False if the text already begins with one."""
         begin = self.tokenizer.bos_token
         return begin is None or not without_marks(text)[0].startswith(begin)
 

@@ -19,7 +19,8 @@ _PACKS_IMAGES = frozenset(
     ("aya_vision", "deepseek_vl", "gemma3", "idefics2", "idefics3", "janus", "llava_next", "ovis2", "vipllava")
 )
 _PACKS_TEXT = frozenset(("cohere2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3"))
-_IMAGES_READ_BOTH_WAYS = frozenset(("gemma3",))  # tokens of an image attend to each other in both directions
+# classes in which the tokens of an image attend to each other in both directions
+_IMAGES_READ_BOTH_WAYS = frozenset(("gemma3",))
 # Classes with bidirectional attention in the prompt: `token_type_ids` are 0 in the prompt and 1 after it.
 _PREFIX_TYPES = frozenset(("paligemma",))
 
@@ -42,7 +43,8 @@ def _masks_stay_apart(image_blocks: bool) -> bool:
     from transformers.masking_utils import blockwise_overlay, create_causal_mask
 
     settings = PretrainedConfig(attn_implementation="eager")
-    blocks = torch.tensor([[-1, -1, -1, -1, 0, 0]])  # the second sample of the row has an image of two tokens
+    # image index of each token: the second sample of the row has an image of two tokens
+    blocks = torch.tensor([[-1, -1, -1, -1, 0, 0]])
     positions = torch.tensor([[0, 1, 2, 0, 1, 2]])
 
     def visible(start: int, end: int) -> Tensor:

@@ -48,7 +48,7 @@ def find_class(name: str) -> type[PreTrainedModel]:
 def published_class(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """Return the library's own class: the class itself, or the one that a user's class extends."""
     classes = (c for c in kind.__mro__ if c.__module__.startswith(f"{LIBRARY}."))
-    return next(classes)  # PreTrainedModel is the last candidate
+    return next(classes)  # ends at PreTrainedModel at the latest
 
 
 def choose_class(hf: Mapping[str, Any], name: str | None) -> type[PreTrainedModel]:

@@ -55,7 +55,7 @@ def marked(text: str) -> str:
 
 
 def with_marks(text: str, spans: Sequence[Span]) -> str:
-    """Return a text with mark characters around trained character ranges. `spans` must be sorted."""
+    """Return a text with mark characters around trained character ranges. `spans`: these ranges, sorted."""
     out, at = [], 0
     for begin, end in spans:
         out += [text[at:begin], BEGIN, text[begin:end], END]
@@ -64,7 +64,10 @@ def with_marks(text: str, spans: Sequence[Span]) -> str:
 
 
 def without_marks(text: str) -> tuple[str, tuple[Span, ...]]:
-    """Remove the mark characters of a text. Return it and the trained ranges. Raise a ValueError for unpaired marks."""
+    """Remove the mark characters of a text.
+
+    Return the text and the trained ranges. Raise a ValueError for unpaired marks.
+    """
     parts, begins, spans, length = [], [], [], 0
     at = 0
     for mark in _EITHER.finditer(text):

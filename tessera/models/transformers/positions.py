@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Rope types whose frequencies depend on the longest position of a batch; "dynamic" remembers all earlier batches.
+# Rope types whose frequencies depend on the longest position of a batch; "dynamic" also depends on earlier batches.
 _LENGTH_ROPES = ("dynamic", "longrope")
 
 

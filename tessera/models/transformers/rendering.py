@@ -103,7 +103,7 @@ def _start() -> subprocess.Popen[bytes]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:
-    with process:  # closes the pipes, which ends the process, and waits for it
+    with process:  # leaving the block closes the pipes, which ends the process, and waits for its end
         pass
     return process.returncode
 

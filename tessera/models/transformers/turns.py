@@ -155,7 +155,7 @@ class Turns:
         return render(jinja or self.jinja, chat, self.tokenizer.special_tokens_map, answer=answer, where=where)
 
     def _form(self, messages: Sequence[Message], answer: bool = False) -> Form:
-        """Return the first `Form` of message contents with which the template writes all texts and images."""
+        """Return the first `Form` of message contents for which the template writes all texts and images."""
         refusals: list[tuple[int, TesseraError]] = []  # (priority, error); the error of the highest priority is raised
         for form in _FORMS if self.sees else ("strings", "parts"):
             try:

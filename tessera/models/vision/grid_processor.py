@@ -73,14 +73,14 @@ class GridProcessor(VisionProcessor):
                 fix=f"set the same image_mean, image_std and rescale_factor in {VIDEO_FILE} and {IMAGE_FILE}",
                 code="media.image-video-norms-differ",
             )
-        # Rule "ends" allows any number of frames: the last frame fills up the last temporal patch.
+        # The rule "ends" allows any number of frames: copies of the last frame fill the last temporal patch.
         multiple = 1 if cls.frames_rule == "ends" else geometry.temporal_patch_size
         sampling = replace(chosen.sampling(folder), multiple=multiple, rule=cls.frames_rule)
         return cls(encoder, template, sampling, chosen.train_on, False, image, video, **cls.of_model(config))
 
     @classmethod
     def of_model(cls, config: Any) -> dict[str, Any]:
-        """Return the family's fields that depend on the model's configuration."""
+        """Return the processor's fields that depend on the configuration of the model."""
         return {}
 
     def fingerprint_fields(self) -> list[Any]:
@@ -104,7 +104,7 @@ class GridProcessor(VisionProcessor):
         return MediaLayout(tokens=(patches.tokens((t, h, w)),), lengths=(h * w,) * t, grid=(t, h, w), times=times)
 
     def times(self, count: int, size: MediaSize) -> tuple[float, ...]:
-        """Return the time positions of the `count` temporal patches of a video; empty: 0, 1, 2, ..."""
+        """Return the time positions of the `count` temporal patches of a video; an empty result means 0, 1, 2, ..."""
         return ()
 
     def seconds(self, size: MediaSize) -> np.float32:

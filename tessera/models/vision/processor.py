@@ -43,7 +43,8 @@ class VisionProcessor(ConversationProcessor):
     """Turn conversations with images and videos into batches. `elements` returns the patches `pixels` as uint8."""
 
     streams: ClassVar[MediaStreams] = VISION_STREAMS
-    grounding: ClassVar[Grounding | None] = None  # how the family writes boxes and points; None: it has no words
+    # how the family writes boxes and points; None: the family has no format for them
+    grounding: ClassVar[Grounding | None] = None
 
     @property
     @abstractmethod
@@ -74,7 +75,7 @@ class VisionProcessor(ConversationProcessor):
         return self.grounding.write(part, text, numbers, lambda word: self.encoder.find(word) is not None)
 
     def answer_text(self, message: Message, images: Sequence[MediaSize]) -> str:
-        """Return the text that `decode` returns for the tokens of a message, with boxes in the family's words."""
+        """Return the text that `decode` returns for the tokens of a message, with boxes in the family's format."""
         spans: list[ChatSpan] = []
         for part in message.parts:
             plain = ChatSpan(str(part.value), message.role)
@@ -85,7 +86,7 @@ class VisionProcessor(ConversationProcessor):
     def read_boxes(self, answer: str, size: MediaSize, points: bool = True) -> list[Region]:
         """Return the boxes and points that an answer names, in pixels of an image of this size.
 
-        `points` False: boxes only, because two numbers in brackets may be anything.
+        `points` False: boxes only, because two numbers in brackets may have another meaning.
         """
         if self.grounding is None:
             return []

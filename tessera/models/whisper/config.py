@@ -16,8 +16,8 @@ from tessera.ops.attention import AttentionBackend
 MODEL_TYPE = "whisper"
 STRIDE = 2  # mel frames from one position of the encoder to the next
 REACH = 2  # mel frames before and after its middle frame that a position reads
-# A recording takes at least this many tokens of a row, padding included. So `data.length` limits how many recordings a
-# row has, and pipeline stages know how many positions of the encoder a row can have.
+# Each recording takes at least this many tokens of a row, including padding. So `data.length` limits how many
+# recordings a row has, and pipeline stages know how many positions of the encoder a row can have.
 LEAST_TOKENS = 32
 
 
@@ -140,7 +140,7 @@ class WhisperConfig(Section):
         return build(cls, {**sections, "tie_word_embeddings": bool(data.get("tie_word_embeddings", True))}, where)
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the fields of config.json. What is generated is restricted by generation_config.json alone."""
+        """Return the fields of config.json. Rules for generation are only in generation_config.json."""
         plain = self.model_dump(mode="json")
         return {
             "architectures": ["WhisperForConditionalGeneration"],

@@ -21,8 +21,8 @@ from tessera.models.whisper.model import frames_of, windows_of
 from tessera.nn.encoder_decoder import MEMORY
 
 # Batch tensors of a prompt, with token ids.
-SUPPRESSED = "suppressed"  # never generated
-SUPPRESSED_FIRST = "suppressed_first"  # not generated as the first token
+SUPPRESSED = "suppressed"  # tokens that are never generated
+SUPPRESSED_FIRST = "suppressed_first"  # tokens that are not generated as the first token
 STAMPS = "stamps"  # [3]: the first time stamp, the end of a transcript, the latest time stamp that may be the first one
 
 Choose = Callable[[Tensor], Tensor]  # logits [rows, vocabulary] -> tokens [rows]
@@ -89,8 +89,8 @@ def after_stamps(tokens: Sequence[int], first: int, frames: int) -> tuple[list[i
     """Return the tokens of a window that are kept, and the number of frames after which the next window begins.
 
     `first`: id of the time stamp 0.00. `frames`: number of frames in the window. Two time stamps in a row are the end
-    of a sentence and the beginning of the next one. What follows the last such pair was cut off by the end of the
-    window, so the next window begins there. A single time stamp at the end means that nothing is said after it.
+    of a sentence and the beginning of the next one. The window may cut off the sentence after the last such pair, so
+    the next window begins there. A single time stamp at the end means that no speech follows.
     """
     stamps = [token >= first for token in tokens]
     pairs = [at + 1 for at in range(len(tokens) - 1) if stamps[at] and stamps[at + 1]]
@@ -101,7 +101,7 @@ def after_stamps(tokens: Sequence[int], first: int, frames: int) -> tuple[list[i
 
 @dataclass(frozen=True)
 class _Rules:
-    """Hold which tokens may be generated."""
+    """Hold the rules for the tokens that may be generated."""
 
     suppressed: Tensor
     suppressed_first: Tensor
@@ -115,7 +115,7 @@ class _Rules:
         return _Rules(batch[SUPPRESSED], batch[SUPPRESSED_FIRST], (first, end, latest))
 
     def timed(self, prompt: Sequence[int]) -> bool:
-        """Return whether time stamps are generated. The token before the first time stamp says that there are none."""
+        """Return whether time stamps are generated. A special token in the prompt turns them off."""
         return prompt[-1] != self.stamps[0] - 1
 
     def restrict(self, logits: Tensor, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]) -> Tensor:
@@ -143,7 +143,7 @@ class _Rules:
         stamps = [token for token in text if token >= first]
         if stamps:
             logits[first : stamps[-1] + (0 if last and not before else 1)] = -torch.inf
-        # A time stamp is written if all of them together are more likely than any other token.
+        # A time stamp must follow if the summed probability of all time stamps is above that of any text token.
         likely = logits.log_softmax(-1)
         logits[:first].masked_fill_(likely[first:].logsumexp(-1) > likely[:first].max(), -torch.inf)
 
@@ -200,7 +200,7 @@ def _transcribe(
         batch = Batch(tensors, {"text": step.segments, "audio": memory, MEMORY: memory})
         logits = module(batch, logits="last", cache=cache, step=step)[LOGITS].float()
         logits = logits if rules is None else rules.restrict(logits, prompts, texts)
-        logits[[row for row in range(rows) if done[row]]] = 0.0  # any token will do
+        logits[[row for row in range(rows) if done[row]]] = 0.0  # rows that have ended: the choice has no effect
         chosen = choose(logits)
         media = {}
         for row, token in enumerate(chosen):

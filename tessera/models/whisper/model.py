@@ -26,7 +26,8 @@ from tessera.nn.encoder_decoder import MEMORY, EncoderDecoder
 from tessera.nn.layers import TiedHead
 from tessera.weights.map import Rule, WeightMap
 
-# Tensors of the recordings in a batch. No token stands for them: the decoder attends to the outputs of the encoder.
+# Tensors of the recordings in a batch. Recordings have no placeholder tokens: the decoder attends to the outputs of the
+# encoder.
 RECORDINGS = Stream(tensors=("mel", "mel_positions"), segments=AUDIO, module=AUDIO)
 _WEIGHT_AND_BIAS = "{weight,bias}"
 
@@ -57,10 +58,11 @@ def stream(config: WhisperConfig) -> Stream:
 def plan(config: WhisperConfig) -> ModelPlan:
     shape, text, tied = config.encoder, config.decoder, config.tie_word_embeddings
     positions = config.audio.max_source_positions
-    # A stage of the decoder also passes on the outputs of the encoder, of as many recordings as a row can have.
+    # A stage of the decoder also passes on the outputs of the encoder, of for the maximum number of recordings in a
+    # row.
     encoded = -(-positions // LEAST_TOKENS)
     inside, carry = StageActivation(encoded, shape.hidden), StageActivation(encoded + 1, shape.hidden)
-    # A transcript has about as many tokens as the least number, so a token comes with so many positions of the encoder.
+    # A transcript has about `LEAST_TOKENS` tokens, so there are `encoded` positions of the encoder for each token.
     layer = text.layer_weights + encoded * text.memory_weights
     layers = "text.layers.{*}"
     styles: dict[str, TensorStyle] = {
@@ -137,7 +139,8 @@ def weights(config: WhisperConfig) -> WeightMap:
     pairs = [Rule(ours, f"model.{theirs}") for ours, theirs in _PAIRS]
     return WeightMap(
         (*audio_rules(config.encoder, "model.encoder.", "audio.norm_after"), *pairs, *heads),
-        renames=(("encoder.", "model.encoder."), ("decoder.", "model.decoder.")),  # a base model saved without head
+        # names in a base model that was saved without its head
+        renames=(("encoder.", "model.encoder."), ("decoder.", "model.decoder.")),
         skip=(_HEAD,) if tied else (),
         copies=((_HEAD, "text.embed.weight"),) if tied else (),
     )
@@ -202,7 +205,7 @@ def flops(config: WhisperConfig, batch: Batch, training: Training = MappingProxy
 
 
 def example(config: WhisperConfig, tokens: int) -> Batch:
-    """Return a batch with as many recordings as so many tokens can have."""
+    """Return a batch with the maximum number of recordings for this number of tokens."""
     shape = config.encoder
     count = max(1, tokens // LEAST_TOKENS)
     lengths = [tokens // count + (number < tokens % count) for number in range(count)]

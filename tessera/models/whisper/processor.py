@@ -41,7 +41,7 @@ FIRST_STAMP = "<|0.00|>"
 _SECONDS_PER_STAMP = 0.02
 _STAMP = re.compile(r"(<\|\d{1,3}\.\d\d\|>)")
 _LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
-_ENGLISH_ONLY = 51864  # size of the vocabulary of published models that know English alone
+_ENGLISH_ONLY = 51864  # size of the vocabulary of published models for English only
 
 
 class WhisperOptions(Section):
@@ -56,7 +56,7 @@ class WhisperOptions(Section):
 
 
 class Directions(NamedTuple):
-    """Hold what the tokens before a transcript say."""
+    """Hold the settings that the tokens before a transcript encode: language, task and time stamps."""
 
     language: str = "en"
     task: Task = "transcribe"
@@ -122,8 +122,9 @@ class WhisperProcessor(ConversationProcessor):
     # ------------------------------------------------------------------------------------------ recordings
 
     def layout(self, kind: PartKind, size: MediaSize) -> MediaLayout:
-        """Return the layout of a recording. No token stands for it. Short ones are padded with silence, long ones are
-        read window by window."""
+        """Return the layout of a recording. It has no placeholder tokens. Short recordings are padded with silence,
+        long ones are read window by window.
+        """
         frames = max(size.samples, self.mel.longest) // self.mel.hop
         return MediaLayout((), (-(-frames // STRIDE),))
 
@@ -134,7 +135,7 @@ class WhisperProcessor(ConversationProcessor):
 
     @property
     def _window(self) -> int:
-        """Return the number of positions of the encoder."""
+        """Return the number of encoder positions of a window."""
         return self.mel.longest // self.mel.hop // STRIDE
 
     # ------------------------------------------------------------------------------------------ samples
@@ -165,7 +166,7 @@ class WhisperProcessor(ConversationProcessor):
     def positions(self, length: int, spans: Sequence[tuple[int, int]], layouts: Sequence[MediaLayout]) -> np.ndarray:
         if length > self.max_length:
             raise TesseraError(
-                f"the transcript has {length} tokens with those before it, and this model has positions for "
+                f"the transcript has {length} tokens, including those before it, and this model has positions for "
                 f"{self.max_length}",
                 fix="cut the recording and its transcript",
                 code="data.transcript-too-long",
@@ -185,7 +186,7 @@ class WhisperProcessor(ConversationProcessor):
     def _chat_spans(
         self, sample: Sample, sizes: Sequence[MediaSize], layouts: Sequence[MediaLayout], prompt: bool = False
     ) -> list[ChatSpan]:
-        """Return the spans of the transcript and of the tokens before it; no token stands for the recording."""
+        """Return the spans of the transcript and of the tokens before it; the recording has no placeholder tokens."""
         question, answer = _one_recording(sample)
         parts = () if answer is None else answer.parts
         written = [span for part in parts for span in self._transcript(str(part.value), "assistant" in self.train_on)]
@@ -213,7 +214,9 @@ class WhisperProcessor(ConversationProcessor):
                 yield ChatSpan(piece, "assistant", trained, special=bool(number % 2))
 
     def _directions(self, question: Message) -> Directions:
-        """Return the directions of a sample: those that its user names, such as "de translate", else the recipe's."""
+        """Return the language and task of a sample: from its user message, such as "de translate", else from the
+        recipe.
+        """
         chosen = self.directions
         for word in (word for part in question.parts if part.kind == "text" for word in str(part.value).split()):
             if word == FIRST_STAMP:
@@ -235,7 +238,7 @@ class WhisperProcessor(ConversationProcessor):
                 where=where,
                 allowed=[*sorted(languages), *TASKS],
                 nearest=nearest(name, [*languages, *TASKS]),
-                fix="beside the recording, write nothing but its language and the task",
+                fix="in addition to the recording, write only its language and the task",
                 code="data.unknown-language",
             )
 
@@ -243,7 +246,7 @@ class WhisperProcessor(ConversationProcessor):
 
     def prompt_of_tokens(self, tokens: Sequence[int]) -> Batch:
         raise TesseraError(
-            "this model answers recordings only, not plain text",
+            "this model transcribes recordings, and does not answer text",
             fix="use /v1/audio/transcriptions, or /v1/chat/completions with input_audio",
             code="generation.no-plain-text",
         )
@@ -275,16 +278,19 @@ class WhisperProcessor(ConversationProcessor):
             encoded += [sum(item.streams[AUDIO].lengths) for item in row]
             encoded += [0] if sum(len(item.tokens) for item in row) < length else []
         segments = {**batch.segments, MEMORY: Segments.of(encoded)}
-        # Padding at the end of a row may be longer than a transcript.
+        # Padding at the end of a row may be longer than the table of positions.
         positions = batch["positions"].remainder(self.max_length)
         return replace(batch, segments=segments).with_tensors(positions=positions)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of a transcript. Time stamps, if the options ask for them, count from the beginning."""
+        """Return the text of a transcript.
+
+        Time stamps, if the options ask for them, count from the beginning of the recording.
+        """
         return self._text(tokens, self.encoder.decode, self.directions.timestamps)
 
     def spell(self, tokens: Sequence[int]) -> str:
-        """Return the text of a transcript with special tokens, and time stamps that count from the beginning."""
+        """Return the text of a transcript with special tokens, and time stamps from the beginning of the recording."""
         return self._text(tokens, self.encoder.spell, stamps=True)
 
     def _text(self, tokens: Sequence[int], decode: Callable[[Sequence[int]], str], stamps: bool) -> str:
@@ -307,7 +313,7 @@ class WhisperProcessor(ConversationProcessor):
     def transcription_instruction(self, language: str | None, prompt: str | None, timestamps: bool) -> str:
         if prompt:
             raise TesseraError(
-                "this model takes no text beside the recording but its language and the task, and prompt is set",
+                "this model takes no text except language and task in addition to the recording, but prompt is set",
                 fix="leave prompt out",
                 code="generation.option-without-effect",
             )
@@ -358,7 +364,7 @@ def _features_of(config: WhisperConfig) -> LogMel:
 
 
 def _one_recording(sample: Sample) -> tuple[Message, Message | None]:
-    """Return the message with the recording, and that with its transcript. Raise for other conversations."""
+    """Return the message with the recording, and the message with its transcript. Raise for other conversations."""
     roles = Counter(message.role for message in sample.messages)
     kinds = [part.kind for part in sample.media()]
     question = sample.messages[0] if sample.messages else Message("user", ())
@@ -376,7 +382,7 @@ def _one_recording(sample: Sample) -> tuple[Message, Message | None]:
 
 
 def _split(tokens: Sequence[int], at: int) -> list[list[int]]:
-    """Split tokens at each `at`, which is left out."""
+    """Split tokens at each occurrence of the token `at`, which is left out."""
     parts: list[list[int]] = [[]]
     for token in tokens:
         if token == at:
@@ -387,5 +393,5 @@ def _split(tokens: Sequence[int], at: int) -> list[list[int]]:
 
 
 def _ids(tokens: Any) -> torch.Tensor:
-    """Return token ids of generation_config.json. -1 stood for a default in old folders."""
+    """Return token ids of generation_config.json. Old folders contain -1 for a default."""
     return torch.tensor([token for token in tokens or () if token >= 0], dtype=torch.int64)

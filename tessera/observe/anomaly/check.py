@@ -28,9 +28,9 @@ from tessera.runtime import device as devices
 
 AnomalyKind = Literal["not finite", "loss spike", "gradient spike"]
 RECENT = 11  # the level of a loss or gradient norm is the median of its last 11 values
-LEAST_SPREAD = 0.05  # smallest usual rise, as a share of the level
-REPEATED = 3  # rises up to twice the third-largest rise of the window are no spikes
-IN_A_ROW = 3  # this many values in a row above the limit are a new level
+LEAST_SPREAD = 0.05  # lower bound of the usual rise of a value above its level, as a share of the level
+REPEATED = 3  # a rise of at most twice the third-largest rise of the window is not a spike
+IN_A_ROW = 3  # number of consecutive values above the limit that count as a new level
 LASTING = 50  # a loss above the run's first loss for this many steps is a divergence
 FIRST = 3  # "first loss": the median of the run's first 3 losses
 SOON = 5  # a loss above the run's first loss for this many steps is a likely divergence
@@ -174,7 +174,7 @@ class RunningLimit:
 
     @property
     def limit(self) -> float:
-        """Return the highest value that is no spike; infinity during the first `warmup` values."""
+        """Return the highest value that is not a spike; infinity during the first `warmup` values."""
         if self.factor is None or len(self._rises) < self.warmup:
             return math.inf
         ordered = sorted(self._rises)

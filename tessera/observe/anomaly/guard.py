@@ -131,7 +131,7 @@ class Guard(OptimizerStep):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the statistics. Samples that were left out stay left out, even after a rollback."""
+        """Restore the statistics. Excluded samples stay excluded, even after a rollback."""
         self.left_out = {**state.get("left_out", {}), **self.left_out}
         self._loss.restore(state.get("loss", {}))
         self._norm.restore(state.get("norm", {}))
@@ -364,7 +364,9 @@ class Guard(OptimizerStep):
             restart(trainer, self._first_buffers)
 
     def _stop_if_asked_for_damage(self, trainer: TrainerHandle, bad_step: BadStep) -> None:
-        """End the run under `policy: stop`, or if a rollback cannot repair damage that is initial or has returned."""
+        """End the run under `policy: stop`, or if a rollback cannot help: the damage existed at the start, or has
+        occurred again.
+        """
         stop: GuardStop | None = None
         where = f"guard.policy={self.settings.policy}"
         damaged = [tensor.name for tensor in bad_step.damage]

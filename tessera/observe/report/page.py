@@ -21,7 +21,7 @@ _HOW = {
     "stopped": "stopped: a resume goes on",
     "failed": "failed",
     "killed": "killed: a resume goes on",
-    "silent": "no sign of life",
+    "silent": "no new rows",
 }
 _STYLE = (
     STYLE
@@ -110,7 +110,7 @@ def _how(run: RecordedRun) -> str:
         return ""
     last = run.sessions[-1]
     if last.how == "silent":
-        return f"no sign of life since {last.last:%Y-%m-%d %H:%M} UTC"
+        return f"no new rows since {last.last:%Y-%m-%d %H:%M} UTC"
     return _HOW.get(last.how, last.how)
 
 

@@ -26,7 +26,7 @@ COMPILING: Final = "compiling"
 OUTSIDE: Final = "outside of a step"  # starting, evaluating, saving, callbacks: no time limit applies
 COMPUTING: Final = "computing"
 AT_WORK = frozenset({READING, COMPILING, OUTSIDE, COMPUTING})
-# The device has unfinished work. It may be a collective, in which the rank waits for another rank.
+# The device has unfinished work, which may be a collective that waits for another rank.
 ON_DEVICE: Final = "waiting for its device"
 UNEXPLAINED: Final = ""
 
@@ -220,7 +220,7 @@ def diagnose(
     for heartbeat in (heartbeats[rank] for rank in sorted(heartbeats)):
         quiet = silent_s[heartbeat.rank]
         if quiet > (timeouts.timeout_s if heartbeat.rank in busy_silent else timeouts.silence_s):
-            return lost(heartbeat, f"gave no sign of life for {quiet:.0f} s (dead, stopped or disconnected)", witness)
+            return lost(heartbeat, f"sent no heartbeat for {quiet:.0f} s (dead, stopped or disconnected)", witness)
     present = [
         replace(heartbeats[rank], activity=COMPUTING, collective="", still_s=silent_s[rank])
         if rank in busy_silent

@@ -123,7 +123,7 @@ class Watchdog(Callback):
             self._end(Verdict("disagree", tuple(error.ranks), error.what))
         if is_peer_error(error):
             # The error of the collective does not name the lost rank: wait for the verdict of the watching thread.
-            logs.to_file(logging.WARNING, f"a collective broke: {first_line(error)}")
+            logs.to_file(logging.WARNING, f"a collective failed: {first_line(error)}")
             self._settled.wait(self.timeouts.silence_s + 2 * self.interval + 1)
             self._end(self._verdict or failed(self._heartbeat(), error))
         self._own_error.set()
@@ -206,7 +206,7 @@ class Watchdog(Callback):
         device = self._trainer.world.device
         # Ask the device only after half of `stall_s`: the query may disturb a CUDA graph capture.
         if device.type != "cpu" and still_s > self.timeouts.stall_s / 2 and devices.has_unfinished_work(device):
-            return ON_DEVICE  # the host may use the CPU while it waits
+            return ON_DEVICE  # the process may use the CPU while it waits for the device
         return COMPUTING if self._own_usage.busy else UNEXPLAINED
 
     # ------------------------------------------------------------------------------------------ the watching thread

@@ -31,11 +31,11 @@ from tessera.tools.data_doctor.histogram import Histogram, histogram
 from tessera.tools.data_doctor.look import Look
 from tessera.tools.data_doctor.sound import odd_lengths
 
-ONE_ANSWER = 0.3  # a larger share of samples with the same answer is a finding
+ONE_ANSWER = 0.3  # a finding is reported if a larger share of samples has the same answer
 _ODD_TRANSCRIPTS = ("long-transcript", "short-transcript")
-FEW = 20  # with fewer samples, shares such as ONE_ANSWER are not reported
-PACKED = 200_000  # a forecast packs at most so many samples, and extrapolates to all
-# Histograms as (title, unit, column of measures).
+FEW = 20  # shares such as ONE_ANSWER are not reported for fewer samples than this
+PACKED = 200_000  # maximum number of samples that a forecast packs, before it extrapolates to all
+# Histograms: (title, unit, column of measures).
 _WITH_TOKENS = (
     ("Length of a sample", "tokens", "tokens"),
     ("Trained on in a sample", "tokens", "trained"),
@@ -93,7 +93,7 @@ class ExaminedSet:
         self.bad, self.bad_count = list(bad_rows(index.tables)), index.bad_count
 
     def add_look(self, looked: Measured) -> None:
-        """Add the measures of `Look`. Records that it failed on are added to the bad records."""
+        """Add the measures of `Look`. Records on which it failed are added to the bad records."""
         arrays = looked.arrays
         at = np.searchsorted(self.rows, arrays["row"])
         self.columns = {name: values[at] for name, values in self.columns.items()}
@@ -320,7 +320,9 @@ class Rung:
 
 
 def ladder(length: int, longest: int) -> list[int]:
-    """Return row lengths to compare: a quarter, half and multiples of `length`, up to one that fits every sample."""
+    """Return the row lengths to compare: a quarter, half and multiples of `length`, up to a length that fits every
+    sample.
+    """
     rungs = [length // 4, length // 2, length]
     while rungs[-1] < longest and len(rungs) < 8:
         rungs.append(rungs[-1] * 2)

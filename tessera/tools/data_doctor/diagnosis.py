@@ -24,7 +24,7 @@ WITHOUT_A_MODEL = (
 )
 _WIDE = 110
 _MARKS: dict[Severity, str] = {"loss": "✗", "warning": "!", "note": "·"}
-_MAX_SHOWN = 700  # at most so many characters are printed per sample
+_MAX_SHOWN = 700  # limit of printed characters per sample
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from tessera.data.media.files import ArchiveMember
 
 Severity = Literal["loss", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("loss", "warning", "note")
-MOST_LOCATIONS = 5  # at most so many samples are named per finding
-DETAIL = 240  # at most so many characters of a detail are shown
+MOST_LOCATIONS = 5  # limit of samples that are listed for a finding
+DETAIL = 240  # limit of the characters of a detail
 
 
 @dataclass(frozen=True)

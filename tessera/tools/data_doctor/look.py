@@ -51,7 +51,7 @@ NO_FAMILY = MediaSampling(audio=AudioSampling(rate=16_000))  # sampling of video
 _OF_ANY_TEXT = (
     "mojibake",
     "control-character",
-)  # kinds that apply to captions too; other kinds are about conversations
+)  # kinds of findings that apply to captions, too; all others are about conversations
 
 
 def no_target(kind: str, size: MediaSize) -> None:
@@ -135,7 +135,7 @@ class Look:
 
     @property
     def audio_rate(self) -> int:
-        """Return the samples per second that the sizes of recordings count."""
+        """Return the rate, in samples per second, in which sizes of recordings are measured."""
         sampling = self.sampling
         return sampling.audio.rate if isinstance(sampling, MediaSampling) else NO_FAMILY.audio.rate
 
@@ -174,10 +174,10 @@ def _as_spoken(sample: Sample) -> Sample:
 # ---------------------------------------------------------------------------------------------- samples on the page
 
 THUMBNAIL = 144  # pixels of the longer side of a thumbnail
-MOST_MEDIA = 8  # at most so many thumbnails per sample
-MOST_TEXT = 1500  # characters per piece of text; the middle of a longer piece is cut out
+MOST_MEDIA = 8  # limit of thumbnails per sample
+MOST_TEXT = 1500  # limit of characters per piece of text; the middle of a longer piece is left out
 MOST_SPANS = 200
-_REPEATED = 4  # so many equal consecutive tokens, or more, are placeholders of media
+_REPEATED = 4  # from this number on, equal consecutive tokens count as placeholders of media
 
 
 @dataclass(frozen=True)
@@ -293,7 +293,7 @@ def show(
 def _shapes(sample: Sample, sizes: Sequence[MediaSize], processor: ChatProcessor | None) -> dict[int, list[html.Shape]]:
     """Return boxes and points to draw, by the index of their image among all media of a sample.
 
-    In a sample with one image, boxes that answers have as text in the form of the family are drawn, too.
+    If a sample has one image, boxes that answers contain as text in the family's format are drawn, too.
     """
     images = [number for number, part in enumerate(sample.media()) if part.kind == "image"]
     shapes: dict[int, list[html.Shape]] = {}

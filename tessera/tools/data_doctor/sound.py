@@ -14,14 +14,15 @@ from tessera.data.media.clips import AudioClip, AudioSamples
 from tessera.data.media.files import Limits
 from tessera.data.media.read import MediaSampling, audio_rate, decode
 
-LONGEST = 60.0  # seconds of a recording that are examined, from its beginning
-SILENT = 1e-3  # largest sample of a silent recording; full scale is 1
-CLIPPED = 1e-3  # larger share of samples at a flat top: clipped
-_FLAT_TOP = 0.99  # least share of the largest sample at a flat top
-_EQUAL = 2e-5  # difference of neighbours at a flat top: less than a step of 16 bits
-_SHORTEST = 0.5  # seconds; the spectrum of a shorter recording says little
-_EMPTY_ABOVE = 0.28  # of the rate: just above half of the frequencies, where resamplers let some power through
-_EMPTY = 1e-6  # share of the power
+LONGEST = 60.0  # number of seconds at the beginning of a recording that are examined
+SILENT = 1e-3  # a recording whose largest sample is below this value is silent; full scale is 1
+CLIPPED = 1e-3  # a recording with a larger share of samples in flat tops is clipped
+_FLAT_TOP = 0.99  # minimum level of a flat top, as a share of the largest sample
+_EQUAL = 2e-5  # maximum difference of neighbouring samples in a flat top: less than a step of 16 bits
+_SHORTEST = 0.5  # seconds; the spectrum of a shorter recording is not examined
+# share of the sampling rate: just above half of the frequencies, since resamplers leave some power there
+_EMPTY_ABOVE = 0.28
+_EMPTY = 1e-6  # a smaller share of the power counts as none
 _FACTOR, _SPREADS = 4.0, 6.0  # see `odd_lengths`
 
 
@@ -52,7 +53,7 @@ class Sound:
 
 
 def listen(part: Part, size: MediaSize, rate: int, root: Path, limits: Limits) -> Sound:
-    """Return the beginning of a recording at its own rate. `size`: at `rate`."""
+    """Return the beginning of a recording at its own rate. `size`: its size at `rate`."""
     value, seconds = part.value, size.samples / rate
     if isinstance(value, np.ndarray):
         return Sound(value[: round(LONGEST * rate)], rate, seconds)

@@ -35,7 +35,7 @@ _NAMES = ("loss", "grad_norm")
 
 @dataclass
 class Curves(Callback):
-    """Collect loss and gradient norm of each step. `seed`: first move the weights by one rounding."""
+    """Collect loss and gradient norm of each step. `seed`: if given, first move the weights by one rounding."""
 
     last: int
     compute: torch.dtype = torch.float32
@@ -55,7 +55,7 @@ class Curves(Callback):
 
 @dataclass(frozen=True)
 class FirstStep:
-    """Hold the first step whose loss or gradient norm differs; `step` None: none does."""
+    """Hold the first step whose loss or gradient norm differs; `step` None: no step differs."""
 
     step: int | None
     line: str
@@ -69,8 +69,8 @@ def first_step(
 ) -> FirstStep:
     """Find the first step whose loss or gradient norm differs.
 
-    Of two run folders, their `metrics.jsonl` are compared: a relative difference beyond the square root of the rounding
-    of the coarser type is more than drift. Recipes are trained for `last` steps. The first one is trained twice, from
+    For two run folders, the `metrics.jsonl` are compared: a relative difference above the square root of the less
+    precise type's eps is more than drift. Recipes are trained for `last` steps. The first one is trained twice, from
     weights one rounding apart, which measures how far rounding drifts.
     """
     folders = [Path(side[0]) for side in (a, b) if isinstance(side[0], (str, Path)) and is_run(Path(side[0]))]
@@ -224,7 +224,7 @@ def _worktree(root: Path, commit: str, tree: Path) -> Iterator[Path]:
         _git(root, "worktree", "add", "--detach", "--force", str(tree), commit)
         yield tree
     finally:
-        with suppress(TesseraError):  # twice forced: an interrupted `add` leaves it locked
+        with suppress(TesseraError):  # `--force` twice: an interrupted `add` leaves the worktree locked
             _git(root, "worktree", "remove", "--force", "--force", str(tree))
 
 
@@ -256,6 +256,6 @@ def _no_git(why: str) -> TesseraError:
     return TesseraError(
         f"git refused: {why}",
         where="--over commits",
-        fix="run the command in the repository, with commits that it has",
+        fix="run the command in the repository, and name commits of that repository",
         code="parity.git-failed",
     )

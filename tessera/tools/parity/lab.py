@@ -106,7 +106,7 @@ def parity(
         text = [search.line]
         if (step := search.step) is None:
             return ParityResult(text)
-        steps = f"{max(1, step - 1)}-{step}"  # the update before it may be the cause
+        steps = f"{max(1, step - 1)}-{step}"  # record also the step before: its update may be the cause
     with scratch_folder(_PREFIX) as temporary:
         recordings: list[Recording] = []
         for name, side, changes, ranks in zip("ab", (a, other), sides, nproc, strict=True):
@@ -127,7 +127,7 @@ def parity(
 
 
 def _say(line: str) -> None:
-    """Show what is done now. Each training sets the log up anew."""
+    """Log a message. The logger is configured first, because each training configures it again."""
     with log.on_screen():
         log.logger().info(line)
 
@@ -153,7 +153,7 @@ def _result(comparison: Comparison, out: str | Path | None, over: Over | None) -
 
 
 def _by_sample(comparison: Comparison) -> list[str]:
-    """Return a line for each sample that differs: where it differs first."""
+    """Return a line for each sample that differs, with its first difference."""
     firsts: dict[str, str] = {}
     for finding in comparison.different:
         for sample in finding.samples:

@@ -72,7 +72,8 @@ def _language_inputs(folder: Path, spec: ModelSpec, config: Any, ours: OurModel)
     inputs = stock.inputs(proof_messages(media), [part.value for part in media])
     if other_prompt(inputs["input_ids"][0].tolist(), tokens_of(batch).tolist()) is None:
         return batch, stock, in_float32(inputs)
-    batch = ours.prompt(proof_messages([]))  # the chat template gives other tokens there: both get ours
+    # the chat templates give different tokens: give both models Tessera's tokens
+    batch = ours.prompt(proof_messages([]))
     return batch, stock, {"input_ids": tokens_of(batch)[None]}
 
 
@@ -87,7 +88,7 @@ def _own_module(path: str, folder: Path) -> nn.Module:
     module = import_object(path, "B")(folder)
     if not isinstance(module, nn.Module):
         raise TesseraError(
-            f"{path} returned a {type(module).__name__}, which is no nn.Module",
+            f"{path} returned a {type(module).__name__}, which is not an nn.Module",
             where="B",
             fix="return the module with its weights loaded from the folder that it is called with",
             code="parity.not-a-module",
@@ -111,7 +112,7 @@ def _theirs(model: nn.Module, inputs: Mapping[str, Any], diffuses: bool) -> Tens
 
 
 def _scalar(result: Tensor) -> Tensor:
-    """Return a mean square, so that backward reaches every output without labels or losses of either side."""
+    """Return the mean square of the outputs. Its backward reaches every output, and needs no labels."""
     return result.float().square().mean()
 
 
@@ -134,7 +135,7 @@ def module_pairs(weights: WeightMap | None, ours: nn.Module, theirs: nn.Module) 
                 continue
             if plain and there[partner].shape == parameter.shape:
                 pairs[name] = partner
-            else:  # this module computes something else, such as its features in another order
+            else:  # this module computes something different, such as features in another order
                 around.setdefault(here, set()).add("")
             inner, outer = here, partner.rpartition(".")[0]
             while inner:

@@ -27,7 +27,7 @@ from tessera.training.setup import build_meta_model
 
 _SHARED = "TESSERA_RECORD_FOLDER"
 _PREFIX = "tessera-record-"
-_LAST_LINES = 8  # log lines in an error message
+_LAST_LINES = 8  # number of log lines in an error message
 _STEP = re.compile(r"step-(\d{8,12})")
 _QUIET: Mapping[str, Any] = {
     **{"checkpoint.at_end": False, "checkpoint.every": 0, "checkpoint.export": False},
@@ -108,7 +108,7 @@ def observe(
     """Train with a callback in a temporary folder. `first`: a run resumes from its checkpoint before this step."""
     settings = {**(overrides or {}), **_QUIET}
     world = environment_ranks()[1]
-    shared = os.environ.get(_SHARED)  # the launcher names one folder for all ranks
+    shared = os.environ.get(_SHARED)  # the launcher sets the same folder for all ranks
     with scratch_folder(_PREFIX) as temporary:
         out = temporary if shared is None else Path(shared)
         if isinstance(recipe, (str, Path)) and is_run(Path(recipe)):
@@ -143,13 +143,13 @@ def _copy_before(run: Path, copy: Path, first: int) -> None:
 def _link(source: str, target: str) -> None:
     try:
         os.link(source, target)
-    except OSError:  # another file system
+    except OSError:  # hard links do not work across file systems
         shutil.copy2(source, target)
 
 
 @contextmanager
 def shared_folder() -> Iterator[None]:
-    """Name a temporary folder in which all ranks that are started inside of the block train."""
+    """Create a temporary folder for the block, in which all ranks that are started there train."""
     with scratch_folder(_PREFIX) as shared:
         os.environ[_SHARED] = str(shared)
         try:

@@ -47,7 +47,7 @@ from tessera.training.setup import build_meta_model, resolve_precision
 class RecordSteps(Callback):
     """Record the steps `first` to `last`, counted from 1, into a folder, and end the run after them.
 
-    `rounding`: how many passes measure the effect of rounding; 0: none. `ends` False: the run goes on.
+    `rounding`: number of passes that measure the effect of rounding. `ends` False: the run continues.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class RecordSteps(Callback):
         self.folder, self.first, self.last = Path(folder), first, last
         self.plan, self.budget, self.rounding, self.ends, self.label = plan, budget or Budget(), rounding, ends, label
         self.recorder: Recorder | None = None
-        self._claim = ExitStack()  # of rank 0
+        self._claim = ExitStack()  # holds the lock of the folder, on rank 0
         check_target(self.folder)
 
     def on_start(self, trainer: Any) -> None:
@@ -81,7 +81,8 @@ class RecordSteps(Callback):
                 record.split = [sharding.split.ring, sharding.split.ulysses, sharding.split.unit]
                 for encoder in sharding.encoders:
                     key, view = (encoder.cp_key, CONTEXT) if encoder.dp == 1 else (encoder.dp_key, encoder.dp_view)
-                    key = key if encoder.dp == 1 or encoder.split is None else ""  # both: the order is not recorded
+                    # with both, the order is not recorded
+                    key = key if encoder.dp == 1 or encoder.split is None else ""
                     record.encoders[encoder.stream.module] = key, axes.position(trainer.world.rank, view)
         self.recorder = Recorder(record, self.budget)
         engine = _RecordingEngine(trainer, self, self.recorder, compute)
@@ -163,7 +164,7 @@ class _RecordingEngine:
         self._trainer, self._owner, self._recorder, self._compute = trainer, owner, recorder, compute
         self._engine: TrainingEngine = trainer.engine
         self.loss_scale = self._engine.loss_scale
-        self.gradients: list[dict[str, Tensor | None]] = []  # of the passes with moved weights
+        self.gradients: list[dict[str, Tensor | None]] = []  # gradients of the passes with moved weights
 
     @property
     def microbatch(self) -> int | None:
@@ -226,7 +227,10 @@ class _RecordingEngine:
         return totals
 
     def _described(self, microbatches: Sequence[Batch]) -> list[Batch]:
-        """Return the micro-batches without tensors, with their rows: of ranks that share rows, one names them."""
+        """Return the micro-batches without tensors, with their rows.
+
+        If ranks share rows, only one of them lists the rows.
+        """
         bare = [replace(batch, tensors={}, segments={}, shapes={}, problems=()) for batch in microbatches]
         plan, rank = self._owner.plan, self._trainer.world.rank
         if plan is None or self._trainer.world.size == 1:
@@ -247,7 +251,7 @@ class _RecordingEngine:
 
 
 class _RecordingUpdate(OptimizerStep):
-    """Apply an update by another object, record it, and measure how far rounding of gradients moves it."""
+    """Apply an update by another object, record it, and measure the effect of rounded gradients on it."""
 
     def __init__(self, inner: OptimizerStep, engine: _RecordingEngine) -> None:
         self._inner, self._engine = inner, engine
@@ -267,7 +271,8 @@ class _RecordingUpdate(OptimizerStep):
         owners = {id(p): float(group["lr"]) for group in trainer.optimizer.param_groups for p in group["params"]}
         rates = {name: owners[id(p)] for name, p in parameters.items() if id(p) in owners}
         most, clip = trainer.config.optim.clip_norm, 1.0
-        if most is not None and not isinstance(trainer.optimizer, AdamW):  # gradients of other optimizers are clipped
+        # for other optimizers the gradients are clipped in place: clip the moved ones, too
+        if most is not None and not isinstance(trainer.optimizer, AdamW):
             clip = min(1.0, most / (float(grad_norm) + 1e-6))
         for gradients in self._engine.gradients:
             scale_gradients(gradients.values(), torch.tensor(clip))
@@ -294,7 +299,7 @@ class _RecordingUpdate(OptimizerStep):
         before: Mapping[str, Tensor],
         gradients: Mapping[str, Tensor | None],
     ) -> dict[str, Tensor]:
-        """Return the changes of parameters that an update with these gradients makes, and undo the update."""
+        """Return the change of each parameter by an update with these gradients, and undo the update."""
         state = {p: copy.deepcopy(values) for p, values in optimizer.state.items()}
         factor = optimizer.clip_factor if isinstance(optimizer, AdamW) else None
         stored = {name: p.grad for name, p in parameters.items()}
@@ -319,7 +324,7 @@ class _RecordingUpdate(OptimizerStep):
 def _directions(
     optimizer: Lion, parameters: Mapping[str, nn.Parameter], gradients: Mapping[str, Tensor | None]
 ) -> dict[str, Tensor]:
-    """Return what the next updates will be the signs of, where the optimizer has a mean of earlier gradients."""
+    """Return the tensors whose signs are the next updates, for optimizers with a mean of earlier gradients."""
     betas = {id(p): group["betas"][0] for group in optimizer.param_groups for p in group["params"]}
     directions: dict[str, Tensor] = {}
     for name, parameter in parameters.items():

@@ -28,10 +28,10 @@ from tessera.inference.questions import Question, questions
 
 @dataclass(frozen=True)
 class TokenDifference:
-    """Compare one token's log-probabilities. `limit`: difference that rounding explains."""
+    """Compare one token's log-probabilities. `limit`: the largest difference that rounding explains."""
 
     sample: str
-    position: int  # index in prompt plus answer
+    position: int  # index in the prompt followed by the answer
     token: int
     generated: bool
     trainer: float
@@ -87,7 +87,9 @@ def compare_tokens(
     dtype: str | None = None,
     trust: bool = False,
 ) -> TokenParity:
-    """Let the engine answer questions, and compute the log-probabilities of the same tokens by the training forward."""
+    """Let the engine answer questions, and compute the log-probabilities of the same tokens by the training forward
+    pass.
+    """
     loaded, processor = load(model, device, dtype, trust=trust)
     sources = held_out_sources(Path(model), data, root, max_samples)
     samples = [question for question in questions(sources) if isinstance(question, Question)]
@@ -115,7 +117,7 @@ def _one_question(loaded: Any, name: str, batch: Batch, count: int) -> Iterator[
     for seed in range(2):
         with moved_weights(module, compute, seed):
             moved.append((_log_probabilities(module, sequence) - plain).abs())
-    # A token's own change may be small by chance: use at least the root mean square over the sequence.
+    # The change of a single token may be small by chance: use at least the root mean square over the sequence.
     effect = torch.stack(moved).amax(0)
     effect = torch.maximum(effect, effect.square().mean().sqrt())
     eps = torch.finfo(compute).eps
@@ -139,7 +141,7 @@ def _extended(batch: Batch, tokens: tuple[int, ...]) -> Batch:
 
 @torch.no_grad()
 def _log_probabilities(module: torch.nn.Module, batch: Batch) -> Tensor:
-    """Return the log-probability of each token but the first, as the training forward computes it."""
+    """Return the log-probability of each token but the first, as the training forward pass computes it."""
     logits = module(batch, logits=True)[LOGITS].float()
     chosen = torch.log_softmax(logits[:-1], dim=-1).gather(1, batch["tokens"][1:, None])
     return chosen[:, 0].cpu()

@@ -11,7 +11,7 @@ from tessera.errors import TesseraError
 from tessera_compat.mindspeed_mm.shell.values import is_unknown, refuse_unknown
 
 _SHARED = ("tensor_model", "pipeline_model", "context")  # parallel axes whose ranks share one copy of the model
-MSRUN_RANKS, MSRUN_PORT = 8, 8118  # what msrun takes if they are not named
+MSRUN_RANKS, MSRUN_PORT = 8, 8118  # defaults of msrun
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Launch:
             raise TesseraError(
                 f"--worker_num {ranks} is no multiple of --local_worker_num {machine}",
                 where=self.where,
-                fix="every machine starts as many ranks",
+                fix="every machine must start the same number of ranks",
                 code="job.launch-number",
             )
         return ranks // machine

@@ -120,7 +120,7 @@ class _Reader:
         self.folder = Path.cwd()
         self.calls = 0
         self.branches: list[_Branch] = []
-        self.printed: list[str] | None = None  # inside of `$(...)`: the output so far; None outside
+        self.printed: list[str] | None = None  # output so far inside of `$(...)`; None outside of it
 
     def where(self, line: int) -> str:
         return f"{self.path}:{line}"
@@ -319,7 +319,7 @@ class _Reader:
         if name == "false":
             return False
         if name in ("exit", "return"):
-            if name == "exit" and self.values.absent:  # the file is missing on this machine only: do not exit
+            if name == "exit" and self.values.absent:  # the file may be missing only on this machine: do not exit
                 self.job.absent.append((line, self.values.absent))
             elif self.doubt is None:
                 raise _End(line)
