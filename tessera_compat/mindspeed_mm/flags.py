@@ -188,8 +188,8 @@ def _honoured_switches() -> Iterator[Flag]:
             "use-data-balance": "data.balance",
             "use-image-mbs-data-balance": "data.balance",
             "encoder-dp-balance": "data.balance",
-            "hetero-parallel": "parallel.encoders: tp and cp of each encoder in model.json, where the decoder has its "
-            "tp, pp and cp, too",
+            "hetero-parallel": "parallel.encoders: tp and cp of each encoder in model.json; tp, pp and cp of "
+            "text_decoder there are the sizes of the model",
             "log-tps": "tokens per sample in the log line",
             "use-deter-comp": "results are deterministic where the device's kernels are; the data order always is",
             "trust-remote-code": "accepted; no code of a model folder is ever run",

@@ -63,6 +63,9 @@ def _sizes(args: Any, name: str) -> dict[str, int]:
     for key, size in sizes.items():
         if type(size) is not int or size < 1:
             raise TesseraError(
-                f"{name}.{key} must be a number of ranks, not {size!r}", where=where, code="job.parallel-size"
+                f"{name}.{key} must be a number of ranks, not {size!r}",
+                where=where,
+                fix=f'"{key}": 1',
+                code="job.parallel-size",
             )
     return sizes
