@@ -24,6 +24,7 @@ from tessera.runtime.launcher import is_scheduler, read_msrun
 from tessera_compat.mindspeed_mm.config_files import ConfigReader, MissingKeyError, read_job_file, read_job_yaml
 from tessera_compat.mindspeed_mm.flags import FLAGS, Flag
 from tessera_compat.mindspeed_mm.fsdp2_file import FSDP2_KEYS
+from tessera_compat.mindspeed_mm.hetero_parallel import set_decoder_sizes
 from tessera_compat.mindspeed_mm.report import JobReport
 
 WHERE = "command line"
@@ -104,6 +105,7 @@ def parse_args(
             code="job.other-framework",
         )
     args.mm = _config_files(args, parts)
+    set_decoder_sizes(args)
     _derive(args, world_size)
     _check(args)
     return args

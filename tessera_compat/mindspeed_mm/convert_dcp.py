@@ -7,7 +7,6 @@ the differences.
 from __future__ import annotations
 
 import re
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,32 +15,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessera.checkpoint.files import box_slices
-from tessera.checkpoint.folder_tensors import FolderTensors
-from tessera.checkpoint.forms import NativeTensors, SafetensorsForm, StoredForm, main_dtype
-from tessera.checkpoint.hf import plan_folder
-from tessera.checkpoint.legacy.dcp import plan_dcp
+from tessera.checkpoint.forms import NativeTensors, SafetensorsForm, StoredForm
 from tessera.checkpoint.legacy.forms import DcpFolder
-from tessera.checkpoint.publish import made_from
 from tessera.checkpoint.weight_forms import weights_folder
-from tessera.checkpoint.weights import add_product
-from tessera.checkpoint.writer import WriteJob, write_weights
 from tessera.config.reader import read_mapping
 from tessera.errors import TesseraError
-from tessera.inference.export_record import write_record
-from tessera.models.files.exported_config import with_dtype
-from tessera.models.files.side_files import copy_side_files
 from tessera.tools.conversion import check_apart
-from tessera.weights.file_plan import FilePlan, PlannedTensor
+from tessera.weights.file_plan import PlannedTensor
 from tessera.weights.map import Rule, WeightMap
-from tessera.weights.operations import Identity, Operation, Reshape, shape_of
+from tessera.weights.operations import Identity, Operation, Reshape
+from tessera_compat.mindspeed_mm.converted_folders import (
+    JOB,
+    SAME_NAMES,
+    InType,
+    Joined,
+    Merged,
+    native_of,
+    shapes_of,
+    write_folder,
+    write_job,
+)
 from tessera_compat.shards.dcp_folder import EXPERT
-from tessera_compat.shards.files import LATEST
 
-JOB = "model."  # prefix of all tensor names in the DCP folder of a job
 _MERGED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
 _LORA_NAME = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
-_SAME = WeightMap((), same_names=True)
 
 
 @dataclass(frozen=True)
@@ -93,6 +90,7 @@ class Naming:
     fused: tuple[str, ...] = ()  # parts of names: 3-d tensors with such a name are flattened to two dimensions
     tied: tuple[tuple[str, str], ...] = ()  # (name of an optional copy in the DCP folder, copied tensor)
     merge: str = ""  # how matrices of experts are stacked: flat, stacked; empty: they are not stacked
+    apart: tuple[str, ...] = ()  # prefixes in the Hugging Face folder of parts that a job may not have: they are copied
     swap: str = ""  # regular expression of names of stacked experts that are transposed
 
     def of(self, name: str) -> str:
@@ -166,35 +164,38 @@ def hf_to_dcp(folder: Path, target: Path, naming: Naming, *, copies: bool) -> Pa
         for copy, original in (naming.copies() if copies else {}).items():
             if original in stored.tensors() and copy not in present:
                 rules.append(Rule(copy, original))
-        native = _native(stored, WeightMap(tuple(rules)), rules)
-        _write_job(target, native)
+        native = native_of(stored, WeightMap(tuple(rules)), rules)
+        write_job(target, native)
     return target
 
 
 def dcp_to_hf(
-    source: Path, target: Path, like: Path, naming: Naming, *, dtype: torch.dtype | None = None, keep: str = ""
+    source: Path,
+    target: Path,
+    like: Path,
+    naming: Naming,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> Path:
     """Write a Hugging Face folder from the DCP folder of a job, or of `hf_to_dcp`.
 
-    `like`: the folder that the job started from. `dtype`: None: as stored. `keep`: prefix of tensors that are copied
-    from `like` if the DCP folder lacks them.
+    `like`: the folder that the job started from. `dtype`: None: as stored.
     """
     check_apart(target, source, like)
     with SafetensorsForm(like) as published, DcpFolder(weights_folder(source), JOB) as stored:
         rules = naming.rules(published.tensors(), str(like))
         table = WeightMap(tuple(rules))
-        shapes = _shapes(_native(published, table, rules))
+        shapes = shapes_of(native_of(published, table, rules))
         form: StoredForm = stored
-        base_names = {
-            name for name in shapes if keep and name.startswith(naming.of(keep)) and name not in stored.tensors()
-        }
+        apart = tuple(naming.of(prefix) for prefix in naming.apart)
+        base_names = {name for name in shapes if apart and name.startswith(apart) and name not in stored.tensors()}
         if base_names:
-            form = _Joined(form, _native(published, table, rules), base_names)
+            form = Joined(form, native_of(published, table, rules), base_names)
         if dtype is not None:
-            form = _InType(form, dtype)
-        here = replace(_SAME, skip=tuple(naming.copies()))
+            form = InType(form, dtype)
+        here = replace(SAME_NAMES, skip=tuple(naming.copies()))
         native = NativeTensors(form, here, shapes, {})
-        _write_folder(target, native, table, like)
+        write_folder(target, native, table, like)
     return target
 
 
@@ -208,8 +209,8 @@ def merge_experts(folder: Path, target: Path, *, split: bool, shard_bytes: int) 
         tensors = stored.tensors()
         if split:
             rules = _split_rules(tensors, config, naming, omni, str(folder))
-            native = NativeTensors(stored, _SAME, {name: plan.shape for name, plan in tensors.items()}, {})
-            _write_folder(target, native, WeightMap(tuple(rules)), folder, shard_bytes)
+            native = NativeTensors(stored, SAME_NAMES, {name: plan.shape for name, plan in tensors.items()}, {})
+            write_folder(target, native, WeightMap(tuple(rules)), folder, shard_bytes)
             return target
         rules = naming.rules(tensors, str(folder))
         if not any(isinstance(rule.op, ExpertMatrices) for rule in rules):
@@ -218,7 +219,7 @@ def merge_experts(folder: Path, target: Path, *, split: bool, shard_bytes: int) 
                 where=str(folder),
                 code="weights.nothing-to-merge",
             )
-        _write_folder(target, _native(stored, WeightMap(tuple(rules)), rules), _SAME, folder, shard_bytes)
+        write_folder(target, native_of(stored, WeightMap(tuple(rules)), rules), SAME_NAMES, folder, shard_bytes)
     return target
 
 
@@ -270,7 +271,7 @@ def lora_hf_to_dcp(folder: Path, target: Path) -> Path:
 
     with SafetensorsForm(folder) as stored:
         rules = [Rule(job(name), name) for name in stored.tensors()]
-        _write_job(target, _native(stored, WeightMap(tuple(rules)), rules))
+        write_job(target, native_of(stored, WeightMap(tuple(rules)), rules))
     return target
 
 
@@ -296,9 +297,9 @@ def merge_lora(
                 )
             layers.setdefault(layer, {})[match[2]] = name
         _check_chosen(layers, modules, str(adapters))
-        form = _Merged(stored, trained, layers, scaling)
-        native = NativeTensors(form, _SAME, {name: plan.shape for name, plan in stored.tensors().items()}, {})
-        _write_folder(target, native, _SAME, base)
+        form = Merged(stored, trained, layers, scaling)
+        native = NativeTensors(form, SAME_NAMES, {name: plan.shape for name, plan in stored.tensors().items()}, {})
+        write_folder(target, native, SAME_NAMES, base)
     return target
 
 
@@ -325,123 +326,3 @@ def _check_chosen(layers: Mapping[str, Mapping[str, str]], modules: Sequence[str
             fix="list all adapted modules in --lora_target_modules",
             code="adapter.target-left-out",
         )
-
-
-# ---------------------------------------------------------------------------------------------- shared parts
-
-
-class _Changed(StoredForm):
-    """Base of readers that read tensors through another reader, `form`, and change some of them."""
-
-    def __init__(self, form: StoredForm) -> None:
-        self.where, self.weight_map, self._form = form.where, form.weight_map, form
-
-    def tensors(self) -> Mapping[str, PlannedTensor]:
-        return self._form.tensors()
-
-    def read(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
-        whole = self.changed(name)
-        return whole if sizes is None else whole[box_slices(offsets or [0] * len(sizes), sizes)]
-
-    @abstractmethod
-    def changed(self, name: str) -> Tensor:
-        """Return the full tensor `name` after the change of the subclass: cast, replaced, or with a merged adapter."""
-
-
-class _InType(_Changed):
-    """Cast floating point tensors when they are read."""
-
-    def __init__(self, form: StoredForm, dtype: torch.dtype) -> None:
-        super().__init__(form)
-        self._dtype = dtype
-
-    def tensors(self) -> Mapping[str, PlannedTensor]:
-        return {
-            name: replace(plan, dtype=self._dtype) if plan.dtype.is_floating_point else plan
-            for name, plan in self._form.tensors().items()
-        }
-
-    def changed(self, name: str) -> Tensor:
-        return self._form.read(name).to(self.tensors()[name].dtype)
-
-
-class _Joined(_Changed):
-    """Read the tensors in `names` from `other`, and the rest from `form`."""
-
-    def __init__(self, form: StoredForm, other: NativeTensors, names: set[str]) -> None:
-        super().__init__(form)
-        self._other, self._names = other, names
-
-    def tensors(self) -> Mapping[str, PlannedTensor]:
-        return {**self._form.tensors(), **{name: self._other.plans[name] for name in self._names}}
-
-    def changed(self, name: str) -> Tensor:
-        return self._other.read(name) if name in self._names else self._form.read(name)
-
-
-class _Merged(_Changed):
-    """Read weights with their adapters merged."""
-
-    def __init__(
-        self, form: StoredForm, trained: StoredForm, layers: Mapping[str, Mapping[str, str]], scaling: float
-    ) -> None:
-        super().__init__(form)
-        self._trained, self._layers, self._scaling = trained, layers, scaling
-
-    def changed(self, name: str) -> Tensor:
-        weight = self._form.read(name)
-        if name not in self._layers:
-            return weight
-        a, b = (self._trained.read(self._layers[name][side]) for side in "AB")
-        if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1] or (b.shape[0], a.shape[1]) != tuple(weight.shape):
-            raise TesseraError(
-                f"the shape of the adapter does not fit {name}",
-                where=self._trained.where,
-                code="adapter.shape-mismatch",
-            )
-        return add_product(weight.clone(), b, a, self._scaling)
-
-
-def _native(stored: StoredForm, table: WeightMap, rules: Sequence[Rule]) -> NativeTensors:
-    available = stored.tensors()
-    shapes = {
-        rule.native: shape_of(rule.op, [available[name].shape for name in rule.foreign_names()]) for rule in rules
-    }
-    return NativeTensors(stored, table, shapes, {})
-
-
-def _shapes(native: NativeTensors) -> dict[str, tuple[int, ...]]:
-    return {name: plan.shape for name, plan in native.plans.items()}
-
-
-def _write_job(target: Path, native: NativeTensors) -> None:
-    """Write the DCP folder `TARGET/release`, and the file that names the newest iteration."""
-
-    def reopen(folder: Path) -> NativeTensors:
-        return NativeTensors(DcpFolder(folder / "release", JOB), _SAME, _shapes(native), {})
-
-    inner = plan_dcp(native.plans, JOB)
-    files = {f"release/{name}": file for name, file in inner.files.items()}
-    places = {name: [replace(s, file=f"release/{s.file}") for s in slices] for name, slices in inner.places.items()}
-    plan = replace(inner, files={**files, LATEST: FilePlan.of_bytes(b"release")}, places=places)
-    write_weights(target, WriteJob(native, _SAME, plan, reopen, origin=made_from("dcp", native.where)))
-
-
-def _write_folder(
-    target: Path, native: NativeTensors, table: WeightMap, like: Path, shard_bytes: int = 5_000_000_000
-) -> None:
-    """Write a Hugging Face folder with the configuration and tokenizer files of `like`."""
-
-    def reopen(folder: Path) -> NativeTensors:
-        return NativeTensors(SafetensorsForm(folder), table, _shapes(native), {})
-
-    def finish(staging: Path) -> None:
-        copy_side_files(like, staging)
-        write_record(staging, like)
-
-    with FolderTensors(like) as stored:
-        files = stored.files
-    blanks = native.blanks()
-    config = with_dtype(read_mapping(like / "config.json"), main_dtype(blanks.values()))
-    plan = plan_folder(blanks, table, config, shard_bytes, files)
-    write_weights(target, WriteJob(native, table, plan, reopen, finish, made_from("hf", native.where)))

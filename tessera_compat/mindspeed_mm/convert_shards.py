@@ -20,6 +20,7 @@ from tessera.tools.conversion import check_apart
 from tessera.tools.convert import convert
 from tessera.weights.map import Rule, WeightMap
 from tessera.weights.rows import TensorRows
+from tessera_compat.mindspeed_mm.full_model import with_other_parts
 from tessera_compat.shards.files import plan_megatron, read_megatron
 from tessera_compat.shards.form import COLUMNS, ROWS, MegatronForm
 from tessera_compat.shards.layout import MegatronLayout, check_layout, parse_layout
@@ -42,7 +43,11 @@ def mm_to_hf(family: str, options: Options) -> Path:
     like, source = Path(options["hf_config.hf_dir"]), Path(options["mm_dir"])
     if is_run(source):  # a run of Tessera stores full tensors; only check that the layer lists fit the model
         check_layout(_form_of(ModelSection(path=like)), parse_layout(layout), str(source))
-    return convert(source, options["save_hf_dir"], to=form_like(like), like=like, source_layout=layout)
+
+    def write(target: Path) -> Path:
+        return convert(source, target, to=form_like(like), like=like, source_layout=layout)
+
+    return with_other_parts(like, Path(options["save_hf_dir"]), write)
 
 
 def is_run(folder: Path) -> bool:
@@ -75,7 +80,7 @@ def layout_of(options: Options, prefix: str, *, two_levels: bool) -> dict[str, A
     Writing shards takes a list of lists, one list for each virtual stage. Reading shards takes a list.
     """
     layers: dict[str, Any] = {}
-    for key, part in (("llm_pp_layers", "llm"), ("vit_pp_layers", "vit")):
+    for key, part in (("llm_pp_layers", "llm"), ("vit_pp_layers", "vit"), ("audio_pp_layers", "audio")):
         lists = options.get(prefix + key)
         if lists is None:
             continue

@@ -22,6 +22,7 @@ from tessera_compat.mindspeed_mm.convert_dcp import Naming
 from tessera_compat.mindspeed_mm.convert_options import Converter, Method, Option, Options
 from tessera_compat.mindspeed_mm.convert_shards import form_like, is_run
 from tessera_compat.mindspeed_mm.convert_video_table import VIDEO_CONVERTERS
+from tessera_compat.mindspeed_mm.full_model import with_other_parts
 
 # ---------------------------------------------------------------------------------------------- options
 
@@ -29,12 +30,16 @@ _PATH = functools.partial(Option, "path", required=True)
 _CANONICAL = "separate projections are supported only for adapters here: convert the fused structure"
 
 
-def _parallel(prefix: str, kind: Any) -> dict[str, Option]:
-    """Return the options of a parallel layout. `kind`: type of its lists of layers per stage."""
+def _parallel(prefix: str, kind: Any, hears: bool) -> dict[str, Option]:
+    """Return the options of a parallel layout. `kind`: type of its lists of layers per stage. `hears`: the model has an
+    audio encoder."""
+    audio = Option(kind, refused="none of these models has an audio encoder")
+    if hears:
+        audio = Option(kind, "layers of the audio encoder on each pipeline rank", required=True)
     return {
         f"{prefix}llm_pp_layers": Option(kind, "layers of the decoder on each pipeline rank", required=True),
         f"{prefix}vit_pp_layers": Option(kind, "layers of the vision encoder on each pipeline rank", required=True),
-        f"{prefix}audio_pp_layers": Option(kind, refused="none of these models has an audio encoder"),
+        f"{prefix}audio_pp_layers": audio,
         f"{prefix}tp_size": Option("size", "tensor ranks", 1),
         f"{prefix}vit_tp_size": Option("size", "tensor ranks of the vision encoder; 0: tp_size", 0),
         f"{prefix}audio_tp_size": Option("size", "tensor ranks of the audio encoder; 0: tp_size", 0),
@@ -68,43 +73,49 @@ _LORA_NAMES = {
     "common_model_config.new_transformers_weight_key": Option("flag", "names begin with model.language_model.", False),
 }
 _MM_DIR, _HF_DIR = _PATH("folder of the shards"), _PATH("Hugging Face folder")
-_SHARDS = {
-    "hf_to_mm": Method(
-        "Divide a Hugging Face folder into Megatron-style shards; lists have a list for each virtual stage.",
-        convert_shards.hf_to_mm,
-        {
-            "mm_dir": _MM_DIR,
-            "hf_config.hf_dir": _HF_DIR,
-            **_parallel("parallel_config.", "lists"),
-            **_BESIDE,
-            **_ANY_NAMES,
-        },
-    ),
-    "mm_to_hf": Method(
-        "Join shards to a Hugging Face folder; lists have a number for each pipeline rank.",
-        convert_shards.mm_to_hf,
-        {
-            "save_hf_dir": _PATH("folder to write"),
-            "mm_dir": _MM_DIR,
-            "hf_config.hf_dir": _HF_DIR,
-            **_parallel("parallel_config.", "list"),
-            **_BESIDE,
-            **_ANY_NAMES,
-        },
-    ),
-    "resplit": Method(
-        "Divide shards anew.",
-        convert_shards.resplit_mm,
-        {
-            "source_dir": _MM_DIR,
-            "target_dir": _PATH("folder to write"),
-            "hf_config.hf_dir": Option("path", "Hugging Face folder, for the number of heads"),
-            **_parallel("source_parallel_config.", "list"),
-            **_parallel("target_parallel_config.", "list"),
-            "trust_remote_code": _BESIDE["trust_remote_code"],
-        },
-    ),
-}
+
+
+def _shards(hears: bool = False) -> dict[str, Method]:
+    """Return the methods between Hugging Face folders and shards. `hears`: see `_parallel`."""
+    return {
+        "hf_to_mm": Method(
+            "Divide a Hugging Face folder into Megatron-style shards; lists have a list for each virtual stage.",
+            convert_shards.hf_to_mm,
+            {
+                "mm_dir": _MM_DIR,
+                "hf_config.hf_dir": _HF_DIR,
+                **_parallel("parallel_config.", "lists", hears),
+                **_BESIDE,
+                **_ANY_NAMES,
+            },
+        ),
+        "mm_to_hf": Method(
+            "Join shards to a Hugging Face folder; lists have a number for each pipeline rank.",
+            convert_shards.mm_to_hf,
+            {
+                "save_hf_dir": _PATH("folder to write"),
+                "mm_dir": _MM_DIR,
+                "hf_config.hf_dir": _HF_DIR,
+                **_parallel("parallel_config.", "list", hears),
+                **_BESIDE,
+                **_ANY_NAMES,
+            },
+        ),
+        "resplit": Method(
+            "Divide shards anew.",
+            convert_shards.resplit_mm,
+            {
+                "source_dir": _MM_DIR,
+                "target_dir": _PATH("folder to write"),
+                "hf_config.hf_dir": Option("path", "Hugging Face folder, for the number of heads"),
+                **_parallel("source_parallel_config.", "list", hears),
+                **_parallel("target_parallel_config.", "list", hears),
+                "trust_remote_code": _BESIDE["trust_remote_code"],
+            },
+        ),
+    }
+
+
 _LORA_SHARDS = {
     "lora_hf_to_mm": Method(
         "Divide the adapters of a PEFT folder as a job loads them.",
@@ -112,7 +123,7 @@ _LORA_SHARDS = {
         {
             "mm_dir": _MM_DIR,
             "hf_config.hf_dir": _PATH("folder of the adapters"),
-            **_parallel("parallel_config.", "lists"),
+            **_parallel("parallel_config.", "lists", False),
             "save_vit_only": _BESIDE["save_vit_only"],
             **_LORA_NAMES,
         },
@@ -124,7 +135,7 @@ _LORA_SHARDS = {
             "save_hf_dir": _PATH("folder to write"),
             "mm_dir": _MM_DIR,
             "hf_config.hf_dir": Option("path", "folder with the adapter_config.json that the job began with"),
-            **_parallel("parallel_config.", "list"),
+            **_parallel("parallel_config.", "list", False),
             "trust_remote_code": _BESIDE["trust_remote_code"],
             **_LORA_NAMES,
         },
@@ -180,6 +191,7 @@ def _named(options: Options, naming: Naming) -> Naming:
         tuple(options.get("fused_linear_names", naming.fused)),
         (*naming.tied, *((str(copy), str(original)) for copy, original in ties.items())),
         naming.merge,
+        (*naming.apart, *(("mtp.",) if options.get("keep_origin_mtp_weights") else ())),
         naming.swap,
     )
 
@@ -196,14 +208,17 @@ def _dcp_to_hf(naming: Naming, _: str, options: Options) -> Path:
     like = options.get("model_assets_dir") or options.get("origin_hf_dir") or options["hf_dir"]
     if is_run(Path(source)):  # a run of Tessera has the names of the Hugging Face folder that it started from
         dtype = "bfloat16" if options.get("to_bf16") else None
-        return convert(source, target, to=form_like(Path(like)), like=like, dtype=dtype)
+
+        def write(folder: Path) -> Path:
+            return convert(source, folder, to=form_like(Path(like)), like=like, dtype=dtype)
+
+        return with_other_parts(Path(like), Path(target), write)
     return convert_dcp.dcp_to_hf(
         Path(source),
         Path(target),
         Path(like),
         _named(options, naming),
         dtype=torch.bfloat16 if options.get("to_bf16") else None,
-        keep="mtp." if options.get("keep_origin_mtp_weights") else "",
     )
 
 
@@ -289,7 +304,9 @@ def _merging(run: Callable[[Naming, str, Options], Path]) -> Callable[[str, Opti
 
     def work(family: str, options: Options) -> Path:
         omni = type_of(Path(options["hf_dir"])) == "qwen3_omni_moe"
-        naming = Naming("model.", merge="stacked" if omni else "flat", renames=(("thinker.", ""),) if omni else ())
+        naming = Naming("model.", merge="flat")
+        if omni:
+            naming = Naming("model.", merge="stacked", renames=(("thinker.", ""),), apart=("talker.", "code2wav."))
         return run(naming, family, options)
 
     return work
@@ -344,13 +361,13 @@ def _refused(reason: str, *names: str) -> Converter:
 
 
 _VIDEO = "this model has no family here: convert with MindSpeed-MM itself"
-_SOUND = "no family here reads or writes sound yet: convert with MindSpeed-MM itself"
+_SOUND = "this model, which speaks, has no family here: convert with MindSpeed-MM itself"
 _THREE = ("hf_to_mm", "mm_to_hf", "resplit")
 CONVERTERS: Mapping[str, Converter] = {
-    "Qwen2VLConverter": Converter("qwen2_vl", _SHARDS),
-    "Qwen2_5_VLConverter": Converter("qwen2_5_vl", {**_SHARDS, **_LORA_SHARDS}),
-    "Qwen3VLMegatronConverter": Converter("qwen3_vl", _SHARDS),
-    "InternVLConverter": Converter("internvl", _SHARDS),
+    "Qwen2VLConverter": Converter("qwen2_vl", _shards()),
+    "Qwen2_5_VLConverter": Converter("qwen2_5_vl", {**_shards(), **_LORA_SHARDS}),
+    "Qwen3VLMegatronConverter": Converter("qwen3_vl", _shards()),
+    "InternVLConverter": Converter("internvl", _shards()),
     "Qwen3VLConverter": Converter(
         "qwen3_vl",
         {
@@ -406,7 +423,7 @@ CONVERTERS: Mapping[str, Converter] = {
     ),
     "DeepSeekVLConverter": _refused("DeepSeek-VL2 has no family here: convert with MindSpeed-MM itself", *_THREE),
     "VideoAlignConverter": _refused("VideoAlign has no family here: convert with MindSpeed-MM itself", *_THREE),
-    "Qwen2_5_OmniConverter": _refused(_SOUND, *_THREE),
+    "Qwen2_5_OmniConverter": Converter("qwen2_5_omni", _shards(hears=True)),
     **dict.fromkeys(("Qwen3TTSConverter", "MOSSTTSConverter"), _refused(_SOUND, "dcp_to_hf", "hf_to_dcp")),
     **VIDEO_CONVERTERS,
     "VACEConverter": _refused(_VIDEO, "hf_to_mm", "mm_to_hf", "hf_diffusers_to_mm", "mm_to_hf_diffusers"),

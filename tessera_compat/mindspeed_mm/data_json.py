@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tessera.errors import TesseraError, nearest
+from tessera_compat.mindspeed_mm.model_json import hears
 from tessera_compat.mindspeed_mm.report import (
     JobReport,
     KeyRule,
@@ -25,6 +26,8 @@ TEMPLATES: dict[str, tuple[str, ...]] = {
     "qwen2_vl": ("qwen2vl", "qwen2_vl"),
     "qwen2_5_vl": ("qwen2vl", "qwen2_vl"),
     "qwen3_vl": ("qwen3_vl", "qwen3_vl_nothink"),
+    "qwen2_5_omni": ("qwen2_omni",),
+    "qwen3_omni": ("qwen3_omni", "qwen3_omni_nothink"),
     "glm4v": ("glm4.1v", "glm4v"),
     "internvl": ("internvl2_5", "internvl2", "internvl3", "internvl", "internlm2-chat"),
     "llava": ("llava", "llava-plain", "vicuna", "llava_v1", "mpt"),
@@ -42,12 +45,13 @@ PREPROCESS_KEYS: dict[str, KeyRule] = {
     "fix_mistral_regex": unneeded("tokenizer.json of the folder is read"),
     "trust_remote_code": unneeded("no code of a model folder is ever run"),
     **all_of(fixed(False), "split_special_tokens crop_to_patches image_do_pan_and_scan"),
-    **all_of(refused("videos are sampled without their sound"), "use_audio_in_video"),
-    "audio_sampling_rate": unneeded("no family here hears"),
+    "use_audio_in_video": refused("this model does not hear"),
+    "audio_sampling_rate": unneeded("recordings are resampled to the rate that the model reads"),
     **all_of(
         unneeded("pixels are bounded by image_max_pixels and video_max_pixels"), "image_resolution video_resolution"
     ),
 }
+_HEARING = {"use_audio_in_video": sets("processor.use_audio_in_video")}
 _TILED_IMAGES = all_of(
     unneeded("images are cut into tiles of one size"),
     "image_max_pixels image_min_pixels video_max_pixels video_min_pixels",
@@ -137,7 +141,7 @@ def read_data(data: Mapping[str, Any], source: str, report: JobReport, family: s
             where=source,
             allowed=_SAMPLE_TYPES,
             nearest=nearest(str(kind), _SAMPLE_TYPES),
-            fix="use a data set of conversations; data of generation models and audio is not supported",
+            fix="use a data set of conversations; data of generation models and of Whisper is not supported",
             code="job.data-type",
         )
     report.add(source, "dataset_param.dataset_type", kind, "mapped", "data.kind")
@@ -167,7 +171,8 @@ def _conversations(
     basic, preprocess, attr = (
         part_of(param, key, source) for key in ("basic_parameters", "preprocess_parameters", "attr")
     )
-    rules = {**PREPROCESS_KEYS, **_TILED_IMAGES} if family in ("internvl", "llava") else PREPROCESS_KEYS
+    special = _TILED_IMAGES if family in ("internvl", "llava") else _HEARING if hears(family) else {}
+    rules = {**PREPROCESS_KEYS, **special}
     # 0 means no minimum. Images then have the minimum of the model's folder (None). Videos have 1 pixel, because the
     # minimum of the folder is larger than the frames of some jobs.
     unbounded = {"image_min_pixels": None, "video_min_pixels": 1}
@@ -186,6 +191,11 @@ def _conversations(
         outcome = "mapped" if basic["dataset_dir"] else "not needed"
         report.add(source, f"{at}basic_parameters.dataset_dir", basic["dataset_dir"], outcome, note)  # type: ignore[arg-type]
     columns, record_format = _columns(file, attr, source, report, at)
+    if preprocess.get("use_audio_in_video") and "audios" in columns:
+        note = (
+            "use_audio_in_video reads the sound of videos from their files: remove <audio> from the rows, and this key"
+        )
+        report.add(source, f"{at}attr.audios", columns["audios"], "not supported", note)
     pack = bool(basic.get("packing") or basic.get("neat_packing") or attr.get("packing"))
     file.section["pack"] = pack
     for key in ("packing", "neat_packing"):

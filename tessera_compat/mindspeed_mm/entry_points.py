@@ -41,7 +41,6 @@ from tessera_compat.state import set_args
 
 NOT_HERE = {
     "posttrain_flux_dancegrpo.py": "reinforcement learning of image generation",
-    "pretrain_omni.py": "models that understand and generate",
 }
 
 

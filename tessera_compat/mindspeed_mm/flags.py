@@ -188,6 +188,8 @@ def _honoured_switches() -> Iterator[Flag]:
             "use-data-balance": "data.balance",
             "use-image-mbs-data-balance": "data.balance",
             "encoder-dp-balance": "data.balance",
+            "hetero-parallel": "parallel.encoders: tp and cp of each encoder in model.json; tp, pp and cp of "
+            "text_decoder there are the sizes of the model",
             "log-tps": "tokens per sample in the log line",
             "use-deter-comp": "results are deterministic where the device's kernels are; the data order always is",
             "trust-remote-code": "accepted; no code of a model folder is ever run",
@@ -290,9 +292,7 @@ def _not_supported() -> Iterator[Flag]:
     yield from _refused(
         "memory is saved by parallel.shard and parallel.offload here", switches="swap-optimizer smart-swap"
     )
-    yield from _refused(
-        "encoders get their own split by parallel.encoders in a recipe", switches="hetero-parallel tp-2d"
-    )
+    yield from _refused("tensor parallelism has one dimension here", switches="tp-2d")
     yield Flag("--cp-window-size", "int", 1, "refused", "ring attention has one level here")
     yield from _refused(
         "losses are summed over trained tokens and divided once",

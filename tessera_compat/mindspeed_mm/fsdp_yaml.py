@@ -10,7 +10,8 @@ from tessera.errors import TesseraError, nearest
 from tessera_compat.mindspeed_mm.data_json import DataFile, read_data
 from tessera_compat.mindspeed_mm.fsdp2_file import TYPE_NAMES
 from tessera_compat.mindspeed_mm.fsdp_video_yaml import is_container, set_video_parts, with_our_modules
-from tessera_compat.mindspeed_mm.model_json import AUX_LOSS, unknown_model, with_aux_loss
+from tessera_compat.mindspeed_mm.model_json import family_of_id, hears, unknown_model, with_aux_loss
+from tessera_compat.mindspeed_mm.model_keys import AUX_LOSS
 from tessera_compat.mindspeed_mm.recipe_parts import (
     KEEP_ALL,
     data_section,
@@ -199,8 +200,9 @@ def recipe_of_yaml(data: Mapping[str, Any], source: str, world_size: int) -> tup
         return recipe, report
     ranks = _set_parallel(recipe, data.get("parallel") or {}, source, report)
     folder = data["model"].get("model_name_or_path")
-    file = read_data(data["data"], f"{source}: data", report, family_of_folder(folder))
-    _set_model(recipe, data["model"], training, file, source, report)
+    family = family_of_folder(folder) or family_of_id(data["model"].get("model_id"))
+    file = read_data(data["data"], f"{source}: data", report, family)
+    _set_model(recipe, data["model"], training, file, source, report, hears(family))
     _set_features(recipe, data, source, report)
     _set_training(recipe, training, source, report, world_size, ranks)
     section = data_section(file)
@@ -259,6 +261,7 @@ def _set_model(
     data: DataFile,
     source: str,
     report: JobReport,
+    has_audio: bool,
 ) -> None:
     why_not = unknown_model(section.get("model_id"), section.get("model_name_or_path"))
     outcome: Outcome = "not supported" if why_not else "not needed"
@@ -306,7 +309,8 @@ def _set_model(
         )
         names = lora.get("target_modules") or []
         names = names.replace(",", " ").split() if isinstance(names, str) else names
-        adapters["targets"] = lora_targets(names, ["all"], f"{source}: training.lora.target_modules")
+        where = f"{source}: training.lora.target_modules"
+        adapters["targets"] = lora_targets(names, ["all"], where, hears=has_audio)
         report.add(source, "training.lora.target_modules", names, "mapped", "model.lora.targets")
         model["lora"] = adapters
         model.pop("freeze", None)

@@ -18,8 +18,9 @@ from tessera_compat.mindspeed_mm.arguments import Args, flag_report
 from tessera_compat.mindspeed_mm.callback_recipe import resumes
 from tessera_compat.mindspeed_mm.data_json import DataFile, read_data
 from tessera_compat.mindspeed_mm.fsdp2_file import read_fsdp2_file
+from tessera_compat.mindspeed_mm.hetero_parallel import set_encoder_layouts
 from tessera_compat.mindspeed_mm.memory_flags import set_memory
-from tessera_compat.mindspeed_mm.model_json import ModelFile, read_model
+from tessera_compat.mindspeed_mm.model_json import PARTS, ModelFile, family_of_id, hears, read_model
 from tessera_compat.mindspeed_mm.recipe_parts import (
     compare_with_folder,
     data_section,
@@ -65,6 +66,13 @@ def recipe_of(args: Args) -> tuple[dict[str, Any], JobReport]:
     if resumes(args) and not _has_weights(Path(args.load)):
         report.change("--load", "no run there yet: this one begins")
         args.load = None
+    if "mllm" in args.mm.model:
+        raise TesseraError(
+            "model.json describes Bagel, which understands and generates: no family here trains it",
+            where=args.mm_model or "section model",
+            fix="pretrain_omni.py trains models that see and hear, pretrain_sora.py models of images and videos",
+            code="job.unified-model",
+        )
     if is_generation(args.mm.model.to_dict()):
         return _on_framework(generation_recipe(args, report), None, args, report), report
     model_source, data_source = args.mm_model or "section model", args.mm_data or "section data"
@@ -79,10 +87,11 @@ def recipe_of(args: Args) -> tuple[dict[str, Any], JobReport]:
     model = read_model(args.mm.model.to_dict(), model_source, report)
     compare_shell_sizes(args, model, model_source, report)
     family = model.family or family_of_folder(args.load_base_model or args.load or model.folder)
+    family = family or family_of_id(args.mm.model.get("model_id"))
     data = read_data(args.mm.data.to_dict(), data_source, report, family)
     recipe: dict[str, Any] = {}
     recipe |= place_sections(args)
-    _set_model(recipe, args, model, data, report)
+    _set_model(recipe, args, model, data, hears(family))
     _set_data(recipe, args, data)
     _set_parallel(recipe, args, model, report)
     recipe["precision"] = precision_section(args)
@@ -125,10 +134,9 @@ def _drop_named_twice(section: dict[str, Any], args: Args, model: ModelFile, rep
     if file is None or not file.recompute_modules or "recompute" not in section:
         return
     del section["recompute"]
-    towers = {"vision": "image_encoder.vision_encoder", "projector": "image_encoder.vision_projector"}
-    for tower, keys in model.recompute.items():
-        for key in keys:
-            report.change(f"{towers.get(tower, 'text_decoder')}.{key}", "set by recompute_modules of the FSDP2 file")
+    for name, (part, *_) in PARTS.items():
+        for key in model.recompute.get(part, ()):
+            report.change(f"{name}.{key}", "set by recompute_modules of the FSDP2 file")
 
 
 def compare_shell_sizes(args: Args, model: ModelFile, source: str, report: JobReport) -> None:
@@ -148,7 +156,7 @@ def compare_shell_sizes(args: Args, model: ModelFile, source: str, report: JobRe
         )
 
 
-def _set_model(recipe: dict[str, Any], args: Args, model: ModelFile, data: DataFile, report: JobReport) -> None:
+def _set_model(recipe: dict[str, Any], args: Args, model: ModelFile, data: DataFile, has_audio: bool) -> None:
     section: dict[str, Any] = recipe.setdefault("model", {})
     base = args.load_base_model or args.load or model.folder
     if args.load is not None and args.load_base_model is None and is_foreign_checkpoint(Path(args.load)):
@@ -168,7 +176,8 @@ def _set_model(recipe: dict[str, Any], args: Args, model: ModelFile, data: DataF
     if model.freeze:
         section["freeze"] = list(model.freeze)
     if args.lora_target_modules:
-        section["lora"] = lora_section(args, lora_targets(args.lora_target_modules, args.lora_apply_modules, WHERE))
+        names, parts = args.lora_target_modules, args.lora_apply_modules
+        section["lora"] = lora_section(args, lora_targets(names, parts, WHERE, hears=has_audio))
         section.pop("freeze", None)  # adapters freeze all other weights
     else:
         refuse_lora_flags(args)
@@ -186,7 +195,10 @@ def _set_data(recipe: dict[str, Any], args: Args, data: DataFile) -> None:
 
 
 def _set_parallel(recipe: dict[str, Any], args: Args, model: ModelFile, report: JobReport) -> None:
+    encoders = set_encoder_layouts(args, model, report)
     section = parallel_section(args, model.layers, model.depths, "text")
+    if encoders:
+        section["encoders"] = encoders
     set_memory(section, args, model, report)
     recipe["parallel"] = section
 

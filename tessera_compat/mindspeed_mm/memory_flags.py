@@ -14,7 +14,8 @@ from tessera.config.pattern import matches
 from tessera.config.run_config import ModelSection
 from tessera.models import resolve
 from tessera_compat.mindspeed_mm.arguments import Args
-from tessera_compat.mindspeed_mm.model_json import TEXT, VISION, ModelFile, recompute_patterns
+from tessera_compat.mindspeed_mm.model_json import ModelFile, recompute_patterns
+from tessera_compat.mindspeed_mm.model_keys import AUDIO, TEXT, VISION
 from tessera_compat.mindspeed_mm.report import JobReport
 
 
@@ -23,8 +24,9 @@ def set_memory(section: dict[str, Any], args: Args, model: ModelFile, report: Jo
     stages = section.get("layers", {})
     recompute = _whole_layers(section, args, model)
     patterns = [one["modules"] if isinstance(one, dict) else one for one in recompute]
-    if "vision" in model.recompute:
-        recompute += recompute_patterns(model.recompute["vision"], VISION, stages.get("vision"))
+    for part, blocks in (("vision", VISION), ("audio", AUDIO)):
+        if part in model.recompute:
+            recompute += recompute_patterns(model.recompute[part], blocks, stages.get(part))
     offload = list(model.offload)
     every = range(_depth(args, model))
     stored = {layer for layer in every if not any(matches(pattern, f"{TEXT}.{layer}") for pattern in patterns)}

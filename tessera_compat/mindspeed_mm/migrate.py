@@ -39,7 +39,7 @@ _PACKAGE = f'''"""Serve {{root}} from Tessera, to scripts that are started in th
 take_over(__name__)
 '''
 _TRAINING = (
-    *("pretrain_vlm.py", "pretrain_sora.py", "pretrain_transformers.py"),
+    *("pretrain_vlm.py", "pretrain_omni.py", "pretrain_sora.py", "pretrain_transformers.py"),
     *("posttrain_qwen2vl_dpo.py", "posttrain_sora_dpo.py"),
     *(
         "pretrain_internvl.py",

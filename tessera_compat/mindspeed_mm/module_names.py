@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from torch import nn
 
 Names = Mapping[str, tuple[str, ...]]
-_LAYERS, _BLOCKS = ("text.layers.{*}",), ("vision.blocks.{*}",)
+_LAYERS, _BLOCKS, _HEARING = ("text.layers.{*}",), ("vision.blocks.{*}",), ("audio.blocks.{*}",)
 
 
 def _decoder(layers: str, embedding: str, norm: str, rotary: str) -> dict[str, tuple[str, ...]]:
@@ -33,8 +33,12 @@ def _in_transformers(prefix: str) -> dict[str, tuple[str, ...]]:
 _CLASSES: Names = {
     "LanguageModelEmbedding": ("text.embed",),
     "RotaryEmbedding": (),
-    "TransformerLayer": (*_BLOCKS, *_LAYERS),  # class of Megatron
+    "TransformerLayer": (*_BLOCKS, *_HEARING, *_LAYERS),  # class of Megatron
     "VisionModel": ("vision", "projector"),  # classes of MindSpeed-MM
+    "AudioModel": ("audio", "audio_projector"),
+    **dict.fromkeys(("Qwen2_5OmniDecoderLayer", "Qwen3OmniMoeThinkerTextDecoderLayer"), _LAYERS),
+    **dict.fromkeys(("Qwen2_5OmniVisionBlock", "Qwen3OmniMoeVisionBlock"), _BLOCKS),
+    **dict.fromkeys(("Qwen2_5OmniAudioEncoderLayer", "Qwen3OmniMoeAudioEncoderLayer"), _HEARING),
     **dict.fromkeys(("LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer", "Qwen3MoeDecoderLayer"), _LAYERS),
     **dict.fromkeys(("Qwen2VLDecoderLayer", "Qwen2_5_VLDecoderLayer", "Qwen3VLTextDecoderLayer"), _LAYERS),
     **dict.fromkeys(("Qwen3VLMoeTextDecoderLayer", "Glm4vTextDecoderLayer"), _LAYERS),
@@ -54,7 +58,28 @@ _VISION = {
     ".blocks": ("vision.blocks",),
     ".pos_embed": ("vision.table",),
     ".merger": ("projector",),
-    ".deepstack_merger_list": ("projector.taps",),
+    ".patch_embed": ("vision.patch_embed",),
+    **dict.fromkeys((".deepstack_merger_list", ".merger_list"), ("projector.taps",)),
+}
+# Audio encoders. Position embeddings without weights are no module in Tessera.
+_AUDIO = {
+    **dict.fromkeys(("audio_encoder", "audio_encoder.encoder", "audio_tower"), ("audio", "audio_projector")),
+    "audio_encoder.encoder.blocks": _HEARING,
+    **dict.fromkeys(("audio_encoder.encoder.blocks.layers", "audio_tower.layers"), ("audio.blocks",)),
+    **{
+        f"{tower}.{name}": (path,) if path else ()
+        for tower in ("audio_encoder.encoder", "audio_tower")
+        for name, path in (
+            ("positional_embedding", ""),
+            *((f"conv{dimensions}1", "audio.convs.first") for dimensions in ("", "2d")),
+            *((f"conv{dimensions}2", "audio.convs.second") for dimensions in ("", "2d")),
+            ("conv2d3", "audio.convs.third"),
+            ("conv_out", "audio.convs.proj"),
+            ("proj", "audio_projector.proj"),
+            ("proj1", "audio_projector.up"),
+            ("proj2", "audio_projector.down"),
+        )
+    },
 }
 # Module paths of InternVL and LLaVA encoders in the original code and in transformers.
 _TOWERS = {
@@ -91,6 +116,7 @@ VISION_LANGUAGE_NAMES: Names = {
         for tower in _TOWER_PATHS
         for part, paths in _TOWERS.items()
     },
+    **_AUDIO,
     **_CLASSES,
 }
 
@@ -116,5 +142,6 @@ def module_names(model: nn.Module) -> Names:
         return {}
     parts = dict(model.named_children())
     if "text" in parts:
-        return VISION_LANGUAGE_NAMES if "vision" in parts else TEXT_NAMES
+        names = VISION_LANGUAGE_NAMES if "vision" in parts else TEXT_NAMES
+        return {**names, "model": ("text",)} if "audio" in parts else names  # the decoder of a thinker
     return GENERATION_NAMES if "blocks" in parts else {}

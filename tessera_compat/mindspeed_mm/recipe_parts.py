@@ -13,7 +13,8 @@ from tessera.errors import TesseraError, nearest
 from tessera.models import resolve
 from tessera_compat.mindspeed_mm.data_json import DataFile
 from tessera_compat.mindspeed_mm.fsdp2_file import read_fsdp2_file
-from tessera_compat.mindspeed_mm.model_json import COMPARED, TEXT, VISION, ModelFile
+from tessera_compat.mindspeed_mm.model_json import ModelFile
+from tessera_compat.mindspeed_mm.model_keys import AUDIO, COMPARED, TEXT, VISION
 from tessera_compat.mindspeed_mm.module_names import VISION_LANGUAGE_NAMES
 from tessera_compat.mindspeed_mm.report import JobReport, part_of, put
 from tessera_compat.shards.files import LATEST
@@ -21,22 +22,25 @@ from tessera_compat.shards.files import LATEST
 KEEP_ALL = 10**6  # number of checkpoints to keep: all
 COMMAND_LINE = "command line"
 _OPTIMIZERS = ("fused_adamw", "fused_torch_adamw", "fused_ema_adamw")
-# Name of a linear layer in Megatron or transformers -> its names in Tessera, in the text and the vision tower.
+# Name of a linear layer in Megatron or transformers -> its name in Tessera in the decoder, vision and audio encoder.
 _LINEAR = {
-    "linear_qkv": (("attn.{q,k,v}",), ("attn.qkv",)),
-    "linear_proj": (("attn.o",), ("attn.proj",)),
-    "linear_fc1": (("mlp.{gate,up}",), ("mlp.up",)),
-    "linear_fc2": (("mlp.down",), ("mlp.down",)),
-    "q_proj": (("attn.q",), ()),
-    "k_proj": (("attn.k",), ()),
-    "v_proj": (("attn.v",), ()),
-    "o_proj": (("attn.o",), ()),
-    "gate_proj": (("mlp.gate",), ()),
-    "up_proj": (("mlp.up",), ()),
-    "down_proj": (("mlp.down",), ()),
-    "qkv": ((), ("attn.qkv",)),
+    "linear_qkv": ("attn.{q,k,v}", "attn.qkv", "attn.{q,k,v}"),
+    "linear_proj": ("attn.o", "attn.proj", "attn.proj"),
+    "linear_fc1": ("mlp.{gate,up}", "mlp.up", "mlp.up"),
+    "linear_fc2": ("mlp.down", "mlp.down", "mlp.down"),
+    "q_proj": ("attn.q", "", "attn.q"),
+    "k_proj": ("attn.k", "", "attn.k"),
+    "v_proj": ("attn.v", "", "attn.v"),
+    "o_proj": ("attn.o", "", ""),
+    "out_proj": ("", "", "attn.proj"),
+    "gate_proj": ("mlp.gate", "", ""),
+    "up_proj": ("mlp.up", "", ""),
+    "down_proj": ("mlp.down", "", ""),
+    "fc1": ("", "", "mlp.up"),
+    "fc2": ("", "", "mlp.down"),
+    "qkv": ("", "attn.qkv", ""),
 }
-_PARTS = {"text_decoder": "text", "image_encoder": "vision"}
+_PARTS = {"text_decoder": TEXT, "image_encoder": VISION, "audio_encoder": AUDIO}
 _DETAILS = ("level", "with_stack", "record_shapes", "with_cpu", "save_path", "data_simplification", "analyse_flag")
 # Section and key of tools.json -> recipe key. Empty: no recipe key, because every profile of Tessera contains it.
 TOOL_KEYS: dict[str, dict[str, str]] = {
@@ -318,16 +322,22 @@ def compare_with_folder(folder: str, model: ModelFile) -> None:
             )
 
 
-def lora_targets(names: Sequence[str], parts: Sequence[str], where: str) -> list[str]:
+def lora_targets(names: Sequence[str], parts: Sequence[str], where: str, *, hears: bool = False) -> list[str]:
     """Translate `--lora-target-modules` to patterns of Tessera's linear layers.
 
-    A name is one of Megatron or transformers, or a path that ends in such a name.
+    A name is one of Megatron or transformers, or a path that ends in such a name. `hears`: the model has an audio
+    encoder.
     """
-    chosen = {_PARTS.get(part, "") for part in parts if part != "all"} or {"text", "vision"}
-    if "" in chosen:
-        raise TesseraError(
-            f"--lora-apply-modules {' '.join(parts)}", where=where, allowed=["all", *_PARTS], code="job.adapter-part"
-        )
+    for part in parts:
+        if part not in ("all", *_PARTS):
+            raise TesseraError(
+                f"--lora-apply-modules {' '.join(parts)}",
+                where=where,
+                allowed=["all", *_PARTS],
+                nearest=nearest(part, _PARTS),
+                code="job.adapter-part",
+            )
+    listed = [part for part in parts if part != "all"]
     patterns: list[str] = []
     for name in names:
         last = name.rpartition(".")[2]
@@ -339,16 +349,24 @@ def lora_targets(names: Sequence[str], parts: Sequence[str], where: str) -> list
                 nearest=nearest(last, _LINEAR),
                 code="job.adapter-layer",
             )
-        text, vision = _LINEAR[last]
-        patterns += [f"{TEXT}.{{*}}.{layer}" for layer in text if "text" in chosen]
-        # A name of Megatron can be in both towers; names of transformers differ between the towers.
-        if vision and "vision" in chosen and (not text or "image_encoder" in parts):
-            patterns += [f"{VISION}.{{*}}.{layer}" for layer in vision]
+        in_text = bool(_LINEAR[last][0])
+        for (part, blocks), layer in zip(_PARTS.items(), _LINEAR[last], strict=True):
+            # A name of Megatron can be in all parts: encoders are adapted only if they are listed. A name of
+            # transformers selects every layer that ends in it.
+            chosen = part in listed if listed else part == "text_decoder" or not in_text or not _is_megatron(last)
+            if layer and chosen and (hears or part != "audio_encoder"):
+                patterns.append(f"{blocks}.{{*}}.{layer}")
     if not patterns:
         raise TesseraError(
-            f"{' '.join(names)} matches no layer of {' '.join(parts)}", where=where, code="job.adapter-layer"
+            f"{' '.join(names)} matches no layer of {' '.join(parts) or 'the model'}",
+            where=where,
+            code="job.adapter-layer",
         )
     return list(dict.fromkeys(patterns))
+
+
+def _is_megatron(name: str) -> bool:
+    return name.startswith("linear_")
 
 
 def our_modules(name: str, where: str) -> list[str]:
@@ -358,7 +376,7 @@ def our_modules(name: str, where: str) -> list[str]:
         paths = VISION_LANGUAGE_NAMES.get(".".join(parts[:length]))
         if paths is not None:
             return [".".join([path, *parts[length:]]) for path in paths]
-    if parts[0] in ("vision", "projector", "text", "head"):
+    if parts[0] in ("vision", "projector", "audio", "audio_projector", "text", "head"):
         return [name]
     raise TesseraError(
         f"no module has the name {name!r}",

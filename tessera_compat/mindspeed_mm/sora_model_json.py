@@ -9,7 +9,8 @@ from typing import Any
 
 from tessera.errors import TesseraError, nearest
 from tessera.weights.layouts import DiffusersFolder
-from tessera_compat.mindspeed_mm.model_json import PATCH_KEYS, flat_layers
+from tessera_compat.mindspeed_mm.model_json import flat_layers
+from tessera_compat.mindspeed_mm.model_keys import PATCH_KEYS
 from tessera_compat.mindspeed_mm.report import (
     JobReport,
     KeyRule,

@@ -92,6 +92,7 @@ class VLModel(MultimodalModel):
     ) -> None:
         """Freeze parts of the model, in addition to those with `freeze` in model.json."""
         parts = {"vision": freeze_image_encoder, "projector": freeze_image_projection, "text": freeze_text_decoder}
+        parts |= dict.fromkeys(("audio", "audio_projector"), freeze_audio_encoder)
         for name, parameter in self.named_parameters():
             if parts.get("text" if name.startswith("head") else name.partition(".")[0]):
                 parameter.requires_grad_(False)

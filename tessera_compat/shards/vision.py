@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tessera.models.internvl.config import InternVLConfig
+from tessera.models.qwen2_5_omni.config import Qwen25OmniConfig
 from tessera.models.qwen2_5_vl.config import Qwen25VLConfig
 from tessera.models.qwen2_vl.config import Qwen2VLConfig
 from tessera.models.qwen3_vl.config import Qwen3VLConfig
@@ -96,8 +97,8 @@ _MERGER = (
 )
 
 
-def _grid_form(
-    config: Qwen2VLConfig | Qwen25VLConfig | Qwen3VLConfig,
+def grid_form(
+    config: Qwen2VLConfig | Qwen25VLConfig | Qwen3VLConfig | Qwen25OmniConfig,
     width: int,
     *,
     gated: bool = False,
@@ -145,12 +146,12 @@ def _grid_form(
 
 def qwen2_vl(config: Qwen2VLConfig) -> MegatronForm:
     """Describe the rank files of Qwen2-VL."""
-    return _grid_form(config, config.vision.embed_dim)
+    return grid_form(config, config.vision.embed_dim)
 
 
 def qwen2_5_vl(config: Qwen25VLConfig) -> MegatronForm:
     """Describe the rank files of Qwen2.5-VL."""
-    return _grid_form(config, config.vision.hidden_size, gated=True)
+    return grid_form(config, config.vision.hidden_size, gated=True)
 
 
 def qwen3_vl(config: Qwen3VLConfig) -> MegatronForm:
@@ -161,7 +162,7 @@ def qwen3_vl(config: Qwen3VLConfig) -> MegatronForm:
         for tap, block in enumerate(vision.deepstack_visual_indexes)
         for native, theirs in (("norm", "layernorm"), ("up", "encoder.linear_fc1"), ("down", "encoder.linear_fc2"))
     ]
-    return _grid_form(
+    return grid_form(
         config,
         vision.hidden_size,
         projector=[(native.replace("projector.", "projector.last."), theirs) for native, theirs in _MERGER],

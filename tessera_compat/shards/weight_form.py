@@ -17,7 +17,7 @@ from tessera.config.run_config import ModelSection
 from tessera.weights.file_plan import FolderPlan, PlannedTensor
 from tessera.weights.map import WeightMap
 from tessera.weights.rows import TensorRows
-from tessera_compat.shards import video, vision
+from tessera_compat.shards import omni, video, vision
 from tessera_compat.shards.dcp_folder import JobFolder
 from tessera_compat.shards.files import (
     LATEST,
@@ -35,6 +35,7 @@ FAMILIES: Mapping[str, Callable[[Any], MegatronForm]] = {
     "qwen2_5_vl": vision.qwen2_5_vl,
     "qwen3_vl": vision.qwen3_vl,
     "internvl": vision.internvl,
+    "qwen2_5_omni": omni.qwen2_5_omni,
     "wan": video.wan,
     "cogvideox": video.cogvideox,
     "hunyuan_video": video.hunyuan_video,

@@ -9,7 +9,7 @@ from tessera_compat.mindspeed_mm import (
     data_json,
     fsdp_yaml,
     inference_json,
-    model_json,
+    model_keys,
     recipe_parts,
     sora_data_json,
     sora_inference,
@@ -48,9 +48,10 @@ def handled(*names: str) -> dict[str, str]:
 
 def sections() -> dict[str, dict[str, str]]:
     """Return the state of each key by the part of the file that it stands in."""
-    vision = {name: rule for rules in model_json.FAMILY_VISION_KEYS.values() for name, rule in rules.items()}
+    vision = {name: rule for rules in model_keys.FAMILY_VISION_KEYS.values() for name, rule in rules.items()}
+    tops = {name: rule for rules in model_keys.FAMILY_TOP_KEYS.values() for name, rule in rules.items()}
     tower = handled(
-        "model_id", "freeze", "pipeline_num_layers", "activation_offload", *sorted(model_json.RECOMPUTE_KEYS)
+        "model_id", "freeze", "pipeline_num_layers", "activation_offload", *sorted(model_keys.RECOMPUTE_KEYS)
     )
     basic = handled(
         "dataset", "template", "max_samples", "val_dataset", "val_max_samples", "train_on_prompt", "packing"
@@ -67,11 +68,15 @@ def sections() -> dict[str, dict[str, str]]:
         **dict.fromkeys(inference_json.OFF_KEYS.split(), "refused"),
     }
     return {
-        "model.json": {**key_states(model_json.TOP_KEYS), **handled("model_id", "init_from_hf_path")},
-        "model.json, vision_encoder": {**key_states({**model_json.VISION_KEYS, **vision}), **tower},
-        "model.json, text_decoder": {**key_states(model_json.TEXT_KEYS), **tower},
-        "model.json, patch": key_states(model_json.PATCH_KEYS),
-        "model.json, loss_cfg": key_states(model_json.LOSS_KEYS),
+        "model.json": {
+            **key_states({**tops, **model_keys.TOP_KEYS}),
+            **handled("model_id", "init_from_hf_path"),
+        },
+        "model.json, vision_encoder": {**key_states({**model_keys.VISION_KEYS, **vision}), **tower},
+        "model.json, audio_encoder": {**key_states(model_keys.AUDIO_KEYS), **tower},
+        "model.json, text_decoder": {**key_states(model_keys.TEXT_KEYS), **tower},
+        "model.json, patch": key_states(model_keys.PATCH_KEYS),
+        "model.json, loss_cfg": key_states(model_keys.LOSS_KEYS),
         "data.json, preprocess_parameters": {**key_states(data_json.PREPROCESS_KEYS), **handled("model_name_or_path")},
         "data.json, basic_parameters": {
             **key_states(data_json.BASIC_KEYS),

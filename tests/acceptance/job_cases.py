@@ -18,6 +18,8 @@ PUBLISHED = {
     "Qwen2-VL-7B-Instruct": ("qwen2_vl", "7b"),
     "Qwen2.5-VL-7B-Instruct": ("qwen2_5_vl", "7b"),
     "Qwen3-VL-8B-Instruct": ("qwen3_vl", "8b"),
+    "Qwen2.5-Omni-7B": ("qwen2_5_omni", "7b"),
+    "Qwen3-Omni-30B-A3B-Instruct": ("qwen3_omni", "30b-a3b"),
     "InternVL3-8B-hf": ("internvl", "3-8b"),
     "GLM-4.1V-9B-Thinking": ("glm4v", "9b"),
     "llava-1.5-7b-hf": ("llava", "1.5-7b"),

@@ -187,7 +187,7 @@ def test_options_come_from_files_and_variables(
 KNOWN = """
 Qwen2VLConverter hf_to_mm mm_to_hf resplit
 Qwen2_5_VLConverter hf_to_mm mm_to_hf resplit lora_hf_to_mm lora_mm_to_hf -hf_to_mm_ldt -hf_to_mm_dcp
-Qwen2_5_OmniConverter -hf_to_mm -mm_to_hf -resplit
+Qwen2_5_OmniConverter hf_to_mm mm_to_hf resplit
 InternVLConverter hf_to_mm mm_to_hf resplit
 Qwen3VLMegatronConverter hf_to_mm mm_to_hf resplit
 VideoAlignConverter -hf_to_mm -mm_to_hf -resplit
