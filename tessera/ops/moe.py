@@ -151,14 +151,10 @@ def _eager(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 def _grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     if x.dtype != torch.bfloat16 and torch.compiler.is_compiling():
-        outside: Tensor = _outside_of_graphs(x, weight, ends)
+        from tessera.ops.uncompiled import grouped_product  # its decorator imports the compiler
+
+        outside: Tensor = grouped_product(x, weight, ends)
         return outside
-    return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _outside_of_graphs(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Run `_grouped` outside of compiled graphs: the compiler knows its output shape only for bf16."""
     return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
 
 

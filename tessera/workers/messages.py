@@ -14,6 +14,7 @@ import pickle
 import socket
 import struct
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -25,12 +26,17 @@ _INLINE = 1 << 15  # buffers below this number of bytes are sent over the socket
 
 
 class Packed:
-    """Hold a pickled object that is ready to be sent. The object must not change before it is sent."""
+    """Hold a pickled object that is ready to be sent. The object must not change before it is sent.
+
+    `modules`: names of the modules whose classes and functions the object needs.
+    """
 
     def __init__(self, value: Any) -> None:
         file = io.BytesIO()
         buffers: list[pickle.PickleBuffer] = []
-        _Pickler(file, protocol=5, buffer_callback=buffers.append).dump(value)
+        pickler = _Pickler(file, buffers)
+        pickler.dump(value)
+        self.modules = pickler.modules
         self._pickle = file.getbuffer()
         self._buffers = [buffer.raw() for buffer in buffers]
         self._starts, self._bytes = _layout([len(buffer) for buffer in self._buffers])
@@ -116,7 +122,14 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, buffers: list[pickle.PickleBuffer]) -> None:
+        super().__init__(file, protocol=5, buffer_callback=buffers.append)
+        self.modules: set[str] = set()
+
     def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, (type, FunctionType)):
+            self.modules.add(str(value.__module__))
+            return NotImplemented
         if type(value) is not Tensor or not _is_plain(value):
             return NotImplemented
         flat = value.contiguous().reshape(-1).view(torch.uint8).numpy()

@@ -1,8 +1,8 @@
 """Start worker processes by servers, which only fork and have neither threads nor a device.
 
-The first server imports torch once for all pools of a program. For each pool it forks a second server, which unpickles
-the pool's work once and forks the workers. So workers start in milliseconds and share memory. Every process ends
-with its parent, however that ends.
+The first server imports torch once for all pools of a program, and the modules of Tessera that their work needs. For
+each pool it forks a second server, which unpickles the pool's work once and forks the workers. So workers start in
+milliseconds and share memory. Every process ends with its parent, however that ends.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import importlib
 import os
 import select
 import signal
@@ -23,7 +24,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,9 +40,10 @@ from tessera.workers.worker import (
     work_until_end,
 )
 
-REQUEST = struct.Struct("<cQ")  # FORK (with file descriptors) or KILL, and the pool's number of the child process
+# FORK (with file descriptors) or KILL, and the pool's number of the child process; IMPORT, and the size of the names.
+REQUEST = struct.Struct("<cQ")
 EXIT = struct.Struct("<Qi")  # number and exit code of a child process
-FORK, KILL = b"f", b"k"
+FORK, KILL, IMPORT = b"f", b"k", b"i"
 # The terminal or scheduler sends these to all processes of a group. The trainer handles them and ends its workers.
 _IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
@@ -114,6 +116,9 @@ def _serve(
         if len(request) < REQUEST.size:
             break
         verb, number = REQUEST.unpack(request)
+        if verb == IMPORT:
+            _import_modules(control.recv(number, socket.MSG_WAITALL).decode().split())
+            continue
         if verb == KILL:
             if number in alive:
                 os.kill(alive[number], signal.SIGKILL)
@@ -129,6 +134,13 @@ def _serve(
         os.kill(process, signal.SIGKILL)
     for process in alive.values():
         os.waitpid(process, 0)  # this process must not end before its children
+
+
+def _import_modules(names: Sequence[str]) -> None:
+    """Import modules for all children. The child that needs a module reports why it cannot be imported."""
+    for name in names:
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
 
 
 def _ended(alive: dict[int, int]) -> list[tuple[int, int]]:
@@ -177,6 +189,7 @@ sys.path[:] = {path!r}
 from tessera.workers.servers import first_server
 first_server({control}, {client})
 """
+_OWN_MODULES = __name__.partition(".")[0] + "."
 _MESSAGE_TIMEOUT_S = 30.0  # time limit for the rest of a message whose first bytes have arrived
 
 
@@ -218,7 +231,7 @@ class PoolServer:
         packed = _packed(work)
         self.control, theirs = socket.socketpair()
         with theirs:
-            _first_server().fork(theirs)
+            _first_server().fork(theirs, packed.modules)
         self._last = 0
         self._codes: dict[int, int] = {}
         surroundings = Surroundings(os.getcwd(), list(sys.path), _environment(os.environ), main_module())
@@ -301,14 +314,23 @@ class _FirstServer:
                 env=_environment(os.environ),
             )
         self._last = 0
+        self._imported: set[str] = set()
         atexit.register(self.close)
 
     @property
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def fork(self, control: socket.socket) -> None:
+    def fork(self, control: socket.socket, modules: Set[str]) -> None:
+        """Fork the server of a pool. Before that, import those of `modules` that belong to Tessera: a user's modules
+        may start threads, which a process that forks must not have.
+        """
         with self._lock:
+            new = {name for name in modules if name.startswith(_OWN_MODULES)} - self._imported
+            if new:
+                names = " ".join(sorted(new)).encode()
+                self._control.sendall(REQUEST.pack(IMPORT, len(names)) + names)
+                self._imported |= new
             self._last += 1
             socket.send_fds(self._control, [REQUEST.pack(FORK, self._last)], [control.fileno()])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import importlib
 import itertools
 import os
 import signal
@@ -412,6 +413,28 @@ def test_another_thread_can_stop_a_map() -> None:
         next(results)
         threading.Timer(0.2, pool.stop).start()
         assert list(results) == []
+
+
+USERS_MODULE = """
+    import os, sys
+    IMPORTED_BY = os.getpid()
+
+    def look(item, note):
+        return IMPORTED_BY == os.getppid(), item in sys.modules
+"""
+
+
+def test_pools_share_the_imports_of_tessera_and_of_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's module is imported by the server of its pool, where its threads cannot harm other pools."""
+    (tmp_path / "module_of_a_user.py").write_text(textwrap.dedent(USERS_MODULE))
+    monkeypatch.syspath_prepend(tmp_path)
+    look = importlib.import_module("module_of_a_user").look
+    module = "tessera.data.index.measure"
+    with Pool(importlib.import_module(module).default_workers, 1):
+        pass
+    for _ in range(2):
+        with Pool(look, 1) as pool:
+            assert [result for _, result in pool.map([module])] == [(True, True)]
 
 
 # ---------------------------------------------------------------------------------------------- whole programs
