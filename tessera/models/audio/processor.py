@@ -71,7 +71,9 @@ class ClipCutter:
     def frames(self, samples: int) -> int:
         """Return the number of mel frames of a clip."""
         samples = max(samples, self.least)
-        return self.mel.frames(samples) if self.silence else samples // self.mel.hop
+        if self.silence:
+            return self.mel.frames(samples)
+        return samples // self.mel.hop if samples > self.mel.fft // 2 else 0  # the first window is mirrored
 
     def layout(self, samples: int) -> MediaLayout:
         if samples > self.max_seconds * self.mel.rate:
