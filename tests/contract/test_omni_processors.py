@@ -134,7 +134,7 @@ def test_a_track_of_a_few_samples_is_silence() -> None:
 
 @pytest.mark.parametrize("samples", [160, 200, 201])
 def test_clip_shorter_than_half_a_window(samples: int) -> None:
-    """The first window is mirrored, which takes more samples than half a window."""
+    """The STFT reflects half a window at each end, which takes more samples than that."""
     if samples == 201:
         assert LATER.processor.encode(conversation("audio"), [sound(samples / RATE)]).counts["audio_frames"] == 1
         return
