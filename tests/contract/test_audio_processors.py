@@ -171,14 +171,15 @@ def test_recordings_beyond_the_positions_and_shorter_than_a_token_are_refused() 
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "error"),
+    ("settings", "error"),
     [
-        ("feature_size", 0, "media.preprocessor-value"),
-        ("hop_length", 1.5, "media.preprocessor-value"),
-        ("sampling_rate", True, "media.preprocessor-value"),
-        ("dither", 0.1, "media.audio-dither"),
+        ({"feature_size": 0}, "media.preprocessor-value"),
+        ({"hop_length": 1.5}, "media.preprocessor-value"),
+        ({"sampling_rate": True}, "media.preprocessor-value"),
+        ({"n_fft": 65_536, "chunk_length": 2}, "media.preprocessor-value"),
+        ({"dither": 0.1}, "media.audio-dither"),
     ],
 )
-def test_settings_that_mean_nothing_are_refused(field: str, value: Any, error: str) -> None:
+def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any], error: str) -> None:
     with raises(error):
-        LogMel.read({field: value}, "preprocessor_config.json")
+        LogMel.read(settings, "preprocessor_config.json")

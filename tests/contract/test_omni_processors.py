@@ -132,6 +132,16 @@ def test_a_track_of_a_few_samples_is_silence() -> None:
         CASE.processor.measure(conversation("audio"), [MediaSize(0, 0, 0, 300)])
 
 
+@pytest.mark.parametrize("samples", [160, 200, 201])
+def test_clip_shorter_than_half_a_window(samples: int) -> None:
+    """The STFT reflects half a window at each end, which takes more samples than that."""
+    if samples == 201:
+        assert LATER.processor.encode(conversation("audio"), [sound(samples / RATE)]).counts["audio_frames"] == 1
+        return
+    with raises("media.audio-too-short"):
+        LATER.processor.measure(conversation("audio"), [MediaSize(0, 0, 0, samples)])
+
+
 def test_a_folder_with_all_settings_in_one_file(tmp_path: Path) -> None:
     """As published: settings of images and of features in one preprocessor_config.json."""
     CASE.write_tokenizer(tmp_path)

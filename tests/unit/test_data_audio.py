@@ -185,6 +185,17 @@ def test_files_without_audio(tmp_path: Path) -> None:
         decode(Part("audio", flac[: len(flac) // 2]), tmp_path, Limits(), SAMPLING)
 
 
+def test_samples_that_are_not_numbers(tmp_path: Path) -> None:
+    """They would make every feature of a recording NaN, and then the loss."""
+    for value in (np.nan, -np.inf, 1e30):
+        sound = tone(0.1, RATE)
+        sound[9] = value
+        with raises("media.damaged-file"):
+            decode(Part("audio", speech.wav(sound, RATE, -32)), tmp_path, Limits(), SAMPLING)
+        with raises("media.wrong-array"):
+            decode(Part("audio", sound), tmp_path, Limits(), SAMPLING)
+
+
 # ---------------------------------------------------------------------------------------------- spellings of rows
 
 
@@ -294,6 +305,10 @@ def test_audio_columns_of_hugging_face(tmp_path: Path) -> None:
     assert [spoken(source.read(number))[0][1] for number in (0, 1)] == [[data], [AudioClip(data, 1.0, 2.0)]]
     assert speech.pitch(heard(source.read(1).media()[0].value, tmp_path), RATE) == 400
     assert source.read(0) != source.read(1)
+    decoded = {"path": "cache/1.wav", "array": [0.0, 0.5], "sampling_rate": RATE}
+    parquet.write_table(pyarrow.table({"audio": [decoded], "text": ["one"]}), tmp_path / "b.parquet")
+    (part,) = open_source(SourceSection(path=tmp_path / "b.parquet")).read(0).media()
+    assert heard(part.value, tmp_path).tolist() == [0.0, 0.5]
 
 
 def test_recordings_in_folders_and_archives(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tessera.core.sample import MediaSize
-from tessera.data.media.clips import AudioClip, AudioSamples
+from tessera.data.media.clips import AudioClip, AudioSamples, is_sound
 from tessera.data.media.containers import container, decoder
 from tessera.data.media.files import Limits, Opened, refused, refusing, size_of
 from tessera.errors import TesseraError
@@ -78,6 +78,8 @@ def decode(
         stated = "the header states" if clip is None else "the clip has"
         why = f"{stated} {expected / sampling.rate:.2f} s, {length} could be decoded"
         raise refused("damaged audio", source.name, why)
+    if not is_sound(sound):
+        raise refused("damaged audio", source.name, "a sample is not a number, or far above full scale")
     return np.concatenate([sound, np.zeros(max(0, expected - len(sound)), np.float32)])[:expected], size
 
 

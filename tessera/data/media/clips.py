@@ -15,6 +15,7 @@ from tessera.errors import TesseraError
 # A part of a recording as text: talk.flac#t=12.5,17.25, as in media fragments of the W3C.
 _SPAN = re.compile(r"#t=(\d{1,9}(?:\.\d{1,9})?),(\d{1,9}(?:\.\d{1,9})?)$")
 _FULL_SCALE = {np.dtype(np.int16): 1 << 15, np.dtype(np.int32): 1 << 31}
+_LOUDEST = 1e6  # largest sample; full scale is 1. The power spectrum of much larger ones overflows in float32
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class AudioSamples:
         full = _FULL_SCALE.get(array.dtype)
         usable = array.ndim in (1, 2) and array.size > 0 and (full or array.dtype.kind == "f")
         sound = array.astype(np.float32) / (full or 1) if usable else np.empty(0)
-        if not usable or not np.isfinite(sound).all() or type(self.rate) is not int or self.rate < 1:
+        if not usable or not is_sound(sound) or type(self.rate) is not int or self.rate < 1:
             raise TesseraError(
                 f"audio samples must be finite floats or 16 or 32 bit integers, with their rate, not {array.dtype} "
                 f"{array.shape} at {self.rate!r:.20}",
@@ -61,6 +62,11 @@ class AudioSamples:
         # Channels are the shorter dimension: soundfile puts them last, torchaudio first.
         mono: np.ndarray = sound if sound.ndim == 1 else sound.mean(axis=int(np.argmin(sound.shape)))
         return mono.astype(np.float32)
+
+
+def is_sound(samples: np.ndarray) -> bool:
+    """Return whether all samples are numbers that features can be computed from: neither NaN nor too large."""
+    return bool(np.abs(samples).max(initial=0.0) <= _LOUDEST)
 
 
 def wav_bytes(sound: np.ndarray, rate: int) -> bytes:

@@ -20,7 +20,7 @@ from tessera.core.spec import LanguageProcessor, Processor
 from tessera.data.media import audio, video
 from tessera.data.media.animation import is_animation
 from tessera.data.media.audio import AudioSampling
-from tessera.data.media.clips import AudioClip, AudioSamples
+from tessera.data.media.clips import AudioClip, AudioSamples, is_sound
 from tessera.data.media.files import Limits, Opened, Target, folder_of, opened, refusing
 from tessera.data.media.images import check_pixels, decode_image, probe_image, smaller, to_rgb
 from tessera.data.media.video_frames import VideoSampling
@@ -220,9 +220,10 @@ def _decoded_size(part: Part, limits: Limits, sampling: VideoSampling) -> MediaS
             )
         return MediaSize(value.shape[2], value.shape[1], value.shape[0])
     if part.kind == "audio" and isinstance(value, np.ndarray):
-        if value.ndim != 1 or value.dtype != np.float32 or not len(value):
+        if value.ndim != 1 or value.dtype != np.float32 or not len(value) or not is_sound(value):
             raise TesseraError(
-                f"an audio array must be float32 [samples], not {value.dtype} {value.shape}", code="media.wrong-array"
+                f"an audio array must be finite float32 [samples], not {value.dtype} {value.shape}",
+                code="media.wrong-array",
             )
         return MediaSize(0, 0, 0, samples=len(value))
     if part.kind == "audio" and isinstance(value, AudioSamples):

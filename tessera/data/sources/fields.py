@@ -323,10 +323,10 @@ def value_of(value: Any, key: str) -> Any:
 
     {"bytes", "path"} and {"array", "sampling_rate"} are forms of Hugging Face data sets.
     """
+    if isinstance(value, dict) and value.get("array") is not None and "sampling_rate" in value:
+        return AudioSamples(value["array"], value["sampling_rate"])  # also if it names the file it was decoded from
     if isinstance(value, dict) and ("bytes" in value or "path" in value):
         value = value["bytes"] if value.get("bytes") is not None else value.get("path")
-    elif isinstance(value, dict) and "array" in value and "sampling_rate" in value:
-        return AudioSamples(value["array"], value["sampling_rate"])
     if isinstance(value, (bytes, ArchiveMember, Image.Image)) or hasattr(value, "__array__"):
         return value
     if isinstance(value, PurePath):

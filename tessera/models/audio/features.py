@@ -74,7 +74,15 @@ class LogMel:
         settings = {
             ours: whole_number(data, theirs, getattr(cls, ours), _MOST[ours], where) for ours, theirs in _FIELDS.items()
         }
-        return cls(**settings)
+        mel = cls(**settings)
+        if mel.fft // 2 >= mel.longest:
+            raise TesseraError(
+                f"n_fft = {mel.fft} is too large for recordings of {mel.longest} samples",
+                where=where,
+                fix="set n_fft to 400, as in published folders",
+                code="media.preprocessor-value",
+            )
+        return mel
 
     def write(self, extractor: str = "WhisperFeatureExtractor") -> dict[str, Any]:
         """Return the fields of a preprocessor_config.json. `extractor`: class of transformers that reads them."""

@@ -1,7 +1,7 @@
-"""The base class of processors for conversations with images, videos and sound.
+"""The base class of processors for conversations with images, videos and audio.
 
-With `use_audio_in_video`, the sound track of a video is read, too. Its tokens alternate with those of the frames, and
-both count time positions from the same start.
+With `use_audio_in_video`, the sound track of a video is read, too. Audio tokens then alternate with frame tokens, and
+the time positions of both start at the same value.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class OmniOptions(GridOptions):
 class OmniProcessor(GridProcessor):
     options: ClassVar[type[GridOptions]] = OmniOptions
     streams: ClassVar[MediaStreams] = {**VISION_STREAMS, **AUDIO_STREAMS}
-    # Whether the two tokens before a video with its sound share a position, and so do the two tokens after it.
+    # Whether the two begin tokens of a video with a sound track share one position, and so do its two end tokens.
     ends_share: ClassVar[bool] = False
 
     tokens_per_second: int = field(kw_only=True)  # time positions per second of a video
@@ -46,12 +46,12 @@ class OmniProcessor(GridProcessor):
     @classmethod
     @abstractmethod
     def cutter(cls, config: Any, mel: LogMel) -> ClipCutter:
-        """Return how clips are cut into elements of the audio encoder."""
+        """Return how recordings are split into elements of the audio encoder."""
         ...
 
     @abstractmethod
     def interleave(self, frames: MediaLayout, track: MediaLayout) -> tuple[list[int], list[int]]:
-        """Return the lengths of the runs of frame tokens and of sound tokens of a video. They alternate, frames
+        """Return the lengths of the runs of frame tokens and of audio tokens of a video. Runs alternate, frames
         first."""
         ...
 
@@ -116,19 +116,19 @@ class OmniProcessor(GridProcessor):
     def positions(self, length: int, spans: Sequence[tuple[int, int]], layouts: Sequence[MediaLayout]) -> np.ndarray:
         """Return positions [3, length] (time, height, width).
 
-        Text and sound advance all three axes. Tokens of an image or video count from the position where it begins;
-        what follows continues one past its largest position. A video and its sound track count from the same
-        position; what follows continues one past the largest position of the last run.
+        Text and audio advance all three axes. Positions of an image or a video start at the next free position, and
+        the tokens after it start one past its largest position. A video and its sound track start at the same
+        position; the tokens after them start one past the largest position of the last run.
         """
         positions = np.empty((3, length), dtype=self.position_type)
         at, position = 0, np.zeros((), dtype=self.position_type)
         remaining = iter(spans)
         for layout in layouts:
             runs = [(kind, *next(remaining)) for kind, _ in layout.runs()]
-            if not layout.grid:  # sound alone counts like text
+            if not layout.grid:  # audio without a video is numbered like text
                 continue
             begin, after = runs[0][1], runs[-1][1] + runs[-1][2]
-            shared = int(self.ends_share and layout.sound is not None)  # tokens on either side, beside their neighbour
+            shared = int(self.ends_share and layout.sound is not None)  # of the two tokens on each side
             positions[:, at : begin - shared] = position + np.arange(begin - shared - at)
             position = position + (begin - shared - at)
             positions[:, begin - shared : begin] = position - 1

@@ -1,4 +1,4 @@
-"""The audio stream of a batch, how clips are cut into elements, and the base class of processors that do it."""
+"""The audio stream of a batch, the splitting of recordings into elements, and the base class of audio processors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ AUDIO_STREAMS: MediaStreams = {AUDIO: MediaStream(MEL, ("audio",), "audio_frames
 
 @dataclass(frozen=True)
 class ClipCutter:
-    """Turn clips into the elements of an audio encoder. The convolutions see a chunk at once, attention a window."""
+    """Split recordings into elements, the positions of an audio encoder.
+
+    Convolutions run over one chunk of mel frames at a time, attention over one window of chunks.
+    """
 
     mel: LogMel
     stride: int  # see `AudioShape`
@@ -52,31 +55,35 @@ class ClipCutter:
     pool: int = 1  # elements that become one token
     chunk: int = 3000  # mel frames of a chunk
     window: int = 1  # chunks of an attention window
-    # Whether the last chunk of a clip is as long as the others; its further frames are read, but they are no elements.
+    # Whether the last chunk of a recording is padded to the length of the others. Convolutions read the padding, and it
+    # becomes no elements.
     fills: bool = True
-    silence: bool = True  # the sound is followed by silence up to the longest clip; else by frames of zeros
-    least: int = 0  # samples; shorter clips are filled up with silence
+    silence: bool = True  # pad the samples with silence to the longest recording; False: pad the mel frames with zeros
+    least: int = 0  # samples; shorter recordings are padded with silence
 
     @classmethod
     def of_chunks(cls, mel: LogMel, chunk: int, window: int, least: int = 0) -> Self:
-        """Return how an encoder of `ChunkAudioConfig` cuts clips. `window`: mel frames of an attention window."""
+        """Return the splitting for an encoder of `ChunkAudioConfig`. `window`: mel frames of an attention window."""
         stride = CHUNK_STRIDE
         return cls(mel, stride, stride - 1, chunk=chunk, window=window // chunk, silence=False, least=least)
 
     @property
     def max_seconds(self) -> float:
-        """Return the length of the longest clip that the model takes."""
+        """Return the length of the longest recording that the model reads."""
         return float(self.mel.seconds) if self.silence else AudioSampling.max_seconds
 
     def frames(self, samples: int) -> int:
-        """Return the number of mel frames of a clip."""
+        """Return the number of mel frames of a recording."""
         samples = max(samples, self.least)
-        return self.mel.frames(samples) if self.silence else samples // self.mel.hop
+        if self.silence:
+            return self.mel.frames(samples)
+        # The STFT reflects half a window at each end.
+        return samples // self.mel.hop if samples > self.mel.fft // 2 else 0
 
     def layout(self, samples: int) -> MediaLayout:
         if samples > self.max_seconds * self.mel.rate:
             raise TesseraError(
-                f"the audio lasts {samples / self.mel.rate:.0f} s, and this model takes {self.max_seconds:g} s",
+                f"the audio lasts {samples / self.mel.rate:.0f} s, and this model reads at most {self.max_seconds:g} s",
                 fix="cut the recording into shorter clips",
                 code="media.audio-too-long",
             )
@@ -90,12 +97,12 @@ class ClipCutter:
         return MediaLayout(
             (tokens,),
             tuple(sum(counts[at : at + self.window]) for at in range(0, len(counts), self.window)),
-            # The last element of an odd number is attended to, but it becomes no token.
+            # With an odd number of elements, the last one takes part in attention but becomes no token.
             selected=np.arange(tokens * self.pool) if self.pool > 1 else None,
         )
 
     def tokens(self, samples: int) -> int:
-        """Return the number of tokens of a clip."""
+        """Return the number of tokens of a recording."""
         return sum(self._elements(samples)) // self.pool
 
     def elements(self, sound: np.ndarray) -> dict[str, np.ndarray]:
@@ -144,7 +151,7 @@ class AudioProcessor(ConversationProcessor):
     @classmethod
     @abstractmethod
     def cutter(cls, config: Any, data: Mapping[str, Any], where: str) -> ClipCutter:
-        """Return how clips are cut. `data`: content of preprocessor_config.json; empty if there is none."""
+        """Return how recordings are split. `data`: content of preprocessor_config.json; empty if there is none."""
         ...
 
     @classmethod
