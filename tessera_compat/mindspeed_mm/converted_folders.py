@@ -68,7 +68,7 @@ class InType(_Changed):
         return self._form.read(name).to(self.tensors()[name].dtype)
 
 
-class Joined(_Changed):
+class JoinedFolders(_Changed):
     """Read the tensors in `names` from `other`, and the rest from `form`."""
 
     def __init__(self, form: StoredForm, other: NativeTensors, names: set[str]) -> None:
