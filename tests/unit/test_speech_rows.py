@@ -18,7 +18,7 @@ from tessera.data.media.read import decode, probe
 from tessera.data.media.video_frames import VideoSampling
 from tessera.data.sources.container import RecordError
 from tessera.data.sources.source import open_source
-from tessera.models.speech.processor import SpokenSample, packed_codes, checked_frames
+from tessera.models.speech.processor import SpokenSample, checked_frames, packed_codes
 from tessera.tools.data_convert import convert
 from tests.errors import raises
 
