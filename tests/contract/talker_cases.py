@@ -12,8 +12,8 @@ from parity import from_foreign, randomize, spread
 from torch import Tensor, nn
 from transformers import AutoConfig, Qwen3OmniMoeForConditionalGeneration
 
-from tessera.core.batch import IGNORE, Batch
-from tessera.models.qwen3_omni_talker import SPEC
+from tessera.core.batch import Batch
+from tessera.models.qwen3_omni_talker import TALKER as SPEC
 from tessera.models.qwen3_omni_talker.config import TalkerConfig
 from tessera.models.qwen3_omni_talker.processor import TalkerProcessor
 from tessera.models.qwen3_omni_talker.sequence import TalkerIds, spoken_sequence
@@ -47,7 +47,7 @@ class Shape:
 SHAPES = (
     Shape(4, 2, 8, (2, 1, 1), 3, (4, 2)),
     Shape(4, 4, 12, (2, 2, 2), 2, (5, 3), hidden=20, normalized=False, depth_layers=1, depth_heads=(2, 2), thinker=1),
-    Shape(6, 1, 8, (4, 0, 0), 5, (3, 1), layers=1, shared=32, codes=7, depth_head_dim=6, thinker=2),
+    Shape(6, 1, 8, (4, 0, 0), 5, (3, 1), layers=1, shared=32, normalized=False, codes=7, depth_head_dim=6, thinker=2),
     Shape(3, 3, 16, (4, 2, 2), 4, (6, 2), hidden=36, layers=3, depth_heads=(4, 2), depth_head_dim=10, thinker=3),
 )
 
@@ -124,6 +124,7 @@ def reference_of(config: TalkerConfig, seed: int, dtype: torch.dtype = torch.flo
     """A full model of transformers with random weights, which are the same for every dtype."""
     hf = AutoConfig.for_model(**config.to_hf())
     model = Qwen3OmniMoeForConditionalGeneration._from_config(hf, attn_implementation="eager", dtype=torch.float32)
+    model.set_experts_implementation("eager")  # others take no float64
     randomize(model, seed)
     return model.to(dtype).train()
 

@@ -13,7 +13,7 @@ from talker_cases import SHAPES, conversations, packed, pair, sequence_of, their
 from torch import Tensor
 
 from tessera.core.batch import Batch
-from tessera.models.qwen3_omni_talker import SPEC
+from tessera.models.qwen3_omni_talker import TALKER as SPEC
 from tessera.nn.codes import code_output
 from tessera.tasks.speech import CODE_LOSS, DEPTH_LOSS, SpeechTask
 from tests.close import assert_as_close
@@ -51,10 +51,15 @@ def transformers_result(number: int, dtype: torch.dtype) -> Result:
     results = [theirs(config, reference, talk) for talk in conversations(config)]
     loss, other = (torch.stack([getattr(r, name) for r in results]).sum() for name in ("loss", "other_loss"))
     (loss + 0.5 * other).backward()
-    # The last position of their answers is the last frame; ours has one more, the end of speech, which predicts nothing.
+    # Their answers end with the last frame; ours have one more position, the end of speech, which predicts nothing.
     logits = torch.cat([result.logits for result in results])
     gradients = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
-    outputs = {"logits": logits, "others": torch.cat([r.others for r in results], 1), CODE_LOSS: loss, DEPTH_LOSS: other}
+    outputs = {
+        "logits": logits,
+        "others": torch.cat([r.others for r in results], 1),
+        CODE_LOSS: loss,
+        DEPTH_LOSS: other,
+    }
     return Result(outputs, spread(gradients))
 
 
@@ -83,4 +88,4 @@ def test_logits_losses_and_gradients_are_those_of_transformers(number: int) -> N
     double = ours(number, torch.float64)
     double.outputs["logits"] = double.outputs["logits"][kept]
     for name, output in double.outputs.items():
-        torch.testing.assert_close(output, exact.outputs[name], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(output, exact.outputs[name], rtol=1e-5, atol=1e-6, check_dtype=False)

@@ -63,4 +63,4 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "speaker_id": {"chelsie": 2301, "ethan": 2302, "aiden": 2303},
     },
 }
-SPEC = TalkerFamily().spec(PRESETS)
+TALKER = TalkerFamily().spec(PRESETS)

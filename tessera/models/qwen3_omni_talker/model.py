@@ -96,9 +96,13 @@ class TalkerFamily(SpeechFamily):
         units = [unit for unit in plan.units if unit.pattern != _EMBED]
         (embed,) = (unit for unit in plan.units if unit.pattern == _EMBED)
         first, last = _PROJECTIONS
+        styles = {path: style for path, style in plan.tensor.items() if path != f"{_EMBED}.weight"}
         return replace(
             plan,
-            tensor={**{path: style for path, style in plan.tensor.items() if path != f"{_EMBED}.weight"}, **projections},
+            tensor={
+                **{path: style for path, style in plan.tensor.items() if path != f"{_EMBED}.weight"},
+                **projections,
+            },
             units=(PipelineUnit(first, 0.0), units[0], replace(embed, pattern=last), *units[1:]),
             streams={"text": TALKER_STREAM},
             fsdp_root=tuple(path for path in plan.fsdp_root if path != _EMBED),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,7 +14,7 @@ from tessera.config.reader import build
 from tessera.core.sample import MediaSize, Part, PartKind, Sample
 from tessera.data.media.video_frames import VideoSampling
 from tessera.errors import TesseraError
-from tessera.models.processing.chat import ChatSpan, ChatTemplate, MediaWords
+from tessera.models.processing.chat import ChatSpan, MediaWords
 from tessera.models.processing.conversation import TextOptions, check_special_tokens, with_system
 from tessera.models.processing.streams import MediaLayout
 from tessera.models.processing.tokenizer import ChatEncoder, load_tokenizer

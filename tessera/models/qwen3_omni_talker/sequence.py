@@ -1,7 +1,7 @@
 """The sequence that a talker reads: turns of the user, the header of the answer, then speech beside the answer's text.
 
-    text  | user turns | <|im_start|> assistant \\n | pad     pad       pad       pad     bos | w0  | w1      ... eos pad
-    codes | -          | -            -         -   | nothink think_bos think_eos speaker pad | bos | frame 0 ...
+    text  | user turns | <|im_start|> assistant \\n | pad     pad       pad       pad     bos | w0  | w1     ... eos pad
+    codes | -          | -            -         -   | nothink think_bos think_eos speaker pad | bos | frame0 ...
 
 Earlier answers and system messages are not part of it. The text of the answer runs beside the frames: one token for
 each frame, until it ends.
@@ -125,7 +125,7 @@ def spoken_sequence(
     labels = torch.full((length,), IGNORE)
     labels[first:] = read[0, first:]
     targets = read.clone()
-    targets[:, : first] = IGNORE
+    targets[:, :first] = IGNORE
     targets[:, length - 1] = IGNORE  # the frame that ends the speech has no other codes
     counts = {"samples": 1, "tokens": length, "trained": frames.shape[1] + 1, "images": 0, "frames": 0}
     positions = torch.arange(length)
