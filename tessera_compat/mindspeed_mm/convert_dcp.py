@@ -28,7 +28,7 @@ from tessera_compat.mindspeed_mm.converted_folders import (
     JOB,
     SAME_NAMES,
     InType,
-    Joined,
+    JoinedFolders,
     Merged,
     native_of,
     shapes_of,
@@ -190,7 +190,7 @@ def dcp_to_hf(
         apart = tuple(naming.of(prefix) for prefix in naming.apart)
         base_names = {name for name in shapes if apart and name.startswith(apart) and name not in stored.tensors()}
         if base_names:
-            form = Joined(form, native_of(published, table, rules), base_names)
+            form = JoinedFolders(form, native_of(published, table, rules), base_names)
         if dtype is not None:
             form = InType(form, dtype)
         here = replace(SAME_NAMES, skip=tuple(naming.copies()))

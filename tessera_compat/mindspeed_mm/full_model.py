@@ -16,7 +16,7 @@ from tessera.models import resolve
 from tessera.tools.conversion import check_apart
 from tessera.weights.layouts import folder_layout
 from tessera.weights.map import Rule, WeightMap
-from tessera_compat.mindspeed_mm.converted_folders import SAME_NAMES, Joined, native_of, write_folder
+from tessera_compat.mindspeed_mm.converted_folders import SAME_NAMES, JoinedFolders, native_of, write_folder
 
 _PART = "thinker."  # prefix of the trained part's tensors in folders of full models
 
@@ -53,6 +53,6 @@ def _join(part: Path, like: Path, target: Path) -> None:
                 code="weights.parts-differ",
             )
         rules = [Rule(full, name) for full, name in names.items()]
-        joined = Joined(published, native_of(trained, WeightMap(tuple(rules)), rules), set(names))
+        joined = JoinedFolders(published, native_of(trained, WeightMap(tuple(rules)), rules), set(names))
         shapes = {name: plan.shape for name, plan in joined.tensors().items()}
         write_folder(target, NativeTensors(joined, SAME_NAMES, shapes, {}), SAME_NAMES, like)
