@@ -175,7 +175,7 @@ class WaveDecoder(Codec):
 
 
 @dataclass(frozen=True)
-class CodecPlace:
+class CodecSource:
     """Describe where a codec is stored in a folder: its key in config.json, and the prefix of its tensors."""
 
     codec: Callable[[nn.Module], Codec]
@@ -187,10 +187,10 @@ class CodecPlace:
 _MIMI = ("MimiConfig", "MimiModel")
 _WAVE_CLASSES = ("Qwen3OmniMoeCode2WavConfig", "Qwen3OmniMoeCode2Wav")
 # By `model_type` of config.json.
-PLACES: Mapping[str, CodecPlace] = {
-    "mimi": CodecPlace(MimiCodec, _MIMI),
-    "csm": CodecPlace(MimiCodec, _MIMI, "codec_config", "codec_model."),
-    "qwen3_omni_moe": CodecPlace(WaveDecoder, _WAVE_CLASSES, "code2wav_config", "code2wav."),
+SOURCES: Mapping[str, CodecSource] = {
+    "mimi": CodecSource(MimiCodec, _MIMI),
+    "csm": CodecSource(MimiCodec, _MIMI, "codec_config", "codec_model."),
+    "qwen3_omni_moe": CodecSource(WaveDecoder, _WAVE_CLASSES, "code2wav_config", "code2wav."),
 }
 
 
@@ -199,8 +199,8 @@ def has_codec(folder: Path) -> bool:
     if not FolderLayout.detect(folder):
         return False
     config = FolderLayout(folder).config()
-    place = PLACES.get(str(config.get("model_type")))
-    return place is not None and (not place.key or isinstance(config.get(place.key), dict))
+    source = SOURCES.get(str(config.get("model_type")))
+    return source is not None and (not source.key or isinstance(config.get(source.key), dict))
 
 
 def load_codec(folder: Path) -> Codec:
@@ -209,26 +209,26 @@ def load_codec(folder: Path) -> Codec:
         raise TesseraError(
             "the folder contains no codec",
             where=str(folder),
-            allowed=list(PLACES),
+            allowed=list(SOURCES),
             fix="name the folder of a codec, such as hf://kyutai/mimi, or of a model that contains its codec",
             code="media.no-codec",
         )
     layout = FolderLayout(folder)
     config = layout.config()
-    place = PLACES[config["model_type"]]
+    source = SOURCES[config["model_type"]]
     try:
-        config_class, module_class = _classes(place.classes)
+        config_class, module_class = _classes(source.classes)
     except (ImportError, AttributeError) as error:
         raise TesseraError(
-            f"the codec needs {place.classes[1]} of transformers: {first_line(error)}",
+            f"the codec needs {source.classes[1]} of transformers: {first_line(error)}",
             where=str(folder),
             fix="pip install tessera-mm[hf]",
             code="environment.component-library-missing",
         ) from None
     with foreign_values(str(folder)):
-        settings = config_class.from_dict(dict(config[place.key] if place.key else config))
-        module = _filled(module_class, settings, _tensors(layout, place.prefix), folder)
-        return place.codec(module).requires_grad_(False).eval()
+        settings = config_class.from_dict(dict(config[source.key] if source.key else config))
+        module = _filled(module_class, settings, _tensors(layout, source.prefix), folder)
+        return source.codec(module).requires_grad_(False).eval()
 
 
 def codec_component(folder: Path) -> Component:
@@ -255,7 +255,7 @@ def _classes(names: tuple[str, str]) -> tuple[Any, Any]:
 
 def _tensors(layout: FolderLayout, prefix: str) -> dict[str, Tensor]:
     """Return the tensors of a folder whose names begin with `prefix`, without it."""
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for path in layout.weight_files():
         try:
             with safe_open(path, framework="pt") as file:
@@ -273,7 +273,13 @@ def _filled(module_class: Any, config: Any, tensors: dict[str, Tensor], folder: 
     try:
         with without_bars(transformers):
             module, report = module_class.from_pretrained(
-                None, config=config, state_dict=tensors, dtype=torch.float32, output_loading_info=True
+                None,
+                config=config,
+                state_dict=tensors,
+                dtype=torch.float32,
+                output_loading_info=True,
+                trust_remote_code=False,
+                local_files_only=True,
             )
     except (RuntimeError, OSError) as error:
         raise _incomplete(folder, first_line(error)) from error
