@@ -99,10 +99,7 @@ class TalkerFamily(SpeechFamily):
         styles = {path: style for path, style in plan.tensor.items() if path != f"{_EMBED}.weight"}
         return replace(
             plan,
-            tensor={
-                **{path: style for path, style in plan.tensor.items() if path != f"{_EMBED}.weight"},
-                **projections,
-            },
+            tensor={**styles, **projections},
             units=(PipelineUnit(first, 0.0), units[0], replace(embed, pattern=last), *units[1:]),
             streams={"text": TALKER_STREAM},
             fsdp_root=tuple(path for path in plan.fsdp_root if path != _EMBED),
