@@ -208,7 +208,8 @@ def _frozen_components(config: RunConfig, setup: ModelSetup, mesh: Mesh, world: 
             module = parallelize(frozen.module, frozen.plan, mesh, world.device)
             fill_copy(module, config, setup, world.device)
         elif position in (None, mesh.position(PP)):
-            module = place_frozen(component.loaded(setup.config), component.residence, mesh, world.device)
+            loaded = frozen_module(component, setup.spec, setup.config, config.model.path, config.train.seed)
+            module = place_frozen(loaded, component.residence, mesh, world.device)
         else:
             continue
         modules[name] = FrozenModule(module, world.device, component.residence)

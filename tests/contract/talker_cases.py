@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, Qwen3OmniMoeForConditionalGeneration
 
 from tessera.core.batch import Batch
-from tessera.models.qwen3_omni_talker import TALKER as SPEC
+from tessera.models.qwen3_omni_talker import SPEC
 from tessera.models.qwen3_omni_talker.config import TalkerConfig
 from tessera.models.qwen3_omni_talker.processor import TalkerProcessor
 from tessera.models.qwen3_omni_talker.sequence import TalkerIds, spoken_sequence

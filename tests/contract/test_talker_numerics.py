@@ -13,7 +13,7 @@ from talker_cases import SHAPES, conversations, packed, pair, sequence_of, their
 from torch import Tensor
 
 from tessera.core.batch import Batch
-from tessera.models.qwen3_omni_talker import TALKER as SPEC
+from tessera.models.qwen3_omni_talker import SPEC
 from tessera.nn.codes import code_output
 from tessera.tasks.speech import CODE_LOSS, DEPTH_LOSS, SpeechTask
 from tests.close import assert_as_close

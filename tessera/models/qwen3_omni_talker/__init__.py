@@ -63,4 +63,4 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "speaker_id": {"chelsie": 2301, "ethan": 2302, "aiden": 2303},
     },
 }
-TALKER = TalkerFamily().spec(PRESETS)
+SPEC = TalkerFamily().spec(PRESETS)

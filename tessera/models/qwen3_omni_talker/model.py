@@ -129,5 +129,5 @@ class TalkerFamily(SpeechFamily):
             *text_rules(config.text, "talker.model."),
         ]
         return WeightMap(
-            tuple(rule for rule in rules if rule.native != f"{_EMBED}.weight"), skip=("thinker.", "code2wav.")
+            tuple(rule for rule in rules if rule.native != f"{_EMBED}.weight"), other_parts=("thinker.", "code2wav.")
         )
