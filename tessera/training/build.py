@@ -30,6 +30,7 @@ from tessera.data.loader.loader import Loader
 from tessera.data.order.step_order import StepSize
 from tessera.diffusion.family import GenerationSpec
 from tessera.errors import TesseraError
+from tessera.inference.frozen import frozen_module
 from tessera.models.files.exported_config import keep_base_config
 from tessera.models.files.side_files import seal_side_files, side_folder, write_side_files
 from tessera.models.processing.conversation import warn_of_another_template
