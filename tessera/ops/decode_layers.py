@@ -34,7 +34,7 @@ class LayerWeights:
 
 
 def can_decode(x: Tensor) -> bool:
-    """Return whether `decode_layers` works for embeddings like `x` here: it has no gradients."""
+    """Return whether `decode_layers`, which has no backward pass, works for the device and dtype of `x` here."""
     fits = x.dtype in (torch.bfloat16, torch.float16, torch.float32)
     idle = torch.is_grad_enabled() or torch.compiler.is_compiling() or devices.supports(x.device, "no_values")
     return fits and not idle and devices.supports(x.device, "triton")
@@ -42,7 +42,7 @@ def can_decode(x: Tensor) -> bool:
 
 @torch.no_grad()
 def join(parameters: Sequence[Tensor]) -> None:
-    """Copy frozen parameters, which differ at most in their first size, to adjacent memory, and let them use it."""
+    """Move frozen parameters to adjacent memory. Their shapes may differ only in the first dimension."""
     if len(parameters) > 1 and adjacent(parameters) is None and not any(p.requires_grad for p in parameters):
         joined = torch.cat([parameter.detach() for parameter in parameters])
         parts = torch.split(joined, [len(parameter) for parameter in parameters])
