@@ -362,7 +362,7 @@ def generate(
         return conversation.ask(question, images=images, videos=videos, audios=audios, on_text=on_text)
     text = transcription_instruction(processor.processor, None, None, timestamps=False)
     answer = conversation.ask(text, images=images, videos=videos, audios=audios)
-    text = transcript(processor.processor, answer)
+    text = transcript(processor.processor, answer).text
     if on_text is not None:
         on_text(text)
     return text

@@ -13,7 +13,7 @@ from tessera.core.batch import Batch
 from tessera.core.spec import LanguageProcessor
 from tessera.errors import TesseraError
 from tessera.models.processing.conversation import ConversationProcessor
-from tessera.models.processing.transcription import transcript, transcription_instruction
+from tessera.models.processing.transcription import Transcript, transcript, transcription_instruction
 
 
 class Tokens:
@@ -36,7 +36,7 @@ class Tokens:
         """Return the text of the user beside a recording that is to be transcribed."""
         return transcription_instruction(self._processor, language, prompt, timestamps)
 
-    def transcript(self, answer: str) -> str:
+    def transcript(self, answer: str) -> Transcript:
         """Return the transcript in an answer."""
         return transcript(self._processor, answer)
 

@@ -72,7 +72,7 @@ class TranscriptionApi:
         fields = _fields_of(form)
         result = await self._run_chat(self._chat(fields, form["file"]), request)
         assert isinstance(result, dict), "the chat completion is not streamed"
-        answer = self._transcriber.transcript(str(result["choices"][0]["message"]["content"] or ""))
+        answer, language = self._transcriber.transcript(str(result["choices"][0]["message"]["content"] or ""))
         if fields.response_format == "json":
             usage = result["usage"]
             counts = {
@@ -91,7 +91,7 @@ class TranscriptionApi:
             {"id": number, "start": segment.start, "end": segment.end, "text": segment.text}
             for number, segment in enumerate(segments)
         ]
-        head = {"task": "transcribe", "language": fields.language or "", "duration": segments[-1].end}
+        head = {"task": "transcribe", "language": fields.language or language or "", "duration": segments[-1].end}
         return JSONResponse({**head, "text": plain_text(answer), "segments": listed})
 
     def _chat(self, fields: TranscriptionRequest, file: FormPart) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def their_tokens(folder: Path, clips: list[np.ndarray], **options: Any) -> list[
     longest = max(map(len, clips)) > SECONDS * RATE
     how = {"truncation": False, "padding": "longest"} if longest else {}
     features = extractor(config)(clips, sampling_rate=RATE, return_tensors="pt", return_attention_mask=True, **how)
-    out = reference.generate(**features, max_new_tokens=NEW, **PROMPT, **options)
+    out = reference.generate(**features, max_new_tokens=NEW, **{**PROMPT, **options})
     return [[token for token in row if token != END] for row in out.tolist()]
 
 
@@ -103,6 +103,45 @@ def test_long_recordings_are_those_of_transformers(number: int, tmp_path: Path) 
     ours, _ = our_tokens(folder, [clip])
     assert without_end(ours) == their_tokens(folder, [clip], return_timestamps=True)
     assert END in ours[0], "several windows"
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("seconds", [2.5, pytest.param(1, marks=[pytest.mark.slow])], ids=["windows", "one window"])
+def test_detected_languages_are_those_of_transformers(number: int, seconds: float, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, number, max_initial_timestamp_index=10, suppress_tokens=SUPPRESSED)
+    clips, timed = sounds(number, 2, seconds), seconds > SECONDS
+    reference = transformers.WhisperForConditionalGeneration.from_pretrained(folder, attn_implementation="eager")
+    for clip in clips:
+        (ours,), (text,) = our_tokens(folder, [clip], language=None, task="transcribe")
+        mel = extractor(tessera.load(folder)[0].config)([clip], sampling_rate=RATE, return_tensors="pt")
+        (expected,) = reference.detect_language(mel.input_features).tolist()
+        assert ours[0] == expected in (START + 1, START + 2)
+        how = {"language": None, "task": "transcribe", "return_timestamps": timed}
+        assert without_end([ours[1:]]) == their_tokens(folder, [clip], **how)
+        assert "<|" not in text, "the language is not part of the transcript"
+
+
+def test_each_recording_has_its_own_language(tmp_path: Path) -> None:
+    """Rows whose prompt names a language keep it; the languages of the others do not depend on their neighbours."""
+    folder = folder_of(tmp_path, 0, suppress_tokens=SUPPRESSED)
+    clips = [*sounds(0, 3), *sounds(5, 2, 2.2)]
+    both, _ = our_tokens(folder, clips, language=None)
+    assert both == [our_tokens(folder, [clip], language=None)[0][0] for clip in clips]
+    assert not {START + 1, START + 2}.intersection(our_tokens(folder, clips, language="German")[0][0])
+    model, processor = tessera.load(folder)
+    talks = [
+        [{"role": "user", "content": [{"type": "audio", "audio": clip}, {"type": "text", "text": text}]}]
+        for clip, text in zip(clips, ("de", "", "en", "", ""), strict=True)
+    ]
+    rows = OwnGeneration(model.module, model.spec.generate).answer(
+        processor(talks), max_new_tokens=3, stop_tokens={END}, sampling=GREEDY
+    )
+    assert [bool(row) and row[0] in (START + 1, START + 2) for row in rows] == [False, True, False, True, True]
+
+
+def test_the_language_of_generation_config_is_not_detected(tmp_path: Path) -> None:
+    folder, (clip,) = folder_of(tmp_path, 0, language="German"), sounds(0, 1)
+    assert our_tokens(folder, [clip], language=None) == our_tokens(folder, [clip])
 
 
 def test_time_stamps_of_later_windows_count_from_the_beginning(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 from whisper_cases import (
     END,
     POSITIONS,
@@ -26,6 +27,7 @@ from tessera.core.batch import IGNORE
 from tessera.core.sample import MediaSize, Message, Part, Region, Sample
 from tessera.models.processing.transcription import transcript, transcription_instruction
 from tessera.models.whisper.config import LEAST_TOKENS
+from tessera.models.whisper.languages import CODES, language_code
 from tessera.models.whisper.model import frames_of
 from tessera.models.whisper.processor import WhisperProcessor
 from tessera.nn.encoder_decoder import MEMORY
@@ -112,6 +114,16 @@ def test_a_sample_names_its_language_and_task(folder: Path) -> None:
         processor(folder, language="fr")
 
 
+def test_languages_have_the_names_of_transformers() -> None:
+    assert TO_LANGUAGE_CODE == CODES
+    assert [language_code(word) for word in ("Haitian Creole", "<|YUE|>", "moldavian", "xx")] == [
+        "ht",
+        "yue",
+        "ro",
+        "xx",
+    ]
+
+
 def test_time_stamps_of_a_transcript_become_tokens(folder: Path) -> None:
     ours = processor(folder)
     tokens, labels = labels_of(ours, "<|0.00|>ten!<|0.60|>")
@@ -136,7 +148,8 @@ def test_words_of_a_transcript_never_become_other_special_tokens(folder: Path) -
 def test_prompts_end_before_the_transcript(folder: Path) -> None:
     (clip,) = sounds(0, 1)
     for options, expected in (
-        ({}, [START, EN, TRANSCRIBE, NO_STAMPS]),
+        ({}, [START, TRANSCRIBE, NO_STAMPS]),
+        ({"language": "English"}, [START, EN, TRANSCRIBE, NO_STAMPS]),
         ({"timestamps": True, "language": "de"}, [START, DE, TRANSCRIBE]),
     ):
         batch = processor(folder, **options).prompt([talk(clip, "ten!")], [[clip]])
@@ -153,11 +166,12 @@ def test_models_of_english_have_no_tokens_for_language_and_task(folder: Path, tm
 
 def test_requests_for_a_transcript_name_its_language(folder: Path) -> None:
     ours = processor(folder)
-    assert [transcription_instruction(ours, name, None, False) for name in (None, "DE")] == ["", "de"]
+    assert [transcription_instruction(ours, name, None, False) for name in (None, "DE", "german")] == ["", "de", "de"]
     said = transcription_instruction(ours, "de", None, True)
     (clip,) = sounds(0, 1)
     assert ours.prompt([talk(clip, said=said)], [[clip]])["tokens"].tolist() == [START, DE, TRANSCRIBE]
-    assert transcript(ours, " ten!") == "ten!"
+    assert transcript(ours, " ten!") == ("ten!", None)
+    assert transcript(ours, "<|de|><|0.00|> ten!<|0.60|>") == ("<|0.00|> ten!<|0.60|>", "de")
     with raises("data.unknown-language"):
         transcription_instruction(ours, "fr", None, False)
     with raises("generation.option-without-effect"):

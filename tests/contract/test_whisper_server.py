@@ -67,6 +67,8 @@ def test_transcripts_are_those_of_python(client: TestClient, folder: Path) -> No
         assert answer["usage"]["input_tokens"] == (3 if len(clip) > RATE else 4), "those of a prompt"
     timed = transcribe(client, FILES[2], response_format="verbose_json").json()
     expected = in_python(folder, CLIPS[2], timestamps=True)
+    assert timed["language"] in ("en", "de"), "the model detects it"
+    assert transcribe(client, FILES[2], language="de", response_format="verbose_json").json()["language"] == "de"
     assert timed["text"] == plain_text(expected)
     assert [row["start"] for row in timed["segments"]] == [segment.start for segment in segments_of(expected)]
     assert "tessera_engine_generated" in client.get("/metrics").text

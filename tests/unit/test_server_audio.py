@@ -22,7 +22,7 @@ from starlette.testclient import TestClient
 
 import tessera
 from tessera.inference.loaded import LoadedProcessor
-from tessera.models.processing.transcription import transcript, transcription_instruction
+from tessera.models.processing.transcription import Transcript, transcript, transcription_instruction
 from tessera.models.qwen3_asr.processor import Qwen3ASRProcessor
 from tessera.server.app import make_app
 from tessera.server.errors import ApiError
@@ -135,8 +135,8 @@ class Own:
     def transcription_instruction(self, language: str | None, prompt: str | None, timestamps: bool) -> str:
         return f"{language} {prompt} {timestamps}"
 
-    def transcript(self, answer: str) -> str:
-        return answer.removeprefix("heard: ")
+    def transcript(self, answer: str) -> Transcript:
+        return Transcript(answer.removeprefix("heard: "))
 
 
 STAMPED = "<|0.00|> Good evening.<|1.52|><|1.52|> Hello\n\n-->there<|3.00|>"
@@ -238,8 +238,8 @@ def test_large_forms_are_refused(processor: LoadedProcessor) -> None:
 
 def test_processors_may_ask_and_answer_in_their_own_words() -> None:
     assert transcription_instruction(Own(), "de", None, True) == "de None True"
-    assert transcript(Own(), "heard: one") == "one"
-    assert transcript(object(), "heard: one") == "heard: one"
+    assert transcript(Own(), "heard: one").text == "one"
+    assert transcript(object(), "heard: one").text == "heard: one"
     assert transcription_instruction(object(), "de", None, False) == "Transcribe the speech. The language is de."
     assert transcription_instruction(object(), None, "Write.", False) == "Write."
 
@@ -247,8 +247,8 @@ def test_processors_may_ask_and_answer_in_their_own_words() -> None:
 def test_transcripts_of_qwen3_asr() -> None:
     processor = Qwen3ASRProcessor.__new__(Qwen3ASRProcessor)
     assert transcription_instruction(processor, None, None, False) == ""
-    assert transcript(processor, "language English<asr_text>one <two>") == "one <two>"
-    assert transcript(processor, "one") == "one"
+    assert transcript(processor, "language English<asr_text>one <two>") == ("one <two>", "English")
+    assert transcript(processor, "one") == ("one", None)
     for language, prompt in (("en", None), (None, "Names: Ada")):
         with raises("generation.option-without-effect"):
             transcription_instruction(processor, language, prompt, False)

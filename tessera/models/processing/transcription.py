@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from tessera.errors import TesseraError
+
+
+class Transcript(NamedTuple):
+    """Hold a transcript, with its time stamps if it has any, and the language that the answer names, if any."""
+
+    text: str
+    language: str | None = None
 
 
 @runtime_checkable
@@ -15,8 +22,8 @@ class Transcriber(Protocol):
         """Return the text of the user beside a recording. Arguments: see the module's function of this name."""
         ...
 
-    def transcript(self, answer: str) -> str:
-        """Return the transcript in an answer, with its time stamps if it has any."""
+    def transcript(self, answer: str) -> Transcript:
+        """Return the transcript in an answer."""
         ...
 
 
@@ -32,9 +39,9 @@ def transcription_instruction(processor: object, language: str | None, prompt: s
     return prompt or "Transcribe the speech." + (f" The language is {language}." if language else "")
 
 
-def transcript(processor: object, answer: str) -> str:
+def transcript(processor: object, answer: str) -> Transcript:
     """Return the transcript in an answer."""
-    return processor.transcript(answer) if isinstance(processor, Transcriber) else answer
+    return processor.transcript(answer) if isinstance(processor, Transcriber) else Transcript(answer)
 
 
 def no_time_stamps() -> TesseraError:

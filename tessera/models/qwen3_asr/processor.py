@@ -10,7 +10,7 @@ from tessera.errors import TesseraError
 from tessera.models.audio.features import LogMel, whole_number
 from tessera.models.audio.processor import AudioProcessor, ClipCutter
 from tessera.models.processing.chat import ChatTemplate, MediaWords
-from tessera.models.processing.transcription import no_time_stamps
+from tessera.models.processing.transcription import Transcript, no_time_stamps
 from tessera.models.qwen3_asr.config import Qwen3ASRConfig
 
 CHAT = ChatTemplate(
@@ -52,10 +52,10 @@ class Qwen3ASRProcessor(AudioProcessor):
                 )
         return ""
 
-    def transcript(self, answer: str) -> str:
-        """Return the text after the language: `one two` of `language English<asr_text>one two`."""
+    def transcript(self, answer: str) -> Transcript:
+        """Return language and text of an answer such as `language English<asr_text>one two`."""
         before, mark, text = answer.partition(TRANSCRIPT)
-        return text if mark else before
+        return Transcript(text, before.strip().removeprefix("language ")) if mark else Transcript(before)
 
     def named_tokens(self) -> dict[str, str]:
         return {

@@ -2,6 +2,9 @@
 
 A recording that is longer than the encoder's window is read in windows one after another. Each window begins at the
 last time stamp that the model has written in the one before.
+
+The model detects the language of a recording whose prompt names none, in the first window: the most likely language as
+the first token after the start. It is the first token of the answer.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from tessera.nn.encoder_decoder import MEMORY
 # Batch tensors of a prompt, with token ids.
 SUPPRESSED = "suppressed"  # tokens that are never generated
 SUPPRESSED_FIRST = "suppressed_first"  # tokens that are not generated as the first token
+LANGUAGES = "languages"  # tokens of languages, of which one is detected for a prompt without any; may be empty
 STAMPS = "stamps"  # [3]: the first time stamp, the end of a transcript, the latest time stamp that may be the first one
 
 Choose = Callable[[Tensor], Tensor]  # logits [rows, vocabulary] -> tokens [rows]
@@ -39,7 +43,8 @@ def generate(
     greedy: bool = False,
     on_token: Callable[[int, int], None] | None = None,
 ) -> list[list[int]]:
-    """Return the transcript of each recording, without the tokens of the prompt and the stop token.
+    """Return the transcript of each recording, without the tokens of the prompt and the stop token. It begins with the
+    token of the language if the prompt names none.
 
     `max_new_tokens`: largest number of tokens of each window. A stop token separates the windows of a recording.
     """
@@ -50,7 +55,6 @@ def generate(
     counts = [int(part[0, 1]) for part in torch.split(batch["mel_positions"], lengths)]
     recordings = [frames_of(part)[:n] for part, n in zip(torch.split(batch["mel"], lengths), counts, strict=True)]
     window = module.get_submodule(module.stream.module).shape.positions
-    room = module.text.shape.positions - max(map(len, prompts))
     answers: list[list[int]] = [[] for _ in prompts]
     seek = [0] * len(prompts)
 
@@ -65,15 +69,15 @@ def generate(
                 answers[row].append(next(iter(stop_tokens)))
                 report(row, answers[row][-1])
         mel = torch.cat([windows_of(recordings[row][seek[row] :], window) for row in active])
-        texts = _transcribe(
-            module,
-            mel,
-            [prompts[row] for row in active],
-            min(max_new_tokens, room),
-            frozenset(stop_tokens),
-            chosen,
-            rules,
-        )
+        decode = _Windows(module, mel, len(active), module.text.shape.positions)
+        if rules is not None and not all(map(rules.names_language, prompts)):  # in the first window only
+            before, prompts = prompts, rules.with_languages(decode([prompt[:1] for prompt in prompts]), prompts)
+            for row, prompt in enumerate(prompts):
+                if len(prompt) > len(before[row]):
+                    answers[row].append(prompt[1])
+                    report(row, prompt[1])
+        most = min(max_new_tokens, module.text.shape.positions - max(map(len, prompts)))
+        texts = _transcribe(decode, [prompts[row] for row in active], most, frozenset(stop_tokens), chosen, rules)
         for row, tokens in zip(active, texts, strict=True):
             frames = min(len(recordings[row]) - seek[row], window * STRIDE)
             if rules is not None and rules.timed(prompts[row]):
@@ -106,17 +110,30 @@ class _Rules:
     suppressed: Tensor
     suppressed_first: Tensor
     stamps: tuple[int, int, int]
+    languages: Tensor
 
     @staticmethod
     def of(batch: Batch) -> _Rules | None:
         if STAMPS not in batch:
             return None
         first, end, latest = batch[STAMPS].tolist()
-        return _Rules(batch[SUPPRESSED], batch[SUPPRESSED_FIRST], (first, end, latest))
+        return _Rules(batch[SUPPRESSED], batch[SUPPRESSED_FIRST], (first, end, latest), batch[LANGUAGES])
 
     def timed(self, prompt: Sequence[int]) -> bool:
         """Return whether time stamps are generated. A special token in the prompt turns them off."""
         return prompt[-1] != self.stamps[0] - 1
+
+    def names_language(self, prompt: Sequence[int]) -> bool:
+        """Return whether a prompt needs no language. Models of English only have no tokens for languages."""
+        return not len(self.languages) or prompt[1] in self.languages.tolist()
+
+    def with_languages(self, logits: Tensor, prompts: Sequence[list[int]]) -> list[list[int]]:
+        """Return the prompts, with the most likely language in those without one. `logits`: after the start token."""
+        likely = self.languages[logits[:, self.languages].argmax(-1)].tolist()
+        return [
+            prompt if self.names_language(prompt) else [prompt[0], language, *prompt[1:]]
+            for prompt, language in zip(prompts, likely, strict=True)
+        ]
 
     def restrict(self, logits: Tensor, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]) -> Tensor:
         """Return the logits of the next token of each row, minus infinity for tokens that may not follow `texts`."""
@@ -163,46 +180,53 @@ class _Active:
         return tokens
 
 
+class _Windows:
+    """Run the decoder on windows of equal length, one for each row. The encoder runs once."""
+
+    def __init__(self, module: Any, mel: Tensor, rows: int, size: int) -> None:
+        self._module, self._size, self._device = module, size, mel.device
+        self._cache = module.new_cache(rows, size)
+        self.cached = [0] * rows
+        positions = mel.shape[0] // rows
+        self._memory = Segments.of([positions] * rows).to(mel.device)
+        index = torch.arange(positions, device=mel.device)
+        bounds = torch.stack([index, torch.full_like(index, positions * STRIDE)], dim=1)
+        self._media = {"mel": mel, "mel_positions": bounds.repeat(rows, 1)}
+
+    def __call__(self, new: Sequence[Sequence[int]]) -> Tensor:
+        """Add tokens to each row, and return the logits of the token after them."""
+        rows = enumerate(zip(self.cached, new, strict=True))
+        entries = [CacheRow([row], cached, len(tokens)) for row, (cached, tokens) in rows]
+        step = CacheStep.of(entries, self._size, self._device)
+        tensors = {
+            "tokens": torch.tensor([token for tokens in new for token in tokens], device=self._device),
+            "positions": torch.cat([torch.arange(entry.cached, entry.cached + entry.new) for entry in entries]),
+            **self._media,
+        }
+        segments = {"text": step.segments, "audio": self._memory, MEMORY: self._memory}
+        batch = Batch(tensors, segments).to(self._device)
+        logits: Tensor = self._module(batch, logits="last", cache=self._cache, step=step)[LOGITS].float()
+        self.cached, self._media = [entry.cached + entry.new for entry in entries], {}
+        return logits
+
+
 def _transcribe(
-    module: Any,
-    mel: Tensor,
+    decode: _Windows,
     prompts: Sequence[Sequence[int]],
     most: int,
     stops: frozenset[int],
     choose: _Active,
     rules: _Rules | None,
 ) -> list[list[int]]:
-    """Return the tokens that follow each prompt, for windows of equal length. The encoder runs once."""
-    rows, device, positions = len(prompts), mel.device, mel.shape[0] // len(prompts)
-    size = max(map(len, prompts)) + most
-    cache = module.new_cache(rows, size)
-    memory = Segments.of([positions] * rows).to(device)
-    index = torch.arange(positions, device=device)
-    media = {
-        "mel": mel,
-        "mel_positions": torch.stack([index, torch.full_like(index, positions * STRIDE)], dim=1).repeat(rows, 1),
-    }
+    """Return the tokens that follow each prompt, of which `decode` may have read the beginning."""
     texts: list[list[int]] = [[] for _ in prompts]
-    done = [False] * rows
-    new: Sequence[Sequence[int]] = prompts
+    done = [False] * len(prompts)
+    new: Sequence[Sequence[int]] = [prompt[cached:] for prompt, cached in zip(prompts, decode.cached, strict=True)]
     while len(texts[0]) < most and not all(done):
-        cached = [len(p) + len(t) - len(n) for p, t, n in zip(prompts, texts, new, strict=True)]
-        entries = [
-            CacheRow([row], held, len(tokens)) for row, (held, tokens) in enumerate(zip(cached, new, strict=True))
-        ]
-        step = CacheStep.of(entries, size, device)
-        starts = [torch.arange(held, held + len(tokens)) for held, tokens in zip(cached, new, strict=True)]
-        tensors = {
-            "tokens": torch.tensor([token for tokens in new for token in tokens], device=device),
-            "positions": torch.cat(starts).to(device),
-            **media,
-        }
-        batch = Batch(tensors, {"text": step.segments, "audio": memory, MEMORY: memory})
-        logits = module(batch, logits="last", cache=cache, step=step)[LOGITS].float()
+        logits = decode(new)
         logits = logits if rules is None else rules.restrict(logits, prompts, texts)
-        logits[[row for row in range(rows) if done[row]]] = 0.0  # rows that have ended: the choice has no effect
+        logits[[row for row in range(len(done)) if done[row]]] = 0.0  # rows that have ended: the choice has no effect
         chosen = choose(logits)
-        media = {}
         for row, token in enumerate(chosen):
             done[row] = done[row] or token in stops
             texts[row].append(token)

@@ -27,14 +27,17 @@ from tessera.models.processing.chat import ChatSpan, ChatTemplate, MediaWords, T
 from tessera.models.processing.conversation import ConversationProcessor, PromptEnding, check_special_tokens
 from tessera.models.processing.streams import MediaLayout, MediaStream, MediaStreams, media_size
 from tessera.models.processing.tokenizer import ChatEncoder, load_tokenizer, write_tokenizer
+from tessera.models.processing.transcription import Transcript
 from tessera.models.vision.preprocessor_files import write_json
 from tessera.models.whisper.config import LEAST_TOKENS, REACH, STRIDE, WhisperConfig
-from tessera.models.whisper.generation import STAMPS, SUPPRESSED, SUPPRESSED_FIRST, after_stamps
+from tessera.models.whisper.generation import LANGUAGES, STAMPS, SUPPRESSED, SUPPRESSED_FIRST, after_stamps
+from tessera.models.whisper.languages import language_code
 from tessera.models.whisper.model import RECORDINGS
 from tessera.nn.encoder_decoder import MEMORY
 from tessera.runtime.files import read_json_mapping
 
 END, START, NO_STAMPS = "<|endoftext|>", "<|startoftranscript|>", "<|notimestamps|>"
+DEFAULT_LANGUAGE = "en"  # of transcripts in training
 Task = Literal["transcribe", "translate"]
 TASKS: tuple[Task, ...] = ("transcribe", "translate")
 FIRST_STAMP = "<|0.00|>"
@@ -49,7 +52,11 @@ class WhisperOptions(Section):
 
     unlisted: ClassVar[frozenset[str]] = frozenset({"train_on"})  # not listed: recipes set data.train_on instead
     train_on: tuple[str, ...] = ("assistant",)
-    language: str = Field("en", description="language of the recordings; a sample may name another")
+    language: str | None = Field(
+        None,
+        description="language of the recordings; a sample may name another. Not set: English in training, detected in "
+        "transcription",
+    )
     task: Task = Field("transcribe", description="translate: write English; a sample may name another")
     timestamps: bool = Field(False, description="generate transcripts with time stamps")
     train_prefix: bool = Field(True, description="the loss includes the tokens for language, task and no time stamps")
@@ -58,7 +65,7 @@ class WhisperOptions(Section):
 class Directions(NamedTuple):
     """Hold the settings that the tokens before a transcript encode: language, task and time stamps."""
 
-    language: str = "en"
+    language: str | None = None
     task: Task = "transcribe"
     timestamps: bool = False
 
@@ -110,13 +117,13 @@ class WhisperProcessor(ConversationProcessor):
             chosen.train_on,
             False,
             mel,
-            Directions(chosen.language, chosen.task, chosen.timestamps),
+            Directions(chosen.language and language_code(chosen.language), chosen.task, chosen.timestamps),
             chosen.train_prefix,
             text.max_target_positions,
             bool(multilingual),
             generation,
         )
-        processor._check_language(chosen.language, "data.processor.language")
+        processor._check_language(processor.directions.language or DEFAULT_LANGUAGE, "data.processor.language")
         return processor
 
     # ------------------------------------------------------------------------------------------ recordings
@@ -194,7 +201,9 @@ class WhisperProcessor(ConversationProcessor):
         named = self._directions(question)
         directions = named._replace(timestamps=stamped or (prompt and named.timestamps))
         trained = "assistant" in self.train_on and not prompt
-        words = [f"<|{directions.language}|>", f"<|{directions.task}|>"] if self.multilingual else []
+        # A prompt without a language makes the model detect it.
+        language = directions.language or (self._preset_language if prompt else DEFAULT_LANGUAGE)
+        words = [f"<|{word}|>" for word in (language, directions.task) if word and self.multilingual]
         words += [] if directions.timestamps else [NO_STAMPS]
         before = [ChatSpan(word, "assistant", trained and self.train_prefix, special=True) for word in words]
         spans = [ChatSpan(START, "assistant", special=True), *before]
@@ -222,16 +231,35 @@ class WhisperProcessor(ConversationProcessor):
             if word == FIRST_STAMP:
                 chosen = chosen._replace(timestamps=True)
                 continue
-            name = word.removeprefix("<|").removesuffix("|>").lower()
+            name = language_code(word)
             task = next((task for task in TASKS if task == name), None)
             if task is None:
                 self._check_language(name, "text beside the recording")
             chosen = chosen._replace(language=name) if task is None else chosen._replace(task=task)
         return chosen
 
+    @cached_property
+    def _languages(self) -> tuple[str, ...]:
+        words = self.encoder.added_words if self.multilingual else (f"<|{DEFAULT_LANGUAGE}|>",)
+        return tuple(match[1] for word in words if (match := _LANGUAGE.fullmatch(word)))
+
+    @property
+    def _detectable(self) -> list[int]:
+        """Return the tokens among which the model detects the language; none for models of English only."""
+        tokens = self.generation.get("lang_to_id") or self._languages
+        return (
+            list(tokens.values()) if isinstance(tokens, Mapping) else [self.encoder.id_of(f"<|{c}|>") for c in tokens]
+        )
+
+    @cached_property
+    def _preset_language(self) -> str | None:
+        """Return the language in generation_config.json, or None if the model is to detect it."""
+        language = self.generation.get("language")
+        code = language_code(language) if isinstance(language, str) else None
+        return code if code in self._languages else None
+
     def _check_language(self, name: str, where: str) -> None:
-        words = self.encoder.added_words if self.multilingual else ("<|en|>",)
-        languages = [match[1] for word in words if (match := _LANGUAGE.fullmatch(word))]
+        languages = self._languages
         if name not in languages:
             raise TesseraError(
                 f"{name[:40]!r} is not a language of this model",
@@ -268,6 +296,7 @@ class WhisperProcessor(ConversationProcessor):
                 SUPPRESSED: _ids(self.generation.get("suppress_tokens")),
                 SUPPRESSED_FIRST: _ids(self.generation.get("begin_suppress_tokens")),
                 STAMPS: torch.tensor([first, end, latest]),
+                LANGUAGES: _ids(self._detectable if self.multilingual else ()),
             }
         )
 
@@ -290,7 +319,9 @@ class WhisperProcessor(ConversationProcessor):
         return self._text(tokens, self.encoder.decode, self.directions.timestamps)
 
     def spell(self, tokens: Sequence[int]) -> str:
-        """Return the text of a transcript with special tokens, and time stamps from the beginning of the recording."""
+        """Return the text of a transcript with special tokens, such as the detected language, and time stamps from the
+        beginning of the recording.
+        """
         return self._text(tokens, self.encoder.spell, stamps=True)
 
     def _text(self, tokens: Sequence[int], decode: Callable[[Sequence[int]], str], stamps: bool) -> str:
@@ -318,11 +349,12 @@ class WhisperProcessor(ConversationProcessor):
                 code="generation.option-without-effect",
             )
         if language:
-            self._check_language(language.lower(), "language")
-        return " ".join([*([language.lower()] if language else []), *([FIRST_STAMP] if timestamps else [])])
+            self._check_language(language_code(language), "language")
+        return " ".join([*([language_code(language)] if language else []), *([FIRST_STAMP] if timestamps else [])])
 
-    def transcript(self, answer: str) -> str:
-        return answer.strip()
+    def transcript(self, answer: str) -> Transcript:
+        named = _LANGUAGE.match(answer)
+        return Transcript(answer[named.end() if named else 0 :].strip(), named[1] if named else None)
 
     @cached_property
     def stop_tokens(self) -> tuple[int, ...]:
