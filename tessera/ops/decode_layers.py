@@ -51,7 +51,7 @@ def join(parameters: Sequence[Tensor]) -> None:
 
 
 def adjacent(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Return a view of tensors that lie one after another in one memory, joined along the first dimension; or None."""
+    """Return tensors that are adjacent in memory as a view, joined along the first dimension; None if they are not."""
     first, at = tensors[0], tensors[0].data_ptr()
     for tensor in tensors:
         same = tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() and tensor.dtype == first.dtype

@@ -401,10 +401,8 @@ def first_template(encoder: ChatEncoder, templates: Sequence[ChatTemplate], fold
 
 
 def check_rope_length(length: int, longest: int | None) -> None:
-    """Raise an error if a sample has more than `longest` tokens; None: no limit.
-
-    Beyond this length dynamic rope would rescale the positions of the sample, and stored positions end.
-    """
+    """Raise an error if a sample has more than `longest` tokens (None: no limit): beyond this length dynamic rope
+    would rescale the positions, and stored position embeddings end."""
     if longest is not None and length > longest:
         raise TesseraError(
             f"the sample has {length} tokens, and this model has positions for {longest}",
