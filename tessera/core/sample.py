@@ -11,7 +11,8 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-PartKind = Literal["text", "image", "video", "audio", "features"]  # features: stored encoder outputs of a full sample
+# codes: speech as int64 [frames, codebooks]; features: stored encoder outputs of a full sample
+PartKind = Literal["text", "image", "video", "audio", "codes", "features"]
 PLAIN = "text"  # the role of plain text: no header, no end of turn, and all tokens are trained on
 
 
@@ -76,6 +77,7 @@ class Part:
 class Message:
     role: str
     parts: tuple[Part, ...]
+    speaker: str = ""  # name or number of the voice that says this message; empty: the model's default
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from tessera.nn.layers import RMSNorm, TokenEmbedding
 CODES = "codes"  # batch tensor [codebooks, T]: codes that are read at each position; IGNORE: none
 NEXT_CODES = "next_codes"  # batch tensor [codebooks, T]: codes of the frame that follows; IGNORE: none
 CODED = "coded"  # batch tensor [N]: positions at which the codes of the next frame are trained on
+CODE_OUTPUTS = "codes.{*}"  # pattern of the names of outputs with the logits of a codebook
 
 
 def code_output(codebook: int) -> str:
