@@ -172,6 +172,15 @@ class Component:
 
 
 @dataclass(frozen=True)
+class FrozenInput:
+    """Describe a frozen model whose outputs the trained model reads. Both are stored in the same folder."""
+
+    name: str
+    component: Callable[[Any], Component]  # (configuration of the family) -> the frozen model, without `load`
+    encode: Callable[[nn.Module, Batch], Batch]  # (its module, batch) -> the batch with its outputs
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """Describe a model family to other packages. A folder under `models/` exposes one as `SPEC`."""
 
@@ -205,6 +214,7 @@ class ModelSpec:
     # `model_type` of folders in the original format of a model's authors -> a function that translates config.json:
     # (folder, original config.json) -> config.json of Hugging Face.
     originals: Mapping[str, Callable[[Path, Mapping[str, Any]], dict[str, Any]]] = field(default_factory=dict)
+    frozen_input: FrozenInput | None = None  # used by tasks that train on speech
     # (folder of the initial weights) -> a warning about parts of the folder that are not trained; None if there are
     # none.
     untrained_parts: Callable[[Path], str | None] = lambda _: None

@@ -79,6 +79,19 @@ class GatedMLP(FusedLayers):
         return out
 
 
+class SharedExpert(nn.Module):
+    """Compute an MLP that all tokens use beside their experts. Each token weighs its output by a sigmoid."""
+
+    def __init__(self, hidden: int, intermediate: int) -> None:
+        super().__init__()
+        self.mlp = GatedMLP(hidden, intermediate)
+        self.weigher = nn.Linear(hidden, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.weigher(x).sigmoid() * self.mlp(x)
+        return out
+
+
 class DecoderLayer(nn.Module):
     """Compute a decoder layer, with a gated MLP or the module `mlp`."""
 
