@@ -60,10 +60,15 @@ class DepthDecoder(nn.Module):
     codebook g; position 0 predicts nothing, because the main head does.
     """
 
-    def __init__(self, shape: DecoderShape, sizes: Sequence[int], codes: CodeEmbedding, projected: bool) -> None:
-        """`sizes`: number of codes in each codebook. `projected`: inputs are projected to the decoder's width."""
+    def __init__(
+        self, shape: DecoderShape, sizes: Sequence[int], codes: CodeEmbedding, projected: bool, shared: bool = True
+    ) -> None:
+        """`sizes`: number of codes in each codebook. `projected`: inputs are projected to the decoder's width.
+        `shared`: `codes` is the table of the text decoder; otherwise it is a parameter of the depth decoder."""
         super().__init__()
-        self._codes = (codes,)  # in a tuple, so that it is not registered as a submodule; see `TiedHead`
+        self.codes = None if shared else codes
+        # In a tuple, so that a shared table is not registered as a submodule; see `TiedHead`.
+        self._shared = (codes,) if shared else ()
         self.shape = shape
         self.proj = nn.Linear(codes.embedding_dim, shape.hidden, bias=False) if projected else None
         self.layers = nn.ModuleList(DecoderLayer(shape) for _ in range(shape.layers))
@@ -75,7 +80,7 @@ class DepthDecoder(nn.Module):
 
         `hidden` [N, W]: hidden states that predict the first code of each frame. `codes` [K, N]: its first K codes.
         """
-        (table,) = self._codes
+        (table,) = self._shared if self.codes is None else (self.codes,)
         read = nn.functional.embedding(table.rows(codes).T, table.weight)
         x = torch.cat([hidden.unsqueeze(1).to(read.dtype), read], dim=1)
         frames, steps = x.shape[:2]
