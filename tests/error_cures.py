@@ -53,11 +53,12 @@ _CODES_BY_CURE = {
     "write one <image>, <video> or <audio> for each file that the row lists, and name the column of the files": """
         data.placeholder-count data.media-column-unknown""",
     "add what the message names to the row, or remove the row": """
-        data.no-answer data.no-audio data.no-caption data.no-media data.no-question data.no-rejected-answer data.no-role
-        data.no-text data.no-text-file data.no-turns data.empty-caption data.empty-turn data.nothing-trained""",
+        data.no-answer data.no-audio data.no-caption data.no-codes data.no-media data.no-question
+        data.no-rejected-answer data.no-role data.no-text data.no-text-file data.no-turns data.empty-caption
+        data.empty-turn data.nothing-trained""",
     "use a known role, or name yours under `columns` of the data set": "data.unknown-speaker",
     "write the row as docs/reference/data-sets.md shows for its format": """
-        data.bad-answer data.bad-history data.bad-label data.bad-media-value data.bad-part data.bad-tools
+        data.bad-answer data.bad-codes data.bad-history data.bad-label data.bad-media-value data.bad-part data.bad-tools
         data.bad-turn data.not-a-caption data.not-a-text data.pair-differs-early data.rejected-images
         data.bad-objects data.region-count data.region-image data.region-outside
         data.record-not-an-object data.several-rejected-answers data.two-system-prompts""",

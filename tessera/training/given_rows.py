@@ -35,7 +35,7 @@ KINDS = ("chat", "preference", "unpaired_preference")  # data kinds whose rows c
 # A mapping with one of these keys is a row in a format that Tessera reads. Other mappings hold tensors of the user.
 _ROW_KEYS = (
     *("messages", "conversations", "instruction", "chosen", "completion", "query", "question", "text"),
-    *("audio_filepath", "sentence", "transcription"),
+    *("audio_filepath", "sentence", "transcription", "audio_codes"),
 )
 _MEDIA_KEYS = (
     *("image", "images", "video", "videos", "audio", "audios", "image_url", "video_url", "audio_url", "url"),

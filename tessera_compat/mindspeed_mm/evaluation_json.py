@@ -80,7 +80,10 @@ def evaluate(args: Args, world: World) -> float:
 
 
 def write_sheet(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """Write answers with the columns of VLMEvalKit. Texts are never formulas, and have no control characters."""
+    """Write answers as an Excel sheet with the columns of VLMEvalKit.
+
+    A text that begins like a formula is stored as text, and control characters are replaced.
+    """
     from openpyxl import Workbook
     from openpyxl.cell import WriteOnlyCell
     from openpyxl.cell.cell import ILLEGAL_CHARACTERS_RE

@@ -209,6 +209,8 @@ def _decoded_size(part: Part, limits: Limits, sampling: VideoSampling) -> MediaS
     value = part.value
     if part.kind == "features":
         return MediaSize(0, 0, 0)
+    if part.kind == "codes":
+        return MediaSize(0, 0, len(value))
     if part.kind == "image" and isinstance(value, Image.Image):
         check_pixels(value.width, value.height, "image", limits)
         return MediaSize(*value.size)

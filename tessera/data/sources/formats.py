@@ -9,6 +9,7 @@ question_answer  {"question": "ask", "answer": "answer", "image": "a.jpg"}
 text       {"text": "a document", "images": ["a.jpg"]}
 transcript {"audio_filepath", "audios" or "audio": "a.wav", "text", "sentence" or "transcription": "the words",
     "offset": 12.5, "duration": 4.75}, of which the last two name a part of a recording, in seconds
+speech     {"text": "the words", "audio_codes": [[12, 7, ...], ...], "speaker": 0}: codes of a codec, frames x codebooks
 preference a question with a chosen and a rejected answer: docs/how-to/train-from-preferences.md lists the spellings
 unpaired_preference  a conversation whose answer has a label, true for a good and false for a bad answer: listed there
 generation a caption with its image or video, or with a chosen and a rejected one, in one of these spellings:
@@ -41,6 +42,7 @@ from tessera.data.sources.fields import (
     value_of,
     values_of,
 )
+from tessera.data.sources.speech_codes import codes_part, numbered_speaker, parse_speech, speaker_of_turn
 from tessera.data.tool_calls import format_calls, format_spoken_calls, with_tools
 
 CHOSEN, REJECTED = "chosen", "rejected"  # roles of the two answers of a pair, or of an answer labelled good or bad
@@ -69,7 +71,7 @@ def _parse_messages(record: Mapping[str, Any], names: ColumnMap) -> tuple[Messag
             fail("data.not-a-text", f"{names.content} is a {type(content).__name__}, not a text or a list of parts")
         if calls:
             parts.append(Part("text", ("\n" if parts else "") + _checked(format_calls, calls)))
-        messages.append(Message(role, tuple(parts)))
+        messages.append(Message(role, tuple(parts), speaker_of_turn(turn, names)))
     media.check_used(messages)
     return _with_system(messages, record, names)
 
@@ -310,6 +312,7 @@ _PARSERS: dict[RecordFormat, Callable[[Mapping[str, Any], ColumnMap], tuple[Mess
     "question_answer": _parse_alpaca,
     "text": _parse_text,
     "transcript": _parse_transcript,
+    "speech": parse_speech,
 }
 
 
@@ -343,6 +346,8 @@ def _turns(record: Mapping[str, Any], key: str) -> Iterator[dict[str, Any]]:
 
 
 def _role(turn: dict[str, Any], names: ColumnMap) -> str:
+    if numbered_speaker(turn, names):
+        return "assistant"
     speaker = turn.get(names.role)
     if speaker is None:
         fail("data.no-role", f"a turn has no {names.role!r}: set columns: {{role_tag: one of {sorted(turn)[:6]}}}")
@@ -357,11 +362,13 @@ def _part(item: Any, media: RecordMedia) -> Part:
     named = item.get("type")
     if named == "text":
         return Part("text", text_of(item.get("text")))
+    if named == "codes":
+        return codes_part(item.get("codes"), "codes")
     if named == "input_audio":
         return _input_audio(item.get("input_audio"))
     kind = next((kind for kind in MEDIA if named in (kind, f"{kind}_url")), None)
     if kind is None:
-        fail("data.bad-part", f"unknown type of part {named!r} (known: text, {', '.join(MEDIA)}, input_audio)")
+        fail("data.bad-part", f"unknown type of part {named!r} (known: text, {', '.join(MEDIA)}, codes, input_audio)")
     value = _first(item, (kind, "path", "url", f"{kind}_url"))
     if value is None and media.listed.get(kind):
         return media.next(kind)  # a part without a path stands for the next file of the record's list

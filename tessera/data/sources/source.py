@@ -318,6 +318,7 @@ def _detect(path: Path, records: Container, schema: RecordSchema) -> RecordForma
             "question_answer (question, answer)",
             "text (text or content)",
             "transcript (audio_filepath or audio, text)",
+            "speech (audio_codes, text)",
         ],
         fix="if only the names of keys differ, map them: columns: {messages: dialogue, role_tag: speaker}",
         code="data.unknown-format",
