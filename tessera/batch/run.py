@@ -109,9 +109,9 @@ def _check_packages() -> None:
 def _refuse_options(names: list[str]) -> None:
     if names:
         raise TesseraError(
-            f"{names[0]} has no effect on a file of requests, in which each row has its own",
+            f"{names[0]} has no effect on a file of requests, where each row sets its own options",
             where=names[0],
-            fix="write it into the rows, or leave it out",
+            fix="set it in the rows, or leave it out",
             code="generation.option-without-effect",
         )
 

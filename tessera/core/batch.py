@@ -22,8 +22,8 @@ class Segments:
     bounds: Tensor  # [S + 1] int32
     longest: int
     lengths: tuple[int, ...] = ()  # segment lengths; empty if they are not known on the host
-    # If not 0: the sequence has so many rows of equal length, each one segment followed by padding. Causal attention
-    # over full rows then gives the same outputs for the segments, with the same shapes in every step.
+    # If not 0: the sequence consists of this many rows of equal length, each with one segment and then padding. Causal
+    # attention over full rows then gives the same outputs for the segments, with the same shapes in every step.
     rows: int = 0
     # [3] int64, on the host: `longest`, `rows`, and the length of the first segment (0: unknown). Compiled code reads
     # this tensor: Python ints would cause a recompilation for every batch. `extent` is a dataclass field because FSDP

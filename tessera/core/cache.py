@@ -41,7 +41,7 @@ class CacheStep:
 
     segments: Segments  # one segment for the new tokens of each row
     lengths: Tensor  # [rows] int64: number of tokens of each row, including new ones
-    table: Tensor  # [rows, blocks of a row] int64: the blocks of each row; unused entries are any block
+    table: Tensor  # [rows, blocks of a row] int64: the blocks of each row; unused entries are arbitrary
     slots: Tensor  # [tokens] int64: where new keys and values are stored: block x block size + offset
     last: Tensor  # [sampled rows] int64: the tokens whose logits are needed
     block_size: int

@@ -160,7 +160,7 @@ class StepResult:
 
 
 class Callback:
-    """Base class of callbacks, whose methods do nothing. `name` is the key of the callback's state in checkpoints."""
+    """Base class of callbacks. Its methods do nothing. `name` is the key of the callback's state in checkpoints."""
 
     @property
     def name(self) -> str:

@@ -23,7 +23,7 @@ LANGUAGE_OUTPUTS = (LOGITS, HIDDEN, f"{HIDDEN}.text.layers.{{*}}")
 
 
 class Projection(NamedTuple):
-    """Hold the input of a head, hidden states, and the head module.
+    """Hold a head module and the hidden states that are its input.
 
     A loss multiplies by the head's weight in chunks, so that the logits of a long row never exist at once.
     """

@@ -27,7 +27,7 @@ class RowSource(ABC):
 
     @property
     def bad_count(self) -> int:
-        """Return how many samples were left out before training began, also those that are not listed."""
+        """Return how many samples were left out before training began. `bad_samples` may list fewer."""
         return len(self.bad_samples)
 
     @property

@@ -31,7 +31,7 @@ class StoredTensors(ABC):
 
 @dataclass(frozen=True)
 class Region:
-    """Hold a box (x1, y1, x2, y2) or a point (x, y) in an image of a sample; without numbers, the name of an object."""
+    """Hold a box (x1, y1, x2, y2) or a point (x, y) in an image. If `numbers` is empty, hold only an object's name."""
 
     numbers: tuple[float, ...] = ()
     label: str = ""  # name of the object; empty: unknown
@@ -39,7 +39,7 @@ class Region:
     scale: int = 0  # coordinate of the right and the lower edge of the image: 1 or 1000; 0: pixels of the upright image
 
     def pixels(self, size: MediaSize) -> tuple[float, ...]:
-        """Return the numbers in pixels of the image."""
+        """Return the coordinates in pixels of an image of this size."""
         if not self.scale:
             return self.numbers
         sides = (size.width, size.height)
@@ -61,7 +61,7 @@ class Part:
     regions: tuple[Region, ...] = ()
 
     def spelled(self) -> str:
-        """Return the text with its regions as in the data set, which is independent of the model, for display."""
+        """Return the text for display, with the coordinates and names of the data set in place of placeholders."""
         if not self.regions:
             return str(self.value)
         regions = iter(self.regions)

@@ -23,8 +23,8 @@ from tessera.weights.map import WeightMap
 class Passes:
     """Hold how often a training step computes each kind of matrix product of a module.
 
-    Once in forward, once for the gradient of the input if an earlier module is trained, and once for the gradient of a
-    trained weight.
+    It is computed once in the forward pass, once for the gradient of the input if an earlier module is trained, and
+    once for the gradient of the weight if that is trained.
     """
 
     weights: float = 3.0  # passes over products with weights
@@ -154,7 +154,7 @@ class Component:
     stage: Stage = "split"
 
     def loaded(self, config: Any = None) -> nn.Module:
-        """Return the module of `load`, with its weights."""
+        """Return the module with the weights that `load` reads."""
         module = None if self.load is None else self.load(config)
         assert module is not None, "a frozen component that is not split is loaded from its own files"
         return module
@@ -169,6 +169,15 @@ class Component:
             return None if make is None else make(config)
         others = {name: other(config) for name, other in self.weights.items() if name != form}
         return replace(make(config), others=others)
+
+
+@dataclass(frozen=True)
+class FrozenInput:
+    """Describe a frozen model whose outputs the trained model reads. Both are stored in the same folder."""
+
+    name: str
+    component: Callable[[Any], Component]  # (configuration of the family) -> the frozen model, without `load`
+    encode: Callable[[nn.Module, Batch], Batch]  # (its module, batch) -> the batch with its outputs
 
 
 @dataclass(frozen=True)
@@ -202,9 +211,10 @@ class ModelSpec:
     outputs: tuple[str, ...] | None = None  # patterns of the names of the model's outputs; None: not declared
     # Values of "model_type" (transformers) or "_class_name" (diffusers) in config.json that mean this family.
     hf_types: tuple[str, ...] = ()
-    # The same for folders in the original format of a model's authors, with a function that translates config.json:
+    # `model_type` of folders in the original format of a model's authors -> a function that translates config.json:
     # (folder, original config.json) -> config.json of Hugging Face.
     originals: Mapping[str, Callable[[Path, Mapping[str, Any]], dict[str, Any]]] = field(default_factory=dict)
+    frozen_input: FrozenInput | None = None  # used by tasks that train on speech
     # (folder of the initial weights) -> a warning about parts of the folder that are not trained; None if there are
     # none.
     untrained_parts: Callable[[Path], str | None] = lambda _: None

@@ -172,8 +172,8 @@ class Task(ABC):
     def counts(self, batch: Batch) -> Counts | None:
         """Return the counts of this micro-batch, before the model runs: how many tokens or samples each term sums over.
 
-        Return None if only the model's outputs tell. Then `losses` returns the counts, all terms must share one count,
-        and gradients are divided by it after backward.
+        Return None if the counts depend on the model's outputs. Then `losses` returns the counts, all terms must share
+        one count, and gradients are divided by it after backward.
         """
 
     def inputs(self, batch: Batch) -> Batch:
@@ -230,7 +230,7 @@ class LossTotals:
         return {spec.name: self.counts[spec.count] > 0 for spec in self.specs if spec.weight is None}
 
     def held_out_loss(self) -> Tensor:
-        """Return the loss of an evaluation; raise if all counts are zero, since all samples were masked."""
+        """Return the loss of an evaluation; raise if all counts are zero because all samples were masked."""
         if not any(bool(self.counts[spec.count] > 0) for spec in self.specs if spec.weight is not None):
             raise TesseraError(
                 "no held-out sample can be used, so there is no loss",

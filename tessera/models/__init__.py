@@ -109,7 +109,7 @@ def stored_head(section: ModelSection, spec: ModelSpec) -> Literal["language", "
 
 
 def fresh_names(section: ModelSection, spec: ModelSpec) -> frozenset[str]:
-    """Return the names of parameters that the weights at `model.path` lack: the head of a new reward model."""
+    """Return the names of the parameters that the weights at `model.path` lack: the head of a new reward model."""
     begins = spec.gives(REWARDS) and section.path is not None and stored_head(section, spec) != "reward"
     return frozenset({HEAD} if begins else ())
 
@@ -158,7 +158,7 @@ def folder_config(spec: ModelSpec, folder: Path) -> Section:
 
 @contextmanager
 def _or_by_the_library(spec: ModelSpec, model_type: str) -> Iterator[None]:
-    """Add a `fix` that names the family `transformers` to errors about unsupported values of config.json."""
+    """Add the fix `model.family=transformers` to errors about unsupported values of config.json."""
     try:
         yield
     except UnsupportedValueError as error:

@@ -48,7 +48,7 @@ class CodeEmbedding(TokenEmbedding):
         return total
 
     def rows(self, codes: Tensor) -> Tensor:
-        """Return the rows of the table [K, N] for codes [K, N] of the first K codebooks."""
+        """Return the embedding indices [K, N] of codes [K, N] of the first K codebooks."""
         starts = torch.tensor(self.starts[: codes.shape[0]], device=codes.device)
         return codes + starts.unsqueeze(1)
 
@@ -61,7 +61,7 @@ class DepthDecoder(nn.Module):
     """
 
     def __init__(self, shape: DecoderShape, sizes: Sequence[int], codes: CodeEmbedding, projected: bool) -> None:
-        """`sizes`: numbers of codes of all codebooks. `projected`: inputs are projected to the decoder's width."""
+        """`sizes`: number of codes in each codebook. `projected`: inputs are projected to the decoder's width."""
         super().__init__()
         self._codes = (codes,)  # in a tuple, so that it is not registered as a submodule; see `TiedHead`
         self.shape = shape
@@ -71,8 +71,10 @@ class DepthDecoder(nn.Module):
         self.heads = nn.ModuleList(nn.Linear(shape.hidden, size, bias=False) for size in sizes[1:])
 
     def forward(self, hidden: Tensor, codes: Tensor) -> Tensor:
-        """Return the hidden states [N, K + 1, D] after the hidden states [N, W] of N frames and their first K codes
-        [K, N]."""
+        """Return the decoder's hidden states [N, K + 1, D] for N frames.
+
+        `hidden` [N, W]: hidden states that predict the first code of each frame. `codes` [K, N]: its first K codes.
+        """
         (table,) = self._codes
         read = nn.functional.embedding(table.rows(codes).T, table.weight)
         x = torch.cat([hidden.unsqueeze(1).to(read.dtype), read], dim=1)

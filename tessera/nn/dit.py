@@ -123,7 +123,10 @@ class Modulation(nn.Module):
         self.table = nn.Parameter(torch.empty(count, hidden))
 
     def forward(self, values: Tensor, index: Tensor | None) -> tuple[Tensor, ...]:
-        """Return the vectors of every token ([T, D], or [1, D] for all), from `values` [S, count, D] or [S, 1, D]."""
+        """Return `count` tensors [T, D] with a vector for each token ([1, D]: the same vector for all tokens).
+
+        `values` [S, count, D] or [S, 1, D]: modulation of each timestep. `index`: see `spread`.
+        """
         return tuple(spread(part, index) for part in (self.table.float() + values.float()).unbind(1))
 
 
@@ -233,7 +236,7 @@ class CrossAttention(nn.Module):
         self.out = nn.Linear(inner, size)
 
     def forward(self, x: Tensor, context: Tensor, segments: Segments, context_segments: Segments) -> Tensor:
-        """Return the output for tokens `x`, of all ranks or of this rank. `segments`: bounds of the samples in `x`."""
+        """Return the output for tokens `x`. `context`: the second sequence. `segments`: bounds of samples in `x`."""
         q = by_head(self.q(x), self.q_norm, self.head_dim)
         attended = self.attend(q, self.kv(context), self.k_norm, segments, context_segments)
         out: Tensor = self.out(attended.flatten(1))

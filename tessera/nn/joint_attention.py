@@ -158,8 +158,8 @@ class JointAttention(nn.Module):
 class LatentAttention(nn.Module):
     """Attend over the latents of each sample only.
 
-    Text stays in the sequence as zeros in separate segments, so that ranks that share a sequence can share this
-    attention like any other.
+    Queries, keys and values of text are zeros, in segments of their own. The sequence then has its full length, so
+    context parallelism works as for any other attention.
     """
 
     def __init__(self, shape: JointShape) -> None:

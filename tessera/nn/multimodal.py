@@ -123,7 +123,7 @@ class MultimodalModel(CausalLMBase):
         return self.unpacked(batch, self.encode_stage(batch, None))
 
     def encode_stage(self, batch: Batch, carry: Tensor | None) -> Tensor:
-        """Return what `encode` has computed after this pipeline stage. `carry`: the same of the previous stage."""
+        """Run the part of `encode` in this pipeline stage. `carry`: the output of the previous stage."""
         if all(self._module(path) is None for e in self.encoders for path in (e.stream.module, e.stream.projector)):
             assert carry is not None
             return carry

@@ -148,7 +148,7 @@ class EncoderMLP(FusedLayers):
         return out
 
     def _gated(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Return activation(gate) * up, without gradients by the kernel of SwiGLU, which rounds once."""
+        """Return activation(gate) * up. Without gradients SiLU uses the kernel of SwiGLU, which rounds only once."""
         if self.activation is F.silu and not torch.is_grad_enabled():
             return swiglu(gate, up)
         return self.activation(gate) * up

@@ -123,9 +123,9 @@ class ReferencedTask(AnswerTask):
         super().check(config, module)
         if config.model.lora is not None and config.model.lora.modules_to_save and not self.reference_free:
             raise TesseraError(
-                f"{self.name} compares with the model without its adapters, which modules_to_save would train as well",
+                f"the reference of {self.name} is the model without adapters, and modules_to_save would change it",
                 where="model.lora.modules_to_save",
-                fix="leave it out; simpo and orpo need no reference",
+                fix="remove model.lora.modules_to_save, or use simpo or orpo, which need no reference",
                 code="task.modules-to-save",
             )
 

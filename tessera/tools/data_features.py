@@ -130,7 +130,7 @@ def write_features(
     finally:
         reader.close()
     done.missing = finish(folder, facts, len(starts))
-    if not done.missing and ranks == 1:  # other ranks may still read the index
+    if not done.missing and ranks == 1:  # with more ranks, others may still read it
         shutil.rmtree(folder / INDEX, ignore_errors=True)
     done.seconds = time.monotonic() - began
     return done
@@ -146,7 +146,7 @@ def _rows(starts: range, number: int, rows: PackedRows) -> range:
 def _prepare(
     config: RunConfig, folder: Path, split: Literal["train", "eval"], device: torch.device
 ) -> tuple[Encoders, PackedRows, dict[str, Any]]:
-    """Return the encoders, rows of one sample each in the order of the data, and settings that change features."""
+    """Return the encoders, rows of one sample each in the order of the data, and settings that determine features."""
     sets = config.data.train if split == "train" else config.data.eval
     if any(data.weight is not None for data in sets):
         raise TesseraError(
@@ -203,6 +203,6 @@ def _prepare(
         "data": rows.index.identity,
         "length": rows.length,
     }
-    each_empty = edit is not None or family.captions_read_frames  # whether each sample has a different empty caption
+    each_empty = edit is not None or family.captions_read_frames  # whether each sample has its own empty caption
     parts = PipelineFolder(home, family.vaes)
     return Encoders(family, components, parts, task.options.given, stores_empty=each_empty), rows, facts

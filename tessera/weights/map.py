@@ -125,7 +125,7 @@ class WeightMap:
         return (Rule(name, name), (name,)) if self.same_names else None
 
     def required_rule(self, name: str, where: str | None = None) -> tuple[Rule, tuple[str, ...]]:
-        """Return `rule_for` a native name; raise if no rule matches. `where`: of the error."""
+        """Return `rule_for` a native name; raise if no rule matches. `where`: location in the error."""
         match = self.rule_for(name)
         if match is None:
             raise TesseraError(

@@ -153,7 +153,7 @@ def write_side_files(
         copy_side_files(weights, target, lambda name: name == GENERATION or is_legal(name))
     if processor is None:
         return
-    # Before anything is written, because this renders the chat template: one that exceeds its limits raises here.
+    # First of all, because this renders the chat template: if rendering exceeds its limits, nothing has been written.
     stops = list(processor.stop_tokens) if isinstance(processor, LanguageProcessor) else []
     processor.save(target)
     if source is None or not source.is_dir() or source.resolve() == target.resolve():

@@ -85,8 +85,10 @@ def _section(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _text(llm: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration of the text decoder. InternLM2 is a Llama with a merged projection of queries, keys,
-    values."""
+    """Return the configuration of the text decoder.
+
+    InternLM2 is a Llama with a single projection for queries, keys and values.
+    """
     if llm.get("model_type") != "internlm2":
         return dict(llm)
     check_supported([("llm_config.bias", bool(llm.get("bias", True)), (False,))], WHERE)

@@ -130,7 +130,7 @@ class InternVLProcessor(VisionProcessor):
         return {"pixels": pixels, "patch_index": np.tile(self.image.index, tiles)}
 
     def show(self, part: Part, role: str, layout: MediaLayout) -> list[ChatSpan]:
-        """Return the text that stands for an image in the prompt. A video is "Frame1: " and placeholders, and so on."""
+        """Return the text of an image or video in the prompt. Each frame of a video has a label such as "Frame1: "."""
         if part.kind != "video":
             return self.template.show(part, role)
         spans: list[ChatSpan] = []
@@ -269,12 +269,12 @@ def read_tiles(
     `crop_to_patches` is ignored: it is false in published folders, but transformers' processor still cuts tiles.
     """
     image_file, video_file = read_files(folder)
-    if is_original(folder):  # the authors' preprocessor file describes a single tile
+    if is_original(folder):  # the authors' preprocessor file describes one tile; config.json describes the tiling
         single = {"size": vision.image_size, "crop_size": vision.image_size, "do_center_crop": True}
         wrong = [key for key, value in single.items() if image_file.get(key, value) != value]
         if wrong:
             raise TesseraError(
-                f"{wrong[0]} = {image_file[wrong[0]]!r} is not the size of a tile",
+                f"{wrong[0]} = {image_file[wrong[0]]!r} does not describe a single tile",
                 where=str(folder),
                 code="media.preprocessor-mismatch",
             )

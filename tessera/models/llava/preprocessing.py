@@ -120,7 +120,7 @@ class AnyResTiles:
     side: int  # number of features along a side of a tile
     size: int  # side of a tile in pixels
     pinpoints: tuple[tuple[int, int], ...]  # candidate resolutions (height, width)
-    most: int  # limit of the tokens of an image, as a multiple of the tokens of one tile
+    most: int  # maximum number of tokens of an image, as a multiple of the tokens of one tile
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
         """Return how many rows and columns of tiles keep the most pixels of an image, and waste the least area."""
@@ -134,7 +134,7 @@ class AnyResTiles:
         return best[0] // self.size, best[1] // self.size
 
     def image(self) -> FeatureInterpolation:
-        """Return the features that become the tokens of an image of one tile: all, then the newline embedding."""
+        """Return the features that become tokens of a one-tile image: all of the tile, then the newline embedding."""
         return FeatureInterpolation(np.append(np.arange(self.side**2), NEWLINE)[:, None])
 
     def tiled_image(self, height: int, width: int) -> FeatureInterpolation:

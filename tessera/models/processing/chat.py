@@ -138,7 +138,7 @@ class ChatTemplate:
 
         `last_only`: train only the last of the trained turns. `answer`: end with the header of an assistant's turn,
         which a model continues. `show`: returns the spans of a media part; default: its placeholder with the enclosing
-        tokens. `write`: returns the spans of a text with regions, from the span of its unchanged text.
+        tokens. `write`: turns the span of a text with boxes or points into spans that contain their coordinates.
         """
         messages = self._with_own_prompt(messages)
         spans = self._words(self.begin, "system")
@@ -264,8 +264,8 @@ class ChatTemplate:
             start = re.escape(_UNLESS_SYSTEM) + f"(?:{_NO_TOOLS})? %\\}}"
             branch = re.search(start + "(.*?)" + re.escape(after + "{% endif %}"), jinja, re.DOTALL)
             return None if branch is None else branch[1].removeprefix("{% raw %}").removesuffix("{% endraw %}")
-        # Jinja templates contain newlines, or \n inside strings. Text with Jinja tags belongs to another branch. If
-        # turns have no end token, the next Jinja tag ends the system message.
+        # A newline may be written as \n. The system message ends where `after` begins, or at the next Jinja tag if the
+        # template has no text after a message. A match that contains Jinja tags is not the system message.
         said = r"(\{% raw %\}.+?\{% endraw %\}|.+?)(?=\{%)" if not after else "(.*?)" + re.escape(after)
         for match in re.findall(re.escape(before) + said, jinja.replace("\\n", "\n"), re.DOTALL):
             text = str(match).removeprefix("{% raw %}").removesuffix("{% endraw %}")
@@ -335,7 +335,7 @@ class ChatTemplate:
         return tests + ("{% else %}" + other if other else "") + "{% endif %}"
 
     def _jinja_text(self, value: str, listed: str) -> str:
-        """Return Jinja that writes a text. `listed`: condition under which a list of tools follows."""
+        """Return Jinja that writes the text `value`, then the list of tools if the Jinja condition `listed` holds."""
         tools = "{% if " + value + " %}" + JINJA_BLANK + "{% endif %}" + JINJA_LISTING
         return self._jinja_enclosed("{{ " + value + " }}{% if " + listed + " %}" + tools + "{% endif %}")
 

@@ -401,8 +401,8 @@ def first_template(encoder: ChatEncoder, templates: Sequence[ChatTemplate], fold
 
 
 def check_rope_length(length: int, longest: int | None) -> None:
-    """Raise an error for a sample with more tokens than positions: dynamic rope would scale it by its length, and a
-    table of positions has no entry for it. `longest`: None without a limit."""
+    """Raise an error if a sample has more than `longest` tokens (None: no limit): beyond this length dynamic rope
+    would rescale the positions, and stored position embeddings end."""
     if longest is not None and length > longest:
         raise TesseraError(
             f"the sample has {length} tokens, and this model has positions for {longest}",

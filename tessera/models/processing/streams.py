@@ -27,7 +27,8 @@ class MediaLayout:
 
     tokens: tuple[int, ...]  # number of tokens in each run of consecutive placeholder tokens
     lengths: tuple[int, ...]  # number of patches or audio frames in each attention segment (a video frame, a tile)
-    grid: tuple[int, ...] = ()  # number of patches along time, height and width; or of tiles and their rows and columns
+    # numbers of patches along time, height and width; or number of tiles, of tile rows and of tile columns
+    grid: tuple[int, ...] = ()
     windows: tuple[int, ...] = ()  # number of patches in each window, for encoders with window attention
     # for each output of the encoder, the index of its token among the placeholders; None: same order
     token_order: np.ndarray | None = None

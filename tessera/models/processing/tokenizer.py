@@ -80,7 +80,7 @@ def _from_merges(folder: Path) -> Tokenizer:
             add = tokenizer.add_special_tokens if token.get("special") else tokenizer.add_tokens
             add([AddedToken(**token)])
             if tokenizer.token_to_id(token["content"]) != int(number):
-                raise ValueError(f"{token['content']} does not get id {number}")
+                raise ValueError(f"the library gives {token['content']} another id than {number}")
         return Tokenizer.from_str(tokenizer.to_str())  # parsing it again raises an error for duplicate ids
 
 
@@ -206,7 +206,7 @@ class ChatEncoder:
         marked = {token.content for token in self._text.get_added_tokens_decoder().values() if token.special}
         more = [word for word in self.control if word not in marked]
         if more:  # add the words as special tokens, or the text of users could become such a token
-            self._text = Tokenizer.from_str(self._text.to_str())  # a private copy
+            self._text = Tokenizer.from_str(self._text.to_str())  # a copy, because several encoders share the original
             self._text.encode_special_tokens = True
             self._text.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in more])
             self.unmarked = tuple(sorted([*self.unmarked, *more]))
@@ -244,7 +244,7 @@ class ChatEncoder:
     def encode(
         self, spans: Sequence[ChatSpan], repeats: Sequence[int] = ()
     ) -> tuple[list[int], list[bool], list[tuple[int, int]]]:
-        """Return token ids, trained flags, and (start, length) of each placeholder run. `repeats`: these lengths."""
+        """Return token ids, trained flags, and (start, length) of each placeholder run. `repeats`: the lengths."""
         tokens: list[int] = []
         trained: list[bool] = []
         run: list[ChatSpan] = []
@@ -304,9 +304,9 @@ class ChatEncoder:
     def _in_parts(
         self, text: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]]
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return the tokens of a text that the tokenizer would encode with special tokens, as Unigram models may.
+        """Return the tokens of a text for which `ids` contains special tokens, as may happen with Unigram models.
 
-        The text is split inside each such token, and the parts are encoded separately.
+        The text is split inside each special token, and the parts are encoded separately.
         """
         cuts = [first + 1 for id, (first, _) in zip(ids, offsets, strict=True) if id in self._control_ids]
         tokens: list[int] = []
@@ -389,7 +389,7 @@ def read_chat_template(folder: Path) -> str | None:
 
 
 def class_for(tokenizer_json: str) -> str:
-    """Return the tokenizer class of transformers that gives the same ids.
+    """Return the tokenizer class of transformers that reads this tokenizer.json with the same ids for every text.
 
     `Qwen2Tokenizer` ignores the pre-tokenizer of the file; `PreTrainedTokenizerFast` uses it.
     """

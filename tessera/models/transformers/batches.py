@@ -32,7 +32,7 @@ _MULTIPLE = 8  # padded rows have a multiple of this number of tokens
 
 @dataclass
 class EncodedChat(Encoded):
-    """Hold a sample with its text and images as the library's processor gets them."""
+    """Hold a sample with its text and images in the form that transformers' processor takes."""
 
     text: str = ""
     images: tuple[Image.Image, ...] = ()
@@ -61,7 +61,7 @@ class Library:
 
     @cached_property
     def _sized(self) -> Any:
-        """Return the processor with a cache of image preprocessing by size, for calls that need no pixel values."""
+        """Return a processor for calls that need no pixel values: it caches image preprocessing by image size."""
         return with_parts(self.processor, image_processor=SizedImages(self.processor.image_processor))
 
     @cached_property

@@ -34,10 +34,10 @@ def packs(config: Mapping[str, Any], text_type: str) -> bool:
 
 @cache
 def _masks_stay_apart(image_blocks: bool) -> bool:
-    """Return whether the installed transformers masks a packed row like its separate samples.
+    """Return whether the masks of the installed transformers keep the samples of a packed row apart.
 
-    `image_blocks`: with bidirectional attention inside images. transformers 5.23 looks up these blocks by position in
-    the sample instead of index in the row, so all samples get the blocks of the first one.
+    `image_blocks`: check masks with bidirectional attention inside images. transformers 5.23 looks up images by the
+    position in a sample instead of the index in the row, so all samples get the images of the first sample.
     """
     from transformers import PretrainedConfig
     from transformers.masking_utils import blockwise_overlay, create_causal_mask

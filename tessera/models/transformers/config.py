@@ -14,7 +14,7 @@ from tessera.runtime.files import read_json_mapping
 from tessera.weights.layouts import CONFIG_FILE
 
 MAX_CONFIG_BYTES = 4 << 20
-# Fields removed from exports: a reader would cast the weights to a dtype that differs from theirs.
+# Fields removed from exports: they name the dtype of the initial weights, to which transformers would cast.
 TYPE_KEYS = ("dtype", "torch_dtype")
 
 

@@ -73,7 +73,7 @@ def _without_video(folder: Path, image_backend: ImageBackend) -> Any:
 
     settings = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     kind: Any = PROCESSOR_MAPPING.get(type(settings), None)
-    if kind is None:  # the model is a part of another one, such as a thinker, and the files name its processor
+    if kind is None:  # part of a larger model, such as a thinker: the preprocessor file names the class
         named = read_json_mapping(folder / IMAGE_FILE) if (folder / IMAGE_FILE).is_file() else {}
         kind = getattr(transformers, str(named.get("processor_class")), None)
     is_processor = isinstance(kind, type) and issubclass(kind, transformers.ProcessorMixin)
@@ -93,7 +93,7 @@ def _without_video(folder: Path, image_backend: ImageBackend) -> Any:
             folder, trust_remote_code=False, local_files_only=True
         ),
         "tokenizer": lambda: AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True),
-        # That of Qwen2.5-Omni reads the merge size of its video part for images, too.
+        # Qwen2.5-Omni's processor reads the merge size from its video part, also for images.
         "video_processor": lambda: images if "feature_extractor" in kind.get_attributes() else None,
     }
     fields, _ = kind.get_processor_dict(folder)

@@ -56,7 +56,10 @@ class _PerSample:
 
 
 def _sample_lengths(row: Tensor) -> list[int]:
-    """Return the lengths of the samples in a row, where positions restart. With several axes a row is one sample."""
+    """Return the lengths of the samples in a row: a sample begins where positions restart.
+
+    A row with several position axes has a single sample.
+    """
     if row.dim() != 2:
         return [row.shape[-1]]
     begins = (row[0].diff() != 1).nonzero().flatten() + 1

@@ -226,7 +226,7 @@ def _as_images(sample: Sample, media: Sequence[Any]) -> tuple[Sample, list[Image
         for part in message.parts:
             if part.regions:
                 raise TesseraError(
-                    "how a class of transformers writes boxes and points is unknown",
+                    "classes of transformers define no text format for boxes and points",
                     fix="write them into the text as the model expects them, and leave out `objects`",
                     code="model.no-box-words",
                 )

@@ -110,5 +110,5 @@ def _end(process: subprocess.Popen[bytes]) -> int:
 
 @functools.cache
 def _process_of(process: int) -> _RenderProcess:
-    """Return the renderer of a process id, because a forked child must not use the pipes of its parent."""
+    """Return the renderer of the process with this id: a forked child must not use the pipes of its parent."""
     return _RenderProcess()

@@ -30,8 +30,10 @@ MEND = "put {% generation %} and {% endgeneration %} around the assistant's text
 
 @dataclass(frozen=True, eq=False)
 class Turns:
-    """Write conversations with the folder's chat template. `processor`: of transformers; the tokenizer for text-only
-    classes."""
+    """Write conversations with the folder's chat template.
+
+    `processor`: transformers' processor, or the tokenizer for text-only classes.
+    """
 
     processor: Any
     tokenizer: Any
@@ -252,9 +254,9 @@ class Turns:
         return spans
 
     def _end_length(self, messages: Sequence[Message], form: Form, plain: str, turn: int, end: int) -> int:
-        """Return the number of characters after a turn's text that belong to it, up to the last special token.
+        """Return the length of a turn's end: the characters after its text, up to the last special token.
 
-        Only characters are counted that the template writes both with and without a following message.
+        Characters that the template writes only if another message follows are not part of the end.
         """
         after = plain[end:]
         if turn + 1 < len(messages):
@@ -266,7 +268,7 @@ class Turns:
         return words[-1].end() if words else 0
 
     def _with_end(self, plain: str, spans: Sequence[Span]) -> str:
-        """Return the text with an end-of-text token if the last turn has no end token: the model would never stop."""
+        """Add an end-of-text token if the last turn has no end token, so that the model learns to stop."""
         last = plain[spans[-1][0] : spans[-1][1]]
         if self._control.search(last) or not self.tokenizer.eos_token:
             return plain
@@ -285,7 +287,7 @@ class Turns:
 
 
 def _as_python(messages: Sequence[Message], text: str) -> bool:
-    """Return whether the template wrote message contents as Python lists that the messages do not contain."""
+    """Return whether `text` contains Python lists of parts that the template wrote in place of message texts."""
     said = [part.value for message in messages for part in message.parts if part.kind == "text"]
     return any(text.count(word) > sum(content.count(word) for content in said) for word in _AS_PYTHON)
 

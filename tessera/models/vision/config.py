@@ -91,11 +91,11 @@ class VisionLanguageConfig(Section):
 
     @classmethod
     def checks(cls, text: Mapping[str, Any], vision: Mapping[str, Any]) -> list[Check]:
-        """Return checks of those fields of config.json of which the family supports only some values."""
+        """Return checks of the config.json fields for which the family supports only some values."""
         return []
 
     def written_fields(self) -> dict[str, Any]:
-        """Return the family's fields of `vision_config` that transformers writes, besides the common ones."""
+        """Return fields of `vision_config` that transformers writes for this family besides the common fields."""
         return {}
 
     @property

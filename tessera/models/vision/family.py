@@ -47,7 +47,7 @@ class VisionFamily(MediaFamily):
         return config.vision.spatial_merge_size**2, 1
 
     def most_patches(self, config: Any) -> int | None:
-        """Return the largest number of patches per token, which sizes activations between pipeline stages.
+        """Return the largest number of patches per token. It determines the size of activations between stages.
 
         None: the vision encoder stays in one stage.
         """

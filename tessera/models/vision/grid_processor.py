@@ -73,7 +73,7 @@ class GridProcessor(VisionProcessor):
                 fix=f"set the same image_mean, image_std and rescale_factor in {VIDEO_FILE} and {IMAGE_FILE}",
                 code="media.image-video-norms-differ",
             )
-        # The rule "ends" allows any number of frames: copies of the last frame fill the last temporal patch.
+        # `frames_rule` "ends" allows any number of frames: copies of the last frame fill the last temporal patch.
         multiple = 1 if cls.frames_rule == "ends" else geometry.temporal_patch_size
         sampling = replace(chosen.sampling(folder), multiple=multiple, rule=cls.frames_rule)
         return cls(encoder, template, sampling, chosen.train_on, False, image, video, **cls.of_model(config))
@@ -167,7 +167,7 @@ def grid_positions(
 
 
 def token_grid(size: Sequence[int], merge: int, times: Sequence[float] = ()) -> np.ndarray:
-    """Return time, height and width of the tokens of a grid, [3, tokens]. `times`: of its temporal patches."""
+    """Return time, height and width of the tokens of a grid, [3, tokens]. `times`: those of temporal patches."""
     t, h, w = size
     grid = np.indices((t, h // merge, w // merge), dtype=np.int64).reshape(3, -1)
     return np.stack([np.asarray(times)[grid[0]], *grid[1:]]) if times else grid
@@ -223,7 +223,7 @@ class TimestampedVideoProcessor(TableGridProcessor):
     def _seconds(self, size: MediaSize, steps: int, temporal: int) -> list[tuple[float, float]]:
         """Return the seconds of the first and of the last frame of each temporal patch."""
         chosen = self.sampling.choose(size.total, size.rate) if size.total else []
-        if len(chosen) != size.frames:  # the frames were sampled by the caller
+        if len(chosen) != size.frames:  # other frames than `sampling` chooses: evenly spaced
             chosen = self.sampling.spread(size.frames, size.total or size.frames)
         rate, last = size.rate or DEFAULT_RATE, size.frames - 1
         ends = [(chosen[min(n * temporal, last)], chosen[min((n + 1) * temporal - 1, last)]) for n in range(steps)]

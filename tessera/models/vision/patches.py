@@ -82,7 +82,7 @@ class Patches:
     ) -> np.ndarray:
         """Cut RGB images of one size, or frames [F, H, W, 3], into patches [P, width] of bytes.
 
-        The last frame fills up the last temporal patch. Images are resized if their size is not that of the grid.
+        Copies of the last frame fill the last temporal patch. Images are resized if their size is not that of the grid.
         `order`: indices of the patches in the order of the result; default: in the order of blocks.
         """
         t, h, w = grid

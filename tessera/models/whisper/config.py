@@ -15,7 +15,7 @@ from tessera.ops.attention import AttentionBackend
 
 MODEL_TYPE = "whisper"
 STRIDE = 2  # mel frames from one position of the encoder to the next
-REACH = 2  # mel frames before and after its middle frame that a position reads
+REACH = 2  # number of mel frames that a position reads before and after its middle frame
 # Each recording takes at least this many tokens of a row, including padding. So `data.length` limits how many
 # recordings a row has, and pipeline stages know how many positions of the encoder a row can have.
 LEAST_TOKENS = 32

@@ -146,7 +146,7 @@ class _Rules:
         return logits
 
     def _restrict_stamps(self, logits: Tensor, text: Sequence[int]) -> None:
-        """Time stamps ascend, come in pairs except at the beginning and the end, and begin the transcript."""
+        """Mask tokens so that time stamps begin the transcript, ascend, and stand before and after each sentence."""
         first, end, latest = self.stamps
         logits[first - 1] = -torch.inf
         if not text:
@@ -167,7 +167,7 @@ class _Rules:
 
 @dataclass(frozen=True)
 class _Active:
-    """Choose tokens of those rows whose recordings are not at their end. `choose` takes logits of all rows."""
+    """Choose tokens for `rows`, whose recordings continue, out of `count`. `choose` gets logits of `count` rows."""
 
     rows: Sequence[int]
     count: int

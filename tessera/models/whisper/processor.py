@@ -307,7 +307,7 @@ class WhisperProcessor(ConversationProcessor):
             encoded += [sum(item.streams[AUDIO].lengths) for item in row]
             encoded += [0] if sum(len(item.tokens) for item in row) < length else []
         segments = {**batch.segments, MEMORY: Segments.of(encoded)}
-        # Padding at the end of a row may be longer than the table of positions.
+        # Padding at the end of a row may have more tokens than there are position embeddings.
         positions = batch["positions"].remainder(self.max_length)
         return replace(batch, segments=segments).with_tensors(positions=positions)
 
@@ -425,5 +425,5 @@ def _split(tokens: Sequence[int], at: int) -> list[list[int]]:
 
 
 def _ids(tokens: Any) -> torch.Tensor:
-    """Return token ids of generation_config.json. Old folders contain -1 for a default."""
+    """Return a list of token ids from generation_config.json. Old folders contain -1, which is no token."""
     return torch.tensor([token for token in tokens or () if token >= 0], dtype=torch.int64)
