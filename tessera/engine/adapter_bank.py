@@ -141,7 +141,7 @@ class AdapterBank:
         """Store checked adapters in a free slot."""
         for path, factors in adapters.items():
             layer = self._layers[path] if path in self._layers else self._add_layer(path, factors.adapter)
-            # Twice as many slots as needed until now, so that few loads change addresses.
+            # Reserve the next power of two slots, so that few loads change addresses.
             count = min(1 << slot.bit_length(), len(self._slots))
             self.version += layer.slots.reserve(count, factors.adapter.rank)
         for layer in self._layers.values():

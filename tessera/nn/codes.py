@@ -32,7 +32,7 @@ def code_output(codebook: int) -> str:
 
 
 class CodeEmbedding(TokenEmbedding):
-    """Sum the embeddings of the codes at each position. The tables of all codebooks are one table."""
+    """Sum the embeddings of the codes at each position. One table contains the rows of all codebooks."""
 
     def __init__(self, sizes: Sequence[int], hidden: int) -> None:
         super().__init__(sum(sizes), hidden)
@@ -66,9 +66,8 @@ class DepthDecoder(nn.Module):
         """`sizes`: number of codes in each codebook. `projected`: inputs are projected to the decoder's width.
         `shared`: `codes` is the table of the text decoder; otherwise it is a parameter of the depth decoder."""
         super().__init__()
+        self._codes = (codes,)  # in a tuple, so that a shared table is not registered as a submodule; see `TiedHead`
         self.codes = None if shared else codes
-        # In a tuple, so that a shared table is not registered as a submodule; see `TiedHead`.
-        self._shared = (codes,) if shared else ()
         self.shape = shape
         self.proj = nn.Linear(codes.embedding_dim, shape.hidden, bias=False) if projected else None
         self.layers = nn.ModuleList(DecoderLayer(shape) for _ in range(shape.layers))
@@ -80,7 +79,7 @@ class DepthDecoder(nn.Module):
 
         `hidden` [N, W]: hidden states that predict the first code of each frame. `codes` [K, N]: its first K codes.
         """
-        (table,) = self._shared if self.codes is None else (self.codes,)
+        (table,) = self._codes
         read = nn.functional.embedding(table.rows(codes).T, table.weight)
         x = torch.cat([hidden.unsqueeze(1).to(read.dtype), read], dim=1)
         frames, steps = x.shape[:2]
@@ -122,7 +121,7 @@ class SpeechModel(LanguageModel):
     def _embed(self, batch: Batch) -> Tensor:
         assert self.codes is not None
         x, codes = super()._embed(batch), batch.get(CODES)
-        if codes is None:  # the sum keeps collectives of the codes' table in step with ranks that have codes
+        if codes is None:  # look up no code: other ranks may have codes and wait in a collective
             codes = torch.full((len(self.codes.starts), 1), IGNORE, device=x.device)
         if self.replaces:
             x = x * (codes == IGNORE).all(0).unsqueeze(1)

@@ -53,7 +53,7 @@ class MediaLayout:
 
 @dataclass(frozen=True)
 class MediaStream:
-    """Declare which media an encoder reads, its stream in the model's plan, and the names of its measures.
+    """Declare which media an encoder reads, its stream in the model's plan, and the keys of its sizes in `measure`.
 
     An element is a patch or an audio frame. Element pairs are the sum of squared segment lengths, to which the FLOPs
     of attention are proportional.
@@ -61,15 +61,15 @@ class MediaStream:
 
     stream: Stream
     kinds: tuple[PartKind, ...]
-    elements: str  # name of the measure for the number of elements, such as "patches"
-    pairs: str  # name of the measure for the number of element pairs within attention segments
-    window_pairs: str = ""  # name of the measure for element pairs within windows; empty: no window attention
+    elements: str  # key of the number of elements, such as "patches"
+    pairs: str  # key of the number of element pairs within attention segments
+    window_pairs: str = ""  # key of the number of element pairs within windows; empty: no window attention
 
     def count(self, layouts: Iterable[MediaLayout]) -> int:
         return sum(length for layout in layouts for length in layout.lengths)
 
     def measure(self, layouts: Sequence[MediaLayout]) -> dict[str, int]:
-        """Return the number of element pairs (patches that attend to each other) of a sample."""
+        """Return the number of element pairs of a sample: patches or audio frames that attend to each other."""
         return self._pairs(
             (length for layout in layouts for length in layout.lengths),
             (length for layout in layouts for length in layout.windows),
