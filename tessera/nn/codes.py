@@ -34,7 +34,7 @@ def code_output(codebook: int) -> str:
 
 
 class CodeEmbedding(TokenEmbedding):
-    """Sum the embeddings of the codes at each position. The tables of all codebooks are one table."""
+    """Sum the embeddings of the codes at each position. One table contains the rows of all codebooks."""
 
     def __init__(self, sizes: Sequence[int], hidden: int) -> None:
         super().__init__(sum(sizes), hidden)
@@ -136,7 +136,7 @@ class SpeechModel(LanguageModel):
     def _embed(self, batch: Batch) -> Tensor:
         assert self.codes is not None
         x, codes = super()._embed(batch), batch.get(CODES)
-        if codes is None:  # the sum keeps collectives of the codes' table in step with ranks that have codes
+        if codes is None:  # look up no code: other ranks may have codes and wait in a collective
             codes = torch.full((len(self.codes.starts), 1), IGNORE, device=x.device)
         if self.replaces:
             x = x * (codes == IGNORE).all(0).unsqueeze(1)
