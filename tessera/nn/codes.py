@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from tessera.core.batch import IGNORE, Batch, Segments
+from tessera.core.cache import CacheStep
 from tessera.core.outputs import Outputs, Projection
+from tessera.nn.cache import KVCache
 from tessera.nn.causal_lm import LanguageModel
 from tessera.nn.decoder import DecoderLayer, DecoderShape, TextDecoder
 from tessera.nn.layers import RMSNorm, TokenEmbedding
@@ -89,6 +91,23 @@ class DepthDecoder(nn.Module):
         for layer in self.layers:
             x = layer(x, angles, segments)
         normed: Tensor = self.norm(x).view(frames, steps, -1)
+        return normed
+
+    def embedded(self, codebook: int, codes: Tensor) -> Tensor:
+        """Return the embeddings [N, W] of codes [N] of a codebook."""
+        (table,) = self._codes
+        return nn.functional.embedding(codes + table.starts[codebook], table.weight)
+
+    def advance(self, x: Tensor, cache: KVCache, step: CacheStep) -> Tensor:
+        """Return the hidden states [N, D] at the last new position of N frames.
+
+        `x` [positions, W]: hidden states or embeddings at the new positions. Each frame has one block of the cache.
+        """
+        x = x if self.proj is None else self.proj(x)
+        angles = self.shape.rope.angles(step.slots % step.block_size)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, angles, step.segments, cache.layer(index, step))
+        normed: Tensor = self.norm(x.index_select(0, step.last))
         return normed
 
 
