@@ -63,10 +63,10 @@ class Batch:
     # full samples, even if this rank has only a part of their tokens.
     shapes: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     sample_ids: tuple[str, ...] = ()
-    rows: tuple[tuple[int, int], ...] = ()  # (row index, number of its samples), in the order of `sample_ids`
+    rows: tuple[tuple[int, int], ...] = ()  # (row index, number of samples in the row), in the order of `sample_ids`
     counts: dict[str, int] = field(default_factory=dict)
     seeds: tuple[int, ...] = ()  # one per row, so that random numbers of a task do not depend on the layout
-    problems: tuple[BadSample, ...] = ()  # masked samples, for quarantine.jsonl
+    problems: tuple[BadSample, ...] = ()  # samples that are masked because they are damaged
     outputs: tuple[str, ...] = ()  # names of hidden states that the model should return (see `core.outputs`)
     flops: float = 0.0  # FLOPs of one forward and backward pass over the rows that this rank reports
 

@@ -22,7 +22,7 @@ class StoredTensors(ABC):
     @property
     @abstractmethod
     def content(self) -> str:
-        """Return a text that identifies the tensors. Samples with different tensors have different texts."""
+        """Return a text that identifies the tensors, such as a hash: different tensors give different texts."""
 
     @abstractmethod
     def load(self) -> dict[str, Tensor]:
@@ -135,7 +135,7 @@ class VideoWithSound(NamedTuple):
 class EncodedStream:
     """Hold the input of one encoder for one sample, before packing. The fields follow `Stream` in the model's plan."""
 
-    tensors: dict[str, Tensor]  # by their names in a batch, with one entry per element: a patch or audio frame
+    tensors: dict[str, Tensor]  # name in a batch -> tensor with one entry per element: a patch or audio frame
     lengths: tuple[int, ...]  # number of elements of each sequence: an image, a video frame, a recording
     slots: Tensor  # [outputs] int64: positions of the tokens that the encoder's outputs replace
     windows: tuple[int, ...] = ()  # number of elements of each window, for encoders with window attention
@@ -154,7 +154,7 @@ class Encoded:
     tokens: Tensor  # [L] int64
     labels: Tensor  # [L] int64, IGNORE where not trained on
     positions: Tensor  # [L] or [3, L] int64
-    streams: dict[str, EncodedStream] = field(default_factory=dict)  # by the name of the stream in the model's plan
+    streams: dict[str, EncodedStream] = field(default_factory=dict)  # stream name in the model's plan -> its input
     counts: dict[str, int] = field(default_factory=dict)
 
     @property

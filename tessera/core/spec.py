@@ -32,7 +32,7 @@ class Passes:
     first: float = 2.0  # passes over the first product of an encoder, whose input has no gradient
 
 
-# Part of the model ("text", "head", "vision", "projector") -> its passes. Missing parts are fully trained.
+# Part of the model ("text", "head", "vision", "projector") -> its passes. Parts without a key are fully trained.
 Training = Mapping[str, Passes]
 FULL = Passes()
 
@@ -49,7 +49,7 @@ class Processor(Protocol):
         """Return a sample ready to be packed: for conversations an `Encoded`, for other data another type.
 
         `media`: one decoded object per media part (PIL image, or uint8 frames [F, H, W, 3]), in order. `sizes`: the
-        sizes in their headers, which differ if images were made smaller while they were decoded.
+        sizes in the files' headers, which are larger if images were scaled down while they were decoded.
         """
         ...
 
@@ -149,8 +149,8 @@ class Component:
     # (config) -> the unsharded module with weights, on the host: from its own files, or as its constructor draws
     # them. If `load` is None or returns None, `initialize(name, tensor, generator)` of the module draws the weights.
     load: Callable[[Any], nn.Module | None] | None = None
-    residence: Residence = "sharded"  # used for frozen components with another `stage` than "split"
-    # Used for frozen components. "split": laid out like the trained model, whose initial weights it has.
+    residence: Residence = "sharded"  # of a frozen component whose `stage` is not "split"
+    # Of a frozen component. "split": sharded like the trained model, for a frozen copy of its initial weights.
     stage: Stage = "split"
 
     def loaded(self, config: Any = None) -> nn.Module:

@@ -83,7 +83,7 @@ class MediaFamily(ABC):
         return None
 
     def towers(self, config: Any) -> dict[str, Tower]:
-        """Return the encoders by the names of their streams, in order of execution."""
+        """Return the encoders in order of execution. Keys: names of their streams."""
         return {}
 
     def styles(self, config: Any) -> dict[str, TensorStyle]:

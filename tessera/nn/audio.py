@@ -67,7 +67,7 @@ class AudioShape:
 
     @property
     def conv_products(self) -> tuple[int, ...]:
-        """Return the number of multiply-adds per element of each convolution, and of the projection after them."""
+        """Return the multiply-adds per element of each convolution, and of the projection after 2D convolutions."""
         if not self.channels:
             return 9 * self.bins * self.hidden, 3 * self.hidden**2
         rows, channels = _halved(self.bins, 3), self.channels
@@ -92,7 +92,7 @@ def sinusoids(index: Tensor, width: int) -> Tensor:
 
 
 def stored_sinusoids(table: Tensor) -> Tensor:
-    """Return the initial values of a table of position embeddings [positions, width]."""
+    """Return the initial values of `StoredPositions`: sinusoids of the shape of `table` [positions, width]."""
     return sinusoids(torch.arange(table.shape[0], device=table.device), table.shape[1])
 
 

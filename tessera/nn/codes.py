@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from tessera.core.batch import IGNORE, Batch, Segments
+from tessera.core.cache import CacheStep
 from tessera.core.outputs import Outputs, Projection
+from tessera.nn.cache import KVCache
 from tessera.nn.causal_lm import LanguageModel
 from tessera.nn.decoder import DecoderLayer, DecoderShape, TextDecoder
 from tessera.nn.layers import RMSNorm, TokenEmbedding
@@ -32,7 +34,7 @@ def code_output(codebook: int) -> str:
 
 
 class CodeEmbedding(TokenEmbedding):
-    """Sum the embeddings of the codes at each position. The tables of all codebooks are one table."""
+    """Sum the embeddings of the codes at each position. One table contains the rows of all codebooks."""
 
     def __init__(self, sizes: Sequence[int], hidden: int) -> None:
         super().__init__(sum(sizes), hidden)
@@ -91,6 +93,23 @@ class DepthDecoder(nn.Module):
         normed: Tensor = self.norm(x).view(frames, steps, -1)
         return normed
 
+    def embedded(self, codebook: int, codes: Tensor) -> Tensor:
+        """Return the embeddings [N, W] of codes [N] of a codebook."""
+        (table,) = self._codes
+        return nn.functional.embedding(codes + table.starts[codebook], table.weight)
+
+    def advance(self, x: Tensor, cache: KVCache, step: CacheStep) -> Tensor:
+        """Return the hidden states [N, D] at the last new position of N frames.
+
+        `x` [positions, W]: hidden states or embeddings at the new positions. Each frame has one block of the cache.
+        """
+        x = x if self.proj is None else self.proj(x)
+        angles = self.shape.rope.angles(step.slots % step.block_size)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, angles, step.segments, cache.layer(index, step))
+        normed: Tensor = self.norm(x.index_select(0, step.last))
+        return normed
+
 
 class SpeechModel(LanguageModel):
     """Compute a text decoder over text and speech, and a depth decoder over the codebooks.
@@ -117,7 +136,7 @@ class SpeechModel(LanguageModel):
     def _embed(self, batch: Batch) -> Tensor:
         assert self.codes is not None
         x, codes = super()._embed(batch), batch.get(CODES)
-        if codes is None:  # the sum keeps collectives of the codes' table in step with ranks that have codes
+        if codes is None:  # look up no code: other ranks may have codes and wait in a collective
             codes = torch.full((len(self.codes.starts), 1), IGNORE, device=x.device)
         if self.replaces:
             x = x * (codes == IGNORE).all(0).unsqueeze(1)

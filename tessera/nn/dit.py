@@ -61,7 +61,7 @@ class FeedForward(nn.Module):
 
 
 class TimeEmbedding(FeedForward):
-    """Embed timesteps [S], in the dtype of its weights."""
+    """Embed timesteps [S]. The result has the dtype of the weights."""
 
     def __init__(self, features: int, hidden: int) -> None:
         super().__init__(features, hidden, hidden, F.silu)
@@ -116,7 +116,7 @@ def spread(values: Tensor, index: Tensor | None) -> Tensor:
 
 
 class Modulation(nn.Module):
-    """Add a learned table of `count` vectors to the modulation of the timestep, in fp32."""
+    """Add a learned table of `count` vectors to the modulation that depends on the timestep. The sum is fp32."""
 
     def __init__(self, count: int, hidden: int) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class WideLayerNorm(nn.LayerNorm):
 
 
 class FeatureRMSNorm(FeatureStatistics):
-    """Compute the RMS norm over all heads of a token, also if a rank has only some of the heads."""
+    """Compute the RMS norm of a token over all heads. Under tensor parallelism the ranks add their statistics."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()

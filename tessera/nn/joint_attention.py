@@ -17,8 +17,8 @@ from tessera.ops.pointwise import Angles, rotate
 from tessera.ops.registry import AUTO
 from tessera.ops.rows import permute_rows
 
-# What a double block does with text after attention. "computed": output projection and MLP; "kept": nothing, but it has
-# frozen weights for exports; "absent": nothing, and it has no weights for it.
+# What a double block does with text after attention. "computed": output projection and MLP; "kept": nothing, but
+# the block has frozen weights of these layers, for exports; "absent": nothing, and the block lacks these weights.
 TextRest = Literal["computed", "kept", "absent"]
 
 

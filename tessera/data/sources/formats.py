@@ -42,7 +42,7 @@ from tessera.data.sources.fields import (
     value_of,
     values_of,
 )
-from tessera.data.sources.speech_codes import codes_part, numbered_speaker, parse_speech, speaker_of_turn
+from tessera.data.sources.speech_codes import codes_part, numbered_speaker, parse_speech, speaker_of, speaker_of_turn
 from tessera.data.tool_calls import format_calls, format_spoken_calls, with_tools
 
 CHOSEN, REJECTED = "chosen", "rejected"  # roles of the two answers of a pair, or of an answer labelled good or bad
@@ -138,7 +138,8 @@ def _parse_transcript(record: Mapping[str, Any], names: ColumnMap) -> tuple[Mess
         recordings = [media_part("audio", recordings[0].value, (start, round(start + length, 9)))]
     instruction = record.get(names.prompt)
     words = (Part("text", text_of(instruction)),) if instruction else ()
-    return (Message("user", (*recordings, *words)), Message("assistant", (Part("text", text_of(text).strip()),)))
+    answer = Message("assistant", (Part("text", text_of(text).strip()),), speaker_of(record, names))
+    return (Message("user", (*recordings, *words)), answer)
 
 
 def _seconds(record: Mapping[str, Any], key: str) -> float:

@@ -33,7 +33,7 @@ class AudioConfig(Section):
     def _fits_heads(self) -> Self:
         if self.d_model % self.encoder_attention_heads or self.d_model % 2:
             raise ValueError(
-                f"d_model {self.d_model} must be even and a multiple of {self.encoder_attention_heads} heads"
+                f"d_model {self.d_model} must be even and divisible by {self.encoder_attention_heads} (heads)"
             )
         return self
 

@@ -26,7 +26,7 @@ from tessera.weights.map import Rule
 from tessera.weights.operations import Reshape
 
 AUDIO_BLOCKS = "audio.blocks.{*}"
-EXAMPLE_CLIPS = 16  # number of clips in an example batch, divisible by the usual numbers of ranks that share it
+EXAMPLE_CLIPS = 16  # number of clips in an example batch, divisible by the usual numbers of data-parallel ranks
 
 
 class AudioFamily(MediaFamily):

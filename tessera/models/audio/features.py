@@ -109,7 +109,7 @@ _MOST = {"bins": 1024, "rate": 768_000, "fft": 1 << 16, "hop": 1 << 16, "seconds
 
 
 def whole_number(data: Mapping[str, Any], name: str, default: int, most: int, where: str, least: int = 1) -> int:
-    """Return a number of a preprocessor file."""
+    """Return the integer field `name` of a preprocessor file, or `default`; raise if it is out of range."""
     value = data.get(name)
     if value is None:
         return default

@@ -51,8 +51,10 @@ class OmniProcessor(GridProcessor):
 
     @abstractmethod
     def interleave(self, frames: MediaLayout, track: MediaLayout) -> tuple[list[int], list[int]]:
-        """Return the lengths of the runs of frame tokens and of audio tokens of a video. Runs alternate, frames
-        first."""
+        """Split a video's tokens into alternating runs: return the lengths of its frame runs and of its audio runs.
+
+        The first run is of frames.
+        """
         ...
 
     @classmethod

@@ -58,12 +58,12 @@ class ClipCutter:
     # Whether the last chunk of a recording is padded to the length of the others. Elements are computed only up to the
     # end of the recording.
     fills: bool = True
-    silence: bool = True  # pad the samples with silence to the longest recording; False: pad the mel frames with zeros
+    silence: bool = True  # pad samples with silence to `mel.longest`; False: pad mel frames with zeros
     least: int = 0  # minimum number of samples; shorter recordings are padded with silence
 
     @classmethod
     def of_chunks(cls, mel: LogMel, chunk: int, window: int, least: int = 0) -> Self:
-        """Return the splitting for an encoder of `ChunkAudioConfig`. `window`: mel frames of an attention window."""
+        """Return the cutter for a `ChunkAudioConfig`. `window`: number of mel frames in an attention window."""
         stride = CHUNK_STRIDE
         return cls(mel, stride, stride - 1, chunk=chunk, window=window // chunk, silence=False, least=least)
 
@@ -127,11 +127,11 @@ class ClipCutter:
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     def _elements(self, samples: int) -> list[int]:
-        """Return the number of elements of each chunk."""
+        """Return the number of elements in each chunk of a recording."""
         return [-(-frames // self.stride) for frames in self._chunks(samples)]
 
     def _chunks(self, samples: int) -> list[int]:
-        """Return the number of mel frames of each chunk."""
+        """Return the number of mel frames in each chunk of a recording."""
         frames = self.frames(samples)
         return [min(self.chunk, frames - start) for start in range(0, frames, self.chunk)]
 
@@ -181,7 +181,7 @@ class AudioProcessor(ConversationProcessor):
         write_json(folder / IMAGE_FILE, {"processor_class": self.processor_class, **fields})
 
     def extractor_fields(self) -> dict[str, Any]:
-        """Return further fields of preprocessor_config.json."""
+        """Return fields of preprocessor_config.json besides those of `LogMel`."""
         return {}
 
 

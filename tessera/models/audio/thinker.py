@@ -18,8 +18,10 @@ THINKER_NAMES = (
 
 
 class ThinkerFamily(AudioFamily, GridFamily):
-    """Declare a thinker, before the family of its vision encoder among the base classes. Its configuration is an
-    `OmniConfig`."""
+    """Base class of thinker families, whose configuration is an `OmniConfig`.
+
+    A family also derives from the family of its vision encoder, which comes after this class.
+    """
 
     def untrained_parts(self, folder: Path) -> str | None:
         fields = folder_layout(folder).config() if (folder / CONFIG_FILE).is_file() else {}

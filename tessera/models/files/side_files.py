@@ -23,7 +23,7 @@ from tessera.runtime.files import leads_out, read_json, read_json_mapping
 IMAGE_FILE = "preprocessor_config.json"
 VIDEO_FILE = "video_preprocessor_config.json"
 BOTH_FILE = "processor_config.json"  # settings of all preprocessors in one file (newer folders)
-# File of a preprocessor -> keys of its settings in processor_config.json. Audio and images use the same file.
+# Preprocessor file -> keys of its settings in processor_config.json. Audio settings are stored in the image file.
 _PARTS = {IMAGE_FILE: ("image_processor", "feature_extractor"), VIDEO_FILE: ("video_processor",)}
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"

@@ -141,7 +141,7 @@ def tile_settings(folder: Path) -> dict[str, Any]:
 def system_message(folder: Path) -> str | None:
     """Return the system message in config.json.
 
-    The one in the Python code of such folders is not used; recipes can set data.processor.system.
+    A system message in the folder's Python code is not used; recipes can set data.processor.system.
     """
     message = read_json_mapping(folder / CONFIG_FILE).get("system_message")
     return message if isinstance(message, str) and message else None

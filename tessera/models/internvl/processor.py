@@ -38,7 +38,7 @@ from tessera.models.vision.preprocessor_files import (
 from tessera.models.vision.processor import VisionProcessor
 
 OPEN, CLOSE, VIDEO = "<img>", "</img>", "<video>"
-# Chat templates of folders write one placeholder per image or video, which transformers' processor expands.
+# For each image or video, the chat template of a folder writes one placeholder, which transformers expands later.
 QWEN = ChatTemplate(
     special=("<|im_start|>", "<|im_end|>", OPEN, CLOSE),
     media={
@@ -253,7 +253,7 @@ class TileCutter:
         return Patches(1, self.size**2, self.patch, self.merge, 1, self.mean, self.std, self.scale)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the fields without cached tables, which a worker recomputes faster than they are sent."""
+        """Return the fields for a worker process without cached tables, which it computes faster than they are sent."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 

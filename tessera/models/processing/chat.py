@@ -90,8 +90,8 @@ class ChatTemplate:
     begin: str = ""  # text before the first message of a conversation
     system: str | None = "You are a helpful assistant."  # system message of conversations without one
     end_of_text: str = "<|endoftext|>"  # token that ends plain text
-    # For templates without an end-of-turn token: tokens that begin the next turn, which a model learns to write at the
-    # end of its answer. The first of them ends a conversation.
+    # For templates without an end-of-turn token: tokens that begin a turn. The model learns to write them after its
+    # answer. The first of them ends a conversation.
     next_turns: tuple[str, ...] = ()
     media_first: bool = False  # write all media of a turn before its texts
 
@@ -179,7 +179,7 @@ class ChatTemplate:
         return [Message("system", (both, *said[1:])), *messages[1:]]
 
     def beginning(self, answer: Message) -> list[ChatSpan]:
-        """Return the spans of an answer that the model continues, which follow the header of its turn."""
+        """Return the spans of an unfinished answer, without the header of its turn. The model continues them."""
         text = "".join(part.value for part in answer.parts if part.kind == "text")
         return [*self._words(self._turn(answer.role).text_before, answer.role), ChatSpan(text, answer.role)]
 
@@ -226,7 +226,7 @@ class ChatTemplate:
         return self._enclosed([ChatSpan(text, role, trained)], role)
 
     def _enclosed(self, said: list[ChatSpan], role: str) -> list[ChatSpan]:
-        """Return the spans of a text, enclosed in the template's texts for it."""
+        """Return the spans of a message's text between `text_before` and `text_after` of its turn."""
         if role == PLAIN:
             return said
         turn = self._turn(role)
@@ -260,7 +260,7 @@ class ChatTemplate:
         turn = self._turn("system")
         before = turn.before.replace("{role}", "system") + turn.text_before
         after = (turn.text_after + turn.after).rstrip("\n")
-        if not before:  # system turns have no header: only templates that Tessera wrote can be recognised
+        if not before:  # no header to search for: recognise only templates that Tessera wrote
             start = re.escape(_UNLESS_SYSTEM) + f"(?:{_NO_TOOLS})? %\\}}"
             branch = re.search(start + "(.*?)" + re.escape(after + "{% endif %}"), jinja, re.DOTALL)
             return None if branch is None else branch[1].removeprefix("{% raw %}").removesuffix("{% endraw %}")

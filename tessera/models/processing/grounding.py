@@ -62,7 +62,7 @@ class Grounding:
     point: str = "[{}, {}]"
     around: tuple[str, str] = ("", "")
     around_name: tuple[str, str] = ("", "")
-    # A text that consists of regions only is a JSON list of {"bbox_2d": [...], "label": ...}, in a Markdown block.
+    # Whether a text of regions only is written as a JSON list of {"bbox_2d": [...], "label": ...} in a Markdown block.
     json: bool = False
 
     def write(

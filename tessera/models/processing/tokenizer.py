@@ -28,7 +28,7 @@ _SPLIT = (
 
 _MAX_BYTES = 256 << 20  # largest size of tokenizer.json
 _MOST_IDS = 1 << 24  # published vocabularies are below 2**20; for huge ids the library aborts the process
-_SHORT, _MANY = 64, 4096  # cache of tokenized texts: limit of characters per text, limit of texts
+_SHORT, _MANY = 64, 4096  # cache of tokenized texts: maximum characters of a text, maximum number of texts
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -45,7 +45,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     data = read_json_mapping(path, _MAX_BYTES)
     if (highest := _highest_id(data)) > _MOST_IDS:
         raise TesseraError(
-            f"this tokenizer has a token with id {highest}, the largest supported id is {_MOST_IDS}",
+            f"this tokenizer has a token with id {highest}, and the largest supported id is {_MOST_IDS}",
             where=str(path),
             fix=_PUBLISHED,
             code="tokenizer.id-too-high",
@@ -98,8 +98,8 @@ def _library_errors(what: str, *, code: str = "tokenizer.cannot-encode") -> Iter
         raise TesseraError(f"{what}: {first_line(error)}", fix=_PUBLISHED, code=code) from None
 
 
-# Signs of a regular expression with exponential run time: a repeated group, or more than two unlimited repetitions in
-# one alternative. Patterns of published tokenizers have none.
+# A regular expression may take exponential time if it has a repeated group, or more than two unlimited repetitions in
+# one alternative. Patterns of published tokenizers have neither.
 _REPEATED_GROUP = re.compile(r"\)[+*{]")
 _SET_OR_ESCAPE = re.compile(r"\\[pP]\{[^}]*\}|\\.|\[(?:\\.|[^\]\\])*\]", re.DOTALL)
 _REPEATED = re.compile(r"[+*]|\{\d*,\d*\}")

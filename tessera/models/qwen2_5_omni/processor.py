@@ -37,7 +37,7 @@ class Qwen25OmniProcessor(OmniProcessor, Qwen25VLProcessor):
     files: ClassVar[GridFiles] = GridFiles(processor="Qwen2_5OmniProcessor")
     ends_share: ClassVar[bool] = True
 
-    seconds_per_chunk: int = 2  # seconds of a video that its sound follows, before the next frames
+    seconds_per_chunk: int = 2  # seconds of frames before the sound of these seconds
 
     @classmethod
     def of_model(cls, config: Any) -> dict[str, Any]:

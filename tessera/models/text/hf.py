@@ -229,7 +229,7 @@ def _read_scaling(rope: Mapping[str, Any], max_positions: Any, where: str) -> di
     names = [name for name in RopeScaling.model_fields if rope.get(name) is not None]
     defaults = {"original_max_position_embeddings": max_positions} if kind in ("llama3", "yarn") else {}
     scaling = {**defaults, **{name: rope[name] for name in names}, "rope_type": kind}
-    if kind == "yarn" and "factor" in rope and rope["factor"] is None:  # null means the ratio of the two lengths
+    if kind == "yarn" and "factor" in rope and rope["factor"] is None:  # null: new length / original length
         scaling["factor"] = max_positions / scaling["original_max_position_embeddings"]
     return scaling
 

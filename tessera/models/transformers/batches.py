@@ -25,7 +25,7 @@ from tessera.models.transformers.marks import MarkedTokenizer, without_marks
 from tessera.models.transformers.turns import Turns
 
 IDS, MASK, TYPES = "input_ids", "attention_mask", "token_type_ids"
-_NOT_INPUTS = (IDS, MASK, "labels")  # outputs of transformers' processor that Tessera replaces by its own
+_NOT_INPUTS = (IDS, MASK, "labels")  # outputs of transformers' processor that Tessera computes itself
 _BLANK_SIDE = 64  # width and height of a blank image
 _MULTIPLE = 8  # padded rows have a multiple of this number of tokens
 
@@ -53,7 +53,7 @@ class Library:
         return self.turns.sees
 
     def check(self) -> None:
-        """Raise an error if the chat template is missing, exceeds its limits, or drops images."""
+        """Raise an error if the chat template is missing, drops images, or exceeds its limits of time or output."""
         assert self.turns.jinja
         self.turns.stop_words()
         if self.sees:

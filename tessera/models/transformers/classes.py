@@ -48,7 +48,7 @@ def _masks_stay_apart(image_blocks: bool) -> bool:
     positions = torch.tensor([[0, 1, 2, 0, 1, 2]])
 
     def visible(start: int, end: int) -> Tensor:
-        """Return the mask [tokens, tokens] of tokens `start` to `end`, true where a token attends to another."""
+        """Return the attention mask among tokens `start` to `end`: true where token i (row) attends to token j."""
         overlay = blockwise_overlay(blocks[:, start:end]) if image_blocks else None
         states = torch.zeros(1, end - start, 1)
         mask = create_causal_mask(settings, states, None, None, positions[:, start:end], or_mask_function=overlay)

@@ -38,7 +38,7 @@ class TransformersConfig(Section):
     @classmethod
     def _read_folder(cls, data: Any) -> Any:
         """Read config.json once and store its fields, so that the run no longer needs the folder."""
-        if isinstance(data, Mapping) and not data.get("hub"):  # run folders of earlier releases contain an empty `hub`
+        if isinstance(data, Mapping) and not data.get("hub"):  # earlier releases wrote an empty key `hub`
             data = {key: value for key, value in data.items() if key != "hub"}
         folder = data.get("folder") if isinstance(data, Mapping) else None
         if not folder or "model_type" in (data.get("hf") or {}):

@@ -205,7 +205,7 @@ class SizedImages:
             if len(self._outputs) > _KEPT_SIZES:
                 self._outputs.popitem(last=False)
         self._outputs.move_to_end(key)
-        return copy.copy(self._outputs[key])  # a copy, because processors remove entries
+        return copy.copy(self._outputs[key])  # a copy, because the processor removes entries from it
 
 
 def _shape_of(value: Any) -> Any:

@@ -119,7 +119,7 @@ class ClassProcessor:
         return VideoSampling(chosen.fps, chosen.min_frames, chosen.max_frames, 1, chosen.frames)
 
     def target(self, kind: PartKind, size: MediaSize) -> tuple[int, int] | None:
-        return None  # full resolution: the library's preprocessor resizes
+        return None  # decode at full resolution: transformers' preprocessor resizes
 
     def training_on(self, roles: Sequence[str], *, last_only: bool = False) -> Self:
         if roles:
@@ -150,7 +150,7 @@ class ClassProcessor:
         options = self.options.model_dump(mode="json", exclude={"train_on"})
         # Add options of earlier releases as None, so that the fingerprints of their runs do not change.
         options |= dict.fromkeys(self.options.renamed)
-        if options["image_backend"] == "pil":  # left out, because earlier releases had no such option
+        if options["image_backend"] == "pil":  # the default is left out: earlier releases had no such key
             del options["image_backend"]
         roles = [self.train_on, self.last_only]
         facts = [VERSION, transformers.__version__, files, options, asdict(self.sampling), roles]

@@ -24,7 +24,7 @@ Chat = list[dict[str, Any]]
 # list. "words": always a string, with placeholders for images.
 Form = Literal["parts", "strings", "words"]
 _FORMS: tuple[Form, ...] = ("parts", "strings", "words")
-_AS_PYTHON = ("{'type'", '{"type"')  # signs of a Python list, written by a template that expects strings
+_AS_PYTHON = ("{'type'", '{"type"')  # what a template writes if it expects strings and gets a list of parts
 MEND = "put {% generation %} and {% endgeneration %} around the assistant's text in the folder's chat template"
 
 
@@ -207,7 +207,7 @@ class Turns:
     def _spans(
         self, messages: Sequence[Message], form: Form, plain: str, turns: Sequence[int], *, only_assistant: bool
     ) -> list[Span]:
-        """Return the trained character ranges of `plain` (the conversation rendered without marks), one per turn."""
+        """Return the trained character ranges, one per turn. `plain`: the conversation rendered without marks."""
         if only_assistant and self._with_generation_marks is not None:
             text = self._render(self._chat(messages, form), jinja=self._with_generation_marks)
             marked_spans = self._clean(text, plain)
@@ -293,7 +293,7 @@ def _as_python(messages: Sequence[Message], text: str) -> bool:
 
 
 def _answers(plain: str, spans: Sequence[Span], messages: Sequence[Message]) -> bool:
-    """Return whether each range contains the texts of its message."""
+    """Return whether each character range of `plain` contains the texts of its message."""
     if len(spans) != len(messages):
         return False
     return all(

@@ -108,8 +108,7 @@ class GridProcessor(VisionProcessor):
         return ()
 
     def seconds(self, size: MediaSize) -> np.float32:
-        """Return the seconds between two temporal patches of a video. If its frame rate is unknown, its frames count as
-        sampled at `sampling.fps`."""
+        """Return the seconds between two temporal patches. Without a frame rate, `sampling.fps` is assumed."""
         return np.float32(self.video.temporal / (size.fps or self.sampling.fps))
 
     def elements(self, kind: PartKind, media: Any, layout: MediaLayout) -> dict[str, np.ndarray]:
@@ -199,10 +198,7 @@ class TableGridProcessor(GridProcessor):
 
 @dataclass(frozen=True, eq=False)
 class TimestampedVideoProcessor(TableGridProcessor):
-    """Write the time of each temporal patch ("step") of a video as text, as GLM-4.1V and Qwen3-VL do.
-
-    Each step is a run of visual tokens beside its timestamp.
-    """
+    """Write the time of each temporal patch of a video as text beside its tokens, as GLM-4.1V and Qwen3-VL do."""
 
     @abstractmethod
     def timestamp(self, first: float, last: float) -> str:

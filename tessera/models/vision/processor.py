@@ -75,7 +75,7 @@ class VisionProcessor(ConversationProcessor):
         return self.grounding.write(part, text, numbers, lambda word: self.encoder.find(word) is not None)
 
     def answer_text(self, message: Message, images: Sequence[MediaSize]) -> str:
-        """Return the text that `decode` returns for the tokens of a message, with boxes in the family's format."""
+        """Return a message as `decode` would return it after tokenizing: with boxes in the family's format."""
         spans: list[ChatSpan] = []
         for part in message.parts:
             plain = ChatSpan(str(part.value), message.role)

@@ -90,7 +90,7 @@ def generate(
 
 
 def after_stamps(tokens: Sequence[int], first: int, frames: int) -> tuple[list[int], int]:
-    """Return the tokens of a window that are kept, and the number of frames after which the next window begins.
+    """Return the tokens of a window to keep, and the number of frames from its start to that of the next window.
 
     `first`: id of the time stamp 0.00. `frames`: number of frames in the window. Two time stamps in a row are the end
     of a sentence and the beginning of the next one. The window may cut off the sentence after the last such pair, so
@@ -105,7 +105,7 @@ def after_stamps(tokens: Sequence[int], first: int, frames: int) -> tuple[list[i
 
 @dataclass(frozen=True)
 class _Rules:
-    """Hold the rules for the tokens that may be generated."""
+    """Hold which tokens may be generated."""
 
     suppressed: Tensor
     suppressed_first: Tensor
@@ -225,7 +225,7 @@ def _transcribe(
     while len(texts[0]) < most and not all(done):
         logits = decode(new)
         logits = logits if rules is None else rules.restrict(logits, prompts, texts)
-        logits[[row for row in range(len(done)) if done[row]]] = 0.0  # rows that have ended: the choice has no effect
+        logits[[row for row in range(len(done)) if done[row]]] = 0.0  # finished rows: their tokens are dropped
         chosen = choose(logits)
         for row, token in enumerate(chosen):
             done[row] = done[row] or token in stops

@@ -61,7 +61,7 @@ def plan(config: WhisperConfig) -> ModelPlan:
     # A stage of the decoder also passes on the outputs of the encoder, for the maximum number of recordings in a row.
     encoded = -(-positions // LEAST_TOKENS)
     inside, carry = StageActivation(encoded, shape.hidden), StageActivation(encoded + 1, shape.hidden)
-    # A transcript has about `LEAST_TOKENS` tokens, so there are `encoded` positions of the encoder for each token.
+    # If a transcript has `LEAST_TOKENS` tokens, there are `encoded` positions of the encoder for each token.
     layer = text.layer_weights + encoded * text.memory_weights
     layers = "text.layers.{*}"
     styles: dict[str, TensorStyle] = {
@@ -170,7 +170,7 @@ def stock_inputs(batch: Batch) -> dict[str, Tensor]:
 
 
 def work(config: WhisperConfig, measures: Measures, training: Training = MappingProxyType({})) -> dict[str, np.ndarray]:
-    """Return the FLOPs of each sample by stream. Keys and values of the encoder's outputs count as text."""
+    """Return the FLOPs of each sample by stream. Projecting encoder outputs to keys and values counts as text."""
     text = config.decoder
     tokens, elements = (measures[name].astype(np.float64) for name in ("tokens", "audio_frames"))
     layers, head = (training.get(part, FULL) for part in ("text", "head"))
