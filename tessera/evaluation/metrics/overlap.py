@@ -52,7 +52,8 @@ def whisper_english(text: str) -> str:
     """
     for begin, end in _ASIDES:
         text = _without(text.lower(), begin, end)
-    text = re.sub(r"[<(\[]", " ", text)  # without an end, they take transformers' patterns quadratic time
+    # Brackets without an end and runs of blanks take transformers' patterns quadratic time.
+    text = re.sub(r"[<(\[\s]+", " ", text)
     try:
         return str(_english_normaliser()(text)).strip()
     except ValueError:  # numbers of thousands of digits
