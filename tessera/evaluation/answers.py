@@ -85,7 +85,7 @@ class BenchmarkAnswers:
                 progress.count()
 
     def row(self, number: int, question: BenchmarkQuestion, answer: Answer | None) -> Row:
-        """Return the row of an answer. None: the model could not answer, which counts as an empty answer."""
+        """Return the row of an answer. `answer` None: the model could not answer, which counts as an empty answer."""
         text = "" if answer is None else answer.text
         mark = self.benchmark.metric.mark(text, question)
         return {

@@ -22,7 +22,7 @@ NEEDS: dict[str, Any] = {
     "traced": False,
 }
 _MASK = 2048  # side of the compressed causal mask, for sequences of any length
-_CAUSAL = 3  # sparse mode: the compressed mask, aligned with the last query and the last key
+_CAUSAL = 3  # sparse mode of the operator: compressed causal mask, in which the last query sees the last key
 _MOST_SEGMENTS = 1024  # limit on the segments of one call
 
 

@@ -104,7 +104,7 @@ class ParquetFile(Container):
         try:
             table = self._read(group)
         except RecordError as error:
-            return _Group(None, 0, error)  # remembered, so that the group is not read again for each row
+            return _Group(None, 0, error)  # stored with its error, so that the group is not read again for each row
         mapped = _mapped(spilled, table.num_rows) if table.nbytes > SPILL_BYTES and _spill(table, spilled) else None
         return _Group(table, table.nbytes) if mapped is None else _Group(mapped, 0)
 

@@ -62,14 +62,14 @@ class RecordedShard:
 
 @dataclass
 class JoinedTensor:
-    """Hold a tensor of one side, joined from shards. `tensor`: its kept elements; None: statistics only."""
+    """Hold a tensor of one side, joined from shards. `tensor`: its recorded elements; None: only statistics."""
 
     shards: list[RecordedShard]
     tensor: Tensor | None
     shape: list[int]
     stride: int = 1
     replicas: list[Tensor] = field(default_factory=list)  # copies of the tensor on other ranks
-    partial: bool = False  # whether the replicas may be terms of a sum
+    partial: bool = False  # whether the replicas can be terms of a sum instead of copies
 
     @property
     def entry(self) -> TensorEntry:
@@ -84,7 +84,7 @@ class JoinedTensor:
         return sum(shard.entry.not_finite for shard in self.shards)
 
     def moved(self, which: str) -> float | None:
-        """Return the effect of rounding on the joined tensor. `name`: `moved_max`, `moved_rms` or `moved_norm`."""
+        """Return how much rounding changes the joined tensor. `which`: `moved_max`, `moved_rms` or `moved_norm`."""
         values = [getattr(shard.entry, which) for shard in self.shards]
         measured = [value for value in values if value is not None]
         return max(measured) if measured else None
@@ -109,7 +109,7 @@ def grouped(recording: Recording) -> Groups:
 
 
 def join(shards: Sequence[RecordedShard], like: Sequence[int]) -> JoinedTensor | None:
-    """Join shards into one tensor. `like`: its shape on the other side. None if the shards do not fit."""
+    """Join shards into one tensor; None if they do not fit. `like`: the shape of the tensor on the other side."""
     first = shards[0].entry
     if any(shard.elements is None for shard in shards):
         return _only_statistics(shards, like)
@@ -187,7 +187,7 @@ def _by_offsets(shards: Sequence[RecordedShard]) -> JoinedTensor | None:
 
 
 def _by_shape(shards: Sequence[RecordedShard], like: list[int]) -> JoinedTensor | None:
-    """Join the shards of tensor and context parallel ranks. Each smaller dimension belongs to one of the two."""
+    """Join the shards of ranks with tensor and context parallelism. Each of them splits one dimension."""
     if len(shards[0].entry.shape) != len(like):
         return None
     parts = sorted({shard.at(_SHARED): shard for shard in reversed(shards)}.items())
