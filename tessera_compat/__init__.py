@@ -19,6 +19,6 @@ __all__ = ["migrate"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:  # imported on first use: it needs torch
+    if name in __all__:  # imported on first use, because the module imports torch
         return getattr(importlib.import_module("tessera_compat.mindspeed_mm.migrate"), name)
     raise AttributeError(f"module 'tessera_compat' has no attribute {name!r}")

@@ -26,7 +26,7 @@ class Topology:
     """List the CPU cores of a machine and of each of its NUMA nodes."""
 
     online: frozenset[int]
-    allowed: frozenset[int]  # cores that this process may use: taskset and control groups exclude some
+    allowed: frozenset[int]  # cores that this process is allowed to use: taskset and control groups exclude some
     nodes: dict[int, frozenset[int]]  # NUMA node -> cores; one node if /sys does not list nodes
 
 
@@ -81,9 +81,9 @@ def numa_node(pci_address: str | None, sys: Path = SYS) -> int | None:
 
 
 def consecutive_cores(devices: int, topology: Topology) -> list[frozenset[int]]:
-    """Return the same number of consecutive CPU cores for each device.
+    """Divide the allowed CPU cores into consecutive ranges of equal size, one for each device.
 
-    Remaining cores stay unused. If there are fewer cores than devices, devices share cores.
+    Cores that do not divide evenly stay unused. If there are fewer cores than devices, devices share cores.
     """
     return _split(topology.allowed, devices)
 
@@ -91,7 +91,7 @@ def consecutive_cores(devices: int, topology: Topology) -> list[frozenset[int]]:
 def numa_cores(nodes: Sequence[int | None], topology: Topology) -> list[frozenset[int]]:
     """Return the CPU cores of each device: devices on the same NUMA node split its cores evenly.
 
-    Devices whose node is unknown are assigned to the nodes in order, as most machines are built.
+    Devices whose node is unknown are spread over the nodes in ascending order, as in most machines.
     """
     with_cores = [node for node, cores in sorted(topology.nodes.items()) if cores & topology.allowed] or [0]
     spread = [with_cores[number * len(with_cores) // len(nodes)] for number in range(len(nodes))]
@@ -122,9 +122,9 @@ def overlaps(sets: Sequence[frozenset[int]]) -> list[tuple[int, int, frozenset[i
 
 
 class ThreadBinder:
-    """Bind the threads of this process to CPU cores. A further call of `bind` binds threads started since the last.
+    """Bind the threads of this process to CPU cores. Each call of `bind` binds the threads that are new since the last.
 
-    Coarse binding: every thread may use every core in `cores`. Fine binding: the thread that calls `bind` and queues
+    Coarse binding: every thread can run on every core in `cores`. Fine binding: the thread that calls `bind` and queues
     the work, the thread of the backward pass and the threads of collectives get one core each; all other threads share
     the remaining cores.
     """

@@ -124,7 +124,7 @@ class RankCores:
 
 
 def cores_of_rank(conf: AffinityConf, device: int, nodes: Sequence[int | None], topology: Topology) -> RankCores:
-    """Return the CPU cores of one device. There are none if the value lists cores that this process may not use."""
+    """Return the CPU cores of one device. There are none if `conf` lists cores that are not allowed."""
     sets = cores_of_devices(conf, nodes, topology)
     warnings = [
         f"{VARIABLE}: devices {first} and {other} share the cores {format_cores(both)}"
@@ -134,8 +134,8 @@ def cores_of_rank(conf: AffinityConf, device: int, nodes: Sequence[int | None], 
     outside = frozenset().union(*sets) - topology.allowed
     if outside and not conf.force:
         warnings.append(
-            f"{VARIABLE}: nothing is bound, for this process may not use the cores {format_cores(outside)}; "
-            "force:1 tries it all the same"
+            f"{VARIABLE}: no thread is bound: this process is not allowed to use the cores {format_cores(outside)}; "
+            "force:1 tries to bind anyway"
         )
         return RankCores(frozenset(), tuple(warnings))
     cores = sets[device]

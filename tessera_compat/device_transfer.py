@@ -27,7 +27,7 @@ from tessera.runtime import device as devices
 FOREIGN = "cuda"
 OWN_BRANCH = ("torch", "torch_npu", "transformers", "accelerate", "peft", "trl", "diffusers", "tessera")
 _DEVICE_KEYS = ("device", "device_type", "map_location", "device_id", "device_ids")
-# Functions of torch that take a device. `torch.device` is not replaced: functions that get "cuda" translate it.
+# Functions of torch that take a device. `torch.device("cuda")` is not replaced: the functions translate its result.
 _FUNCTIONS = (
     *("arange", "as_tensor", "asarray", "bartlett_window", "blackman_window", "empty", "empty_like"),
     *("empty_permuted", "empty_strided", "eye", "from_file", "full", "full_like", "hamming_window"),
@@ -42,7 +42,7 @@ _ABSENT = object()
 
 
 class Transfer:
-    """Replace names of torch (`start`), and restore them (`undo`)."""
+    """Replace functions of torch so that "cuda" means another device (`start`), and restore them (`undo`)."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -88,17 +88,17 @@ class Transfer:
             return value.replace(FOREIGN, self._kind)
         if type(value) in (list, tuple):
             return type(value)(map(self._translated, value))
-        if type(value) is dict:  # map_location of torch.load
+        if type(value) is dict:  # torch.load takes a dict of devices as `map_location`
             return {self._translated(key): self._translated(entry) for key, entry in value.items()}
         return value
 
     def _wrapped(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function with names of the foreign device translated in its arguments."""
+        """Return a function that translates "cuda" in its arguments to this device, and calls `function`."""
 
         @functools.wraps(function)
         def translated(*args: Any, **kwargs: Any) -> Any:
             named = {key: self._translated(value) if key in _DEVICE_KEYS else value for key, value in kwargs.items()}
-            # Positional lists are not devices: pass the original objects.
+            # A positional list or tuple never contains devices: pass the original object.
             plain = (self._translated(value) if type(value) not in (list, tuple) else value for value in args)
             return function(*plain, **named)
 
@@ -165,7 +165,7 @@ class Transfer:
             return value.replace(theirs, backend).replace(FOREIGN, self._kind) if type(value) is str else value
 
         def renamed(function: Callable[..., Any], at: int) -> Callable[..., Any]:
-            """Return the function with the name of the backend translated. `at`: its position among the arguments."""
+            """Return a function that translates its argument `backend`, at position `at`, and calls `function`."""
 
             @functools.wraps(function)
             def with_backend(*args: Any, **kwargs: Any) -> Any:
@@ -196,7 +196,10 @@ class Transfer:
 
 
 def _class_like(original: type, translated: Callable[[Any], Any]) -> type:
-    """Return a replacement for a class of torch that cannot be changed. Calling it creates objects of that class."""
+    """Return a replacement for `original`, a class of torch whose methods cannot be replaced.
+
+    A call of the replacement creates an object of `original` from translated arguments.
+    """
 
     class Like(type):
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -216,14 +219,14 @@ def _path(owner: Any) -> str:
 
 
 def is_started() -> bool:
-    """Return whether `torch.cuda` stands for another accelerator, by this module or by the extension of an NPU."""
+    """Return whether this module or torch_npu has replaced `torch.cuda` by the functions of another accelerator."""
     ours = getattr(torch.cuda.is_available, "__module__", "") == __name__
     return ours or "torch_npu.contrib.transfer_to_npu" in sys.modules
 
 
 @contextmanager
 def transferred(device: torch.device) -> Iterator[Transfer]:
-    """Use the device in place of cuda inside the block."""
+    """Let "cuda" mean `device` in all of torch, inside the block."""
     transfer = Transfer(device)
     transfer.start()
     try:

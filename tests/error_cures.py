@@ -47,17 +47,19 @@ _CODES_BY_CURE = {
     "free space on the disk, or write elsewhere": "output.disk-full",
     "check permissions and the free space of the disk, or write elsewhere": "output.write-failed",
     "name another output file, or add --overwrite to answer all rows again": "output.changed output.other-settings",
+    "write a row for each recording, with its text": "data.several-recordings",
     "run the command again": "output.interrupted media.download-failed",
     "index the data again, and do not change files while a run reads them": """
         data.archive-changed data.sample-changed weights.source-changed""",
     "write one <image>, <video> or <audio> for each file that the row lists, and name the column of the files": """
         data.placeholder-count data.media-column-unknown""",
     "add what the message names to the row, or remove the row": """
-        data.no-answer data.no-audio data.no-caption data.no-media data.no-question data.no-rejected-answer data.no-role
-        data.no-text data.no-text-file data.no-turns data.empty-caption data.empty-turn data.nothing-trained""",
+        data.no-answer data.no-audio data.no-caption data.no-codes data.no-media data.no-question
+        data.no-rejected-answer data.no-role data.no-text data.no-text-file data.no-turns data.empty-caption
+        data.empty-turn data.nothing-trained""",
     "use a known role, or name yours under `columns` of the data set": "data.unknown-speaker",
     "write the row as docs/reference/data-sets.md shows for its format": """
-        data.bad-answer data.bad-history data.bad-label data.bad-media-value data.bad-part data.bad-tools
+        data.bad-answer data.bad-codes data.bad-history data.bad-label data.bad-media-value data.bad-part data.bad-tools
         data.bad-turn data.not-a-caption data.not-a-text data.pair-differs-early data.rejected-images
         data.bad-objects data.region-count data.region-image data.region-outside
         data.record-not-an-object data.several-rejected-answers data.two-system-prompts""",

@@ -179,7 +179,7 @@ class RecordedFile:
         """Hash the rest of the file, and raise if the hash differs from the record."""
         self.skip(self._record.size - self.position)
         if self._hash.hexdigest() != self._record.sha256:
-            raise DamagedFileError(f"{self._record.name} has been altered")
+            raise DamagedFileError(f"{self._record.name} differs from its checksum in the manifest")
 
 
 def hash_file(path: Path) -> FileRecord:
@@ -192,7 +192,7 @@ def remove_folder(folder: Path) -> None:
     """Remove a folder, a file or a link. Errors are ignored: the next start of a run tries again."""
     if folder.is_dir() and not folder.is_symlink():
         shutil.rmtree(folder, ignore_errors=True)
-    else:  # rmtree opens the path, and opening a pipe would wait for a writer
+    else:  # not rmtree, which opens the path: opening a pipe would wait for a writer
         with contextlib.suppress(OSError):
             folder.unlink()
 
@@ -204,7 +204,7 @@ def free_bytes(folder: Path) -> int:
 
 
 def _plain(path: Path) -> str:
-    """Return a file name without its random suffix, so that tests can name the points of a `Fault`."""
+    """Return a file name without its random suffix, so that tests can name the file at which a `Fault` occurs."""
     return path.name.split("~")[0]
 
 
@@ -304,9 +304,9 @@ DTYPES: Mapping[str, torch.dtype] = {code: dtype for dtype, code in CODES.items(
 
 
 def storage_order(plans: Mapping[str, PlannedTensor]) -> dict[str, PlannedTensor]:
-    """Return tensors in an order that aligns each of them to its element size, as readers of safetensors require.
+    """Return tensors in an order in which each starts at a multiple of its element size, as safetensors requires.
 
-    The order is unchanged if it is aligned; otherwise the largest element sizes come first.
+    This is the order of `plans` if possible; otherwise tensors with the largest element sizes come first.
     """
     at = 0
     for plan in plans.values():

@@ -32,7 +32,7 @@ from tessera.weights.rows import TensorRows
 
 
 class StoredForm(ABC):
-    """Read weights of one format, by the names in their files. It is a context manager, which keeps the files open."""
+    """Read the weights of a folder in one format, by their names in the files. Inside of `with`, files stay open."""
 
     where: str
     weight_map: WeightMap | None = None
@@ -47,7 +47,7 @@ class StoredForm(ABC):
         return None
 
     def gathering(self, names: Sequence[str]) -> AbstractContextManager[None]:
-        """Return a context in which rank 0 reads the tensors `names` in this order. Every rank enters it."""
+        """Return a context manager that all ranks enter, in which rank 0 reads the tensors `names` in this order."""
         return nullcontext()
 
     @abstractmethod
@@ -68,7 +68,7 @@ class StoredForm(ABC):
     def check_copies(self, weight_map: WeightMap) -> None:
         """Raise if config.json ties the head to the embeddings, and the folder stores both with different values.
 
-        `weight_map`: used if the format has no weight map.
+        `weight_map`: map of Hugging Face folders, used if this format has no map of its own.
         """
         shapes = {name: plan.shape for name, plan in self.tensors().items()}
         used = (self.weight_map or weight_map).for_names(shapes)
@@ -102,7 +102,7 @@ class SafetensorsForm(StoredForm):
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """Hold native tensors that are converted together, and the tensors of the target format that they become."""
+    """Hold the names of native tensors that are converted together, and the resulting tensors of the target format."""
 
     names: tuple[str, ...]
     foreign: Mapping[str, PlannedTensor]
@@ -122,9 +122,9 @@ class NativeTensors:
     ) -> None:
         """Check that names and shapes fit the model.
 
-        `weight_map`: used if the format has no weight map. `shapes`: shapes of the native tensors to read. `tied`:
-        second name of a shared tensor -> its first name. `types`: native tensor -> dtype to convert it to; default: as
-        stored. `expected`: all names of the model, if `shapes` has some of them.
+        `weight_map`: used if the format has no map of its own. `shapes`: shapes of the native tensors to read. `tied`:
+        other name of a shared tensor -> its name in `shapes`. `types`: native tensor -> dtype to convert it to; without
+        an entry, a tensor keeps its stored dtype. `expected`: all names of the model, if `shapes` has only some.
         """
         self._stored, self.where, self._types = stored, stored.where, types or {}
         self.in_order = stored.in_order
@@ -146,7 +146,7 @@ class NativeTensors:
         self._stored.__exit__()
 
     def gathering(self, names: Sequence[str]) -> AbstractContextManager[None]:
-        """Return a context in which rank 0 reads the native tensors `names` in this order. Every rank enters it."""
+        """Return a context manager that all ranks enter, in which rank 0 reads the native tensors in this order."""
         return self._stored.gathering([foreign for name in names for foreign in self._sources[name].foreign])
 
     def blanks(self) -> dict[str, Tensor]:
@@ -172,7 +172,7 @@ class NativeTensors:
         return tensors
 
     def check_kinds(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raise if a float tensor of the model is stored as integers, or the reverse. `tensors`: those of the model."""
+        """Raise if a float tensor of the model is stored as integers, or the reverse. `tensors`: the model's own."""
         for name, source in self._sources.items():
             wanted = tensors[name].dtype
             for stored in source.foreign:
@@ -208,13 +208,15 @@ class NativeTensors:
     def _planned(self, foreign: str, rows: TensorRows) -> PlannedTensor:
         if rows.dtype is None:
             raise TesseraError(
-                f"{foreign} would join tensors of different dtypes", where=self.where, code="weights.mixed-dtypes"
+                f"{foreign} would be concatenated from tensors of different dtypes",
+                where=self.where,
+                code="weights.mixed-dtypes",
             )
         return PlannedTensor(rows.dtype, rows.shape)
 
 
 def _join(joined: dict[str, list[str]], group: list[str], other: list[str]) -> list[str]:
-    """Merge the names of `other` into `group`, update `joined`, and return `group`."""
+    """Merge group `other` into `group`, let its names in `joined` (name -> group) refer to `group`, and return it."""
     if group is not other:
         group.extend(other)
         joined.update(dict.fromkeys(other, group))
@@ -252,9 +254,9 @@ def fill_tensors(
 ) -> None:
     """Fill a model's tensors (plain or sharded, of any float type) in place. If any rank fails, all ranks raise.
 
-    Each rank opens the weights and reads its own shards. `tied`: second names of shared tensors -> their names in
-    `tensors`. `expected`: all names of the model, if `tensors` is a part of it. `ranks`: the ranks that call this;
-    default: all.
+    Each rank opens the weights and reads its own shards. `tied`: other names of shared tensors -> their names in
+    `tensors`. `expected`: all tensor names of the model, if `tensors` has only some of them. `ranks`: the ranks that
+    call this function; default: all.
     """
 
     def work() -> None:

@@ -25,7 +25,7 @@ Quantization = Literal["fp8", "fp8-block"]
 BLOCK = 128
 _UNITS = {"fp8": 16, "fp8-block": BLOCK}  # the rows and columns of a projection must be multiples of this
 _LARGEST = 448.0  # largest value of float8_e4m3fn
-_HEAD = "lm_head"  # always listed as unquantized: a tied head has no tensor in the files, but readers look for one
+_HEAD = "lm_head"  # always listed as unquantized: readers look for it even if a tied head has no tensor in the files
 _log = logging.getLogger("tessera")
 
 
@@ -38,7 +38,7 @@ class Fp8Map(WeightMap):
     """
 
     kind: Quantization = "fp8"
-    quantized: frozenset[str] = frozenset()  # names in Tessera's model of the weights to quantize
+    quantized: frozenset[str] = frozenset()  # native names of the weights to quantize
     unquantized: tuple[str, ...] = ()  # module names in the written folder whose weight stays unquantized
     dtype: torch.dtype = torch.bfloat16  # dtype of the projections before quantization
 
@@ -194,7 +194,7 @@ def _blocks_settings(unquantized: Sequence[str]) -> dict[str, Any]:
 
 
 def _foreign(weights: WeightMap, tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-    """Return the tensors of the written folder, on the meta device, that contain the model's tensor `name`."""
+    """Return, on the meta device, the tensors that the model's tensor `name` is written to (name -> tensor)."""
     group = {n: torch.empty(tensors[n].shape, dtype=tensors[n].dtype, device="meta") for n in weights.group_of(name)}
     return weights.to_foreign(group)
 

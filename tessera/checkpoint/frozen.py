@@ -25,10 +25,10 @@ STATE_KEY = "frozen"  # key of the entry in `state.json`
 
 @dataclass(frozen=True)
 class FrozenSource:
-    """Locate the frozen weights of a run.
+    """Locate frozen weights that checkpoints leave out: the folder that contains them, and their names.
 
-    `folder`: where the model's folder is now; None: where it was when the run started. `read` fills tensors from it.
-    `names`: the parameters that this run freezes and has filled from the folder.
+    `folder`: current path of the model's folder; None: its path when the run started. `read` fills tensors from the
+    folder. `names`: parameters that are frozen in this run and were read from the folder.
     """
 
     folder: Path | None
@@ -81,7 +81,7 @@ class FrozenWeights:
         return {"folder": str(self.folder), "files": files, "names": sorted(self.names)}
 
     def still_frozen(self, names: frozenset[str]) -> FrozenWeights | None:
-        """Return the entry for parameters that are still frozen: later checkpoints store all other parameters."""
+        """Return these weights without parameters that are not in `names`, which later checkpoints store."""
         frozen = self.names & {f"{MODEL}{name}" for name in names}
         return replace(self, names=frozen) if frozen else None
 

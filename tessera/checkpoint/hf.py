@@ -133,10 +133,13 @@ class GatheredForm(StoredForm):
 
     @contextmanager
     def gathering(self, names: Sequence[str]) -> Iterator[None]:
-        """Gather tensors in the order of `names`: rank 0 by reading them inside the block, other ranks at its end."""
+        """Gather tensors on rank 0 in the order of `names`.
+
+        Rank 0 reads them inside of the `with` block; other ranks send their shards at its end.
+        """
         self._waiting = list(reversed(names))
         yield
-        # rank 0 gets here with tensors left only if writing has failed: the others still send them
+        # Other ranks send all tensors here. If writing failed on rank 0, it must still receive the remaining ones.
         while self._waiting:
             self._gather(self._waiting[-1])
 

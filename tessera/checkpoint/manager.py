@@ -38,7 +38,7 @@ class SaveReport:
 
     path: Path
     bytes: int
-    seconds: float  # from the call to the rename that publishes it
+    seconds: float  # from the call of `save` until the checkpoint was published
     paused_seconds: float  # how long training waited for the save
 
 
@@ -131,7 +131,7 @@ class CheckpointManager:
             except Exception as error:  # `finish_background` raises it
                 self._outcome = [error]
 
-        # A daemon thread: a process that fails must not wait for the saves of other ranks.
+        # A daemon thread: a failing process can exit while the thread still waits for other ranks' parts of the save.
         self._thread = threading.Thread(target=work, name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -195,7 +195,7 @@ class CheckpointManager:
                 path, size = self._write(ranks, request)
                 break
             except CollectiveError as error:
-                # With a full quota only a write fails: the disk still reports free space.
+                # If a quota is used up, writes fail although the disk reports free space.
                 may_help = first_attempt and _is_full(error)
                 if may_help and ranks.on_rank0(lambda: self.folders.free_space(request.needed, full=True)):
                     continue
@@ -229,7 +229,7 @@ class CheckpointManager:
             records = [record for of_rank in written for record in of_rank]
             return ranks.on_rank0(lambda: self.folders.publish(staging, request.step, records, request.files))
         except BaseException:
-            # No rank is writing any more: errors are raised after all ranks have reported.
+            # Errors are raised only after all ranks have reported, so no rank is still writing to the folder.
             if ranks.rank == 0 and staging is not None:
                 remove_folder(staging)
             raise
@@ -237,7 +237,7 @@ class CheckpointManager:
     def leave_out_frozen(self) -> None:
         """Leave frozen weights out of the checkpoints of this run, and hash the files that contain them.
 
-        A new run calls this after its weights are loaded. A resumed run follows its checkpoint.
+        A new run calls this after its weights are loaded. A resumed run leaves out what its checkpoint left out.
         """
         if self._frozen_source is not None:
             self._frozen = FrozenWeights.of_source(Ranks.current(), self._frozen_source)

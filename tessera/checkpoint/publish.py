@@ -45,9 +45,9 @@ def made_from(form: str, source: str | Path) -> Origin:
 
 @dataclass(frozen=True)
 class Staging:
-    """A staging folder, and the parent folders that were created for it.
+    """Hold a staging folder, the parent folders that were created for it, and the lock of the staging folder.
 
-    It is locked, so that another export to the same target does not remove it.
+    The lock keeps another export to the same target from removing the folder.
     """
 
     path: Path
@@ -103,7 +103,7 @@ def begin(folder: Path, overwrite: bool, origin: Origin | None = None) -> Stagin
 
 @contextmanager
 def written_in(folder: Path) -> Iterator[None]:
-    """Raise an `OSError` of the block, such as a name that is too long, as a `TesseraError` about the target."""
+    """Turn an `OSError` in the `with` block, such as a too long file name, into a `TesseraError` about `folder`."""
     try:
         yield
     except OSError as error:
@@ -114,7 +114,7 @@ def written_in(folder: Path) -> Iterator[None]:
 
 
 def space_report(folder: Path, needed: int) -> str:
-    """Return the fix of an error about a full disk: free space, with the needed and the free bytes."""
+    """Return the `fix` text of an error about a full disk, with the number of bytes needed and free."""
     free = free_bytes(folder)
     sizes = f"{human_bytes(needed)} ({needed} bytes) are needed, {human_bytes(free)} ({free} bytes) are free"
     return f"free some space: {sizes}"
@@ -167,7 +167,7 @@ def check_target(folder: Path, overwrite: bool, origin: Origin | None = None) ->
 
 
 def _why_not_replaced(folder: Path) -> str | None:
-    """Return why a folder must not be replaced; None for an export or other weights without a run inside."""
+    """Return why a folder must not be replaced; None if it is an export or weight folder that contains no run."""
     home = Path(os.path.realpath(os.path.expanduser("~")))
     if Path(os.path.realpath(folder)) in (home, *home.parents):
         return "is or contains the home folder"
@@ -193,7 +193,7 @@ def show(staging: Path, folder: Path, fault: Fault, origin: Origin | None, overw
     """Rename a complete staging folder to the target, and remove the old target."""
     check_target(folder, overwrite, origin)  # check again: another process may have published meanwhile
     mark = staging / MARK
-    # An exported Hugging Face folder has the file already. Keep its text (one tensor per line) and add the origin.
+    # An exported Hugging Face folder already has the file `MARK`. Keep its text, and insert the origin at the start.
     record = mark.read_bytes() if mark.exists() else pretty_json({"format": "tessera-export", "version": 1})
     mark.unlink(missing_ok=True)
     if origin is not None:
@@ -201,10 +201,10 @@ def show(staging: Path, folder: Path, fault: Fault, origin: Origin | None, overw
     write_file(mark, record, fault)
     sync_folder(staging, fault)
     if folder.is_dir():
-        _remove_trash(folder)  # left by killed processes: `_recover` must not restore a half-removed folder
+        _remove_trash(folder)  # old exports of killed processes: partly removed, so `_recover` must not restore them
         rename(folder, folder.parent / f".trash-{folder.name}~{uuid.uuid4().hex[:8]}", fault)
     rename(staging, folder, fault)
-    _remove_trash(folder)  # the old export, which `_recover` restores after a kill between the two renames
+    _remove_trash(folder)  # the old export, which `_recover` would restore after a kill between the two renames
     _remove_abandoned(folder)
 
 
@@ -242,7 +242,7 @@ def _lock(path: Path) -> int | None:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        locked = error.errno not in (errno.EACCES, errno.EAGAIN)  # other errors: the file system does not support locks
+        locked = error.errno not in (errno.EACCES, errno.EAGAIN)  # with other errors locks are unsupported: go on
     if locked and path.exists():
         return handle
     os.close(handle)

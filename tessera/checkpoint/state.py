@@ -97,8 +97,8 @@ def _trained(optimizer: Optimizer) -> list[Tensor]:
 def _create_state(optimizer: Optimizer) -> None:
     """Let the optimizer create its state by a step with zero gradients and a learning rate of 0.
 
-    Each parameter is copied, stepped and restored by itself: adding zero can turn -0.0 into 0.0, and copies of all
-    parameters might not fit into memory.
+    The step can change a parameter from -0.0 to 0.0, so parameters are copied before and restored after it, one at a
+    time, because copies of all of them might not fit into memory.
     """
     fresh = [p for p in _trained(optimizer) if not optimizer.state.get(p)]
     if not fresh:
@@ -143,7 +143,7 @@ def parse_state(data: bytes, where: str) -> dict[str, Any]:
 
 
 def _check(value: Any, where: str) -> None:
-    """Raise unless a value is plain JSON. A reload turns tuples into lists; nan and infinity are preserved."""
+    """Raise unless a value can be stored as JSON. Tuples (loaded as lists), nan and infinity are allowed."""
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         for key, inner in value.items():
             _check(inner, f"{where}.{key}")

@@ -35,7 +35,7 @@ from tessera.checkpoint.files import (
 from tessera.errors import TesseraError
 
 LATEST = "latest"
-# After training went back to an earlier step, step 100 may be saved again: then as step-00000100.2.
+# Folder name of a checkpoint. If training went back and saves step 100 again, the folder is step-00000100.2.
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _log = logging.getLogger("tessera")
 

@@ -50,7 +50,7 @@ _SHOWN = 10  # at most this many problems are listed in a message
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """A checkpoint whose small files are loaded and verified. `fill` verifies the tensor files."""
+    """Hold a checkpoint whose small files are loaded and verified. `fill` verifies the tensor files."""
 
     path: Path
     manifest: Manifest
@@ -59,7 +59,7 @@ class StoredCheckpoint:
 
     @property
     def names(self) -> set[str]:
-        """The names of all tensors in the checkpoint."""
+        """Return the names of all tensors in the checkpoint."""
         return {*self.table.state_dict_metadata}
 
     def fill(self, ranks: Ranks, tensors: Mapping[str, Tensor]) -> list[str]:
@@ -98,7 +98,7 @@ class StoredCheckpoint:
                             progress.count(needs[ranks.rank][name])
                     except DamagedFileError as error:
                         problems.append(str(error))
-                    except TesseraError as error:  # a wrong header: hash the file to see whether it was altered
+                    except TesseraError as error:  # a wrong header: hash the file to see whether the file is damaged
                         altered = problems_in(self.path, [records[name]])
                         problems += altered
                         failure = failure if altered or failure else error
@@ -142,7 +142,7 @@ class StoredCheckpoint:
             file.finish()
 
     def _checked_positions(self, path: Path, boxes: Mapping[str, list[ReadItem]]) -> dict[str, int]:
-        """Return the positions of tensors in a file; raise unless it contains the chunks of `tensors.json`."""
+        """Return the positions of all tensors in a file. Raise unless the chunks in `boxes` match `tensors.json`."""
         with open_safetensors(path) as header:
             names = {*header.keys()}
             for key, items in boxes.items():

@@ -20,7 +20,11 @@ GROUP = "tessera.weight_forms"
 
 
 class ModelForm(ABC):
-    """Read and write the weights of one configured model in a format. The format defines its layouts (`--layout`)."""
+    """Read and write the weights of one configured model in a format.
+
+    A layout describes how the files of a folder are split, for example over ranks. Each format has its own layout
+    options (`--layout`).
+    """
 
     weights: WeightMap
     """Translates native tensor names to those of the format."""
@@ -38,7 +42,7 @@ class ModelForm(ABC):
 
     @abstractmethod
     def layout_of(self, recipe: str | Path | Mapping[str, Any], model: ModelSection) -> Any:
-        """Return the layout in which a job of another trainer saves `model`, if it was started with this recipe."""
+        """Return the layout in which another trainer saves `model` when it is started with this recipe."""
 
 
 class WeightForm(ABC):
@@ -64,7 +68,7 @@ class WeightForm(ABC):
         return folder
 
     def adapt_dcp(self, stored: StoredForm, weights: WeightMap, shapes: Mapping[str, tuple[int, ...]]) -> StoredForm:
-        """Return a torch DCP folder with Hugging Face names and shapes, if jobs of this format store other ones.
+        """Translate a torch DCP folder to Hugging Face names and shapes, if trainers of this format use others in DCP.
 
         `weights` and `shapes`: the weight map and the shapes of all tensors of the model that is loaded.
         """
@@ -91,7 +95,7 @@ def weights_folder(folder: Path) -> Path:
 
 
 def adapted_dcp(stored: StoredForm, weights: WeightMap, shapes: Mapping[str, tuple[int, ...]]) -> StoredForm:
-    """Return a torch DCP folder as the added formats read it."""
+    """Apply `adapt_dcp` of all formats that packages have added to a torch DCP folder."""
     for name in extension_names(GROUP):
         if (form := weight_form(name)) is not None:
             stored = form.adapt_dcp(stored, weights, shapes)

@@ -45,7 +45,7 @@ def plan_reading(
     expected: Iterable[str],
     where: str,
 ) -> list[TensorSource]:
-    """Return the source of each name in `native`. `expected`: all names of the model; other ranks load the rest."""
+    """Return the source of each name in `native`. `expected`: all names of the model, with those of other ranks."""
     weight_map = weight_map.for_names(available)
     stored_names = {weight_map.canonical(name): name for name in available}
     twins: dict[str, list[str]] = {}
@@ -127,7 +127,7 @@ def shapes_fit(source: TensorSource, native: Shape, shapes: Mapping[str, Shape],
         ) from error
     if native != shape:
         raise TesseraError(
-            f"{source.native} has shape {list(native)}, {' + '.join(source.foreign)} gives {list(shape)}",
+            f"{source.native} has shape {list(native)}, but {' + '.join(source.foreign)} gives {list(shape)}",
             where=where,
             fix="check that config.json belongs to these weights",
             code="weights.shape-mismatch",
@@ -162,7 +162,7 @@ def replace_tensors(targets: Mapping[str, Tensor], tensors: Iterable[tuple[str, 
             )
         if value.shape != target.shape:
             raise TesseraError(
-                f"the new {name} has the shape {list(value.shape)}, and the model's {list(target.shape)}",
+                f"the new {name} has shape {list(value.shape)}, but that of the model has {list(target.shape)}",
                 fix="use weights of a model of this size",
                 code="weights.shape-not-of-model",
             )

@@ -40,7 +40,7 @@ from tessera.weights.rows import Bytes, TensorRows
 _IN_FLIGHT = 512 << 20  # bytes of tensors that are converted at a time; memory use is about three times this
 _MAX_JOBS = 8
 _EXTRA_JOBS = 2  # more threads than processors, because some wait for the disk
-_WORTH_A_REQUEST = 1 << 20  # bytes; after a write of this size, the kernel is asked to start writing it to the disk
+_WORTH_A_REQUEST = 1 << 20  # bytes; after each write of at least this size, ask the kernel to start flushing to disk
 _log = logging.getLogger("tessera")
 
 
@@ -54,9 +54,9 @@ class Interrupted(TesseraError):
 class WriteJob:
     """Describe a folder of weights to write.
 
-    `weight_map`: from native names to those of the target format. `reopen` opens a staging folder in the target format.
-    `finish` adds all other files and checks the folder. `rounded`: native tensors that are written quantized and so not
-    compared with the source. `jobs`: number of threads; None: two more than processors.
+    `weight_map`: map from native names to those of the target format. `reopen`: opens the written folder, to compare it
+    with the source. `finish`: adds all other files and checks the folder. `rounded`: native tensors that are quantized,
+    and therefore not compared. `jobs`: number of threads; None: two more than processors.
     """
 
     native: NativeTensors
@@ -165,7 +165,7 @@ class _Writer:
         for name, rows in tensors.items():
             if (rows.dtype, rows.shape) != (group.foreign[name].dtype, group.foreign[name].shape):
                 raise TesseraError(
-                    f"{name} would join tensors of different dtypes",
+                    f"{name} would be concatenated from tensors of different dtypes",
                     where=self._job.native.where,
                     code="weights.mixed-dtypes",
                 )
@@ -173,7 +173,7 @@ class _Writer:
         self._prove(group, native, written)
 
     def _prove(self, group: TensorGroup, native: Mapping[str, TensorRows], written: NativeTensors) -> None:
-        """Read the first group of each kind from the written files, and raise if it differs from the source."""
+        """Read a group back and raise if it differs from the source. Only the first group of each kind is checked."""
         table, plans = self._job.weight_map, self._job.native.plans
         kind = tuple((rule[0], plans[name]) for name in group.names if (rule := table.rule_for(name)))
         if kind in self._proved or any(name in self._job.rounded for name in group.names):

@@ -21,6 +21,7 @@ RecordFormat = Literal[
     "question_answer",
     "text",
     "transcript",
+    "speech",
     "preference",
     "unpaired_preference",
     "generation",

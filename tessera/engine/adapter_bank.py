@@ -24,16 +24,16 @@ from tessera.runtime import device as devices
 from tessera.runtime.modules import FusedLayers, clean_name
 from tessera.weights.map import WeightMap
 
-_TOKENS = 4096  # initial size of the table of tokens
+_TOKENS = 4096  # initial number of rows of `_others`, one for each token of a call
 
 
 class AdapterBank:
-    """Hold adapters by name, and apply to each row of a call its adapter.
+    """Hold LoRA adapters by name, and apply a different one to each row of a batch.
 
-    With no adapter loaded, or none selected, the model computes exactly what it computes without a bank. A layer gets
-    storage for adapters when the first adapter for it is loaded, and keeps it: loading and unloading adapters of the
-    same layers then changes no address. `version` counts the changes of addresses. A caller that has captured calls in
-    CUDA graphs captures them again when `version` changes.
+    If no adapter is loaded or selected, the model computes exactly what it computes without a bank. A layer gets
+    storage for adapters when the first adapter for it is loaded, and keeps it. So loading and unloading adapters of the
+    same layers changes no memory address, and captured CUDA graphs stay valid. `version` counts changes of addresses:
+    when it changes, graphs must be captured again.
     """
 
     def __init__(
@@ -46,10 +46,11 @@ class AdapterBank:
         rank: int | None = None,
         built: nn.Module | None = None,
     ) -> None:
-        """`model`: a loaded model of a native family. `slots`: how many adapters may be loaded at a time. `rank`: the
-        largest rank that is accepted; None: any. `built`: the model as its family builds it, without values; None:
-        `model`. It is needed because weights without effect are only marked there: in a loaded model no weight is
-        trained.
+        """Prepare a model for adapters.
+
+        `model`: a loaded model of a native family. `slots`: maximum number of adapters at a time. `rank`: maximum rank
+        of an adapter; None: no limit. `built`: the model as its family builds it, without values; None: `model`. Only
+        there `requires_grad` tells which weights have an effect: in a loaded model all weights are frozen.
         """
         self.version = 0
         self.selection: Selection | None = None
@@ -61,7 +62,7 @@ class AdapterBank:
         self._slots: list[str | None] = [None] * slots
         self._layers: dict[str, BankLinear | BankExperts] = {}
         self._device = next(model.parameters()).device
-        # Row s: the slots that a token with slot s does not use. The last row: a token without an adapter.
+        # Row s, for tokens with the adapter in slot s: True for every other slot. The last row is for no adapter.
         self._unused = ~torch.eye(slots + 1, slots, dtype=torch.bool, device=self._device)
         self._others = self._table(_TOKENS)
 
@@ -98,11 +99,11 @@ class AdapterBank:
     def select(self, adapters: Sequence[str | None], tokens: Sequence[int], *, fixed: bool = False) -> None:
         """Set the adapter of each row of the next calls, and how many tokens each row has.
 
-        If all rows have the same adapter, it applies to all tokens of each layer, and `tokens` is not used. Layers of
-        encoders have different numbers of tokens for one image, so encoders are called for images of one adapter.
+        If all rows have the same adapter, it applies to all tokens of each layer, and `tokens` is not used. Encoders
+        must be called this way, with images of one adapter at a time, since `tokens` does not count their patches.
 
-        `fixed`: compute all slots, so that a call has the same operations and addresses for all selections with the
-        same number of tokens. A CUDA graph is captured and replayed with this. Index tensors are written in place.
+        `fixed`: compute all slots, for CUDA graphs: then a call has the same operations and addresses for all
+        selections with the same number of tokens, and index tensors are written in place.
         """
         slots = [len(self._slots) if name is None else self._slot(name) for name in adapters]
         used = sorted({*slots} - {len(self._slots)})
@@ -140,7 +141,7 @@ class AdapterBank:
         """Store checked adapters in a free slot."""
         for path, factors in adapters.items():
             layer = self._layers[path] if path in self._layers else self._add_layer(path, factors.adapter)
-            # Twice as many slots as needed until now, so that few loads change addresses.
+            # Reserve the next power of two slots, so that few loads change addresses.
             count = min(1 << slot.bit_length(), len(self._slots))
             self.version += layer.slots.reserve(count, factors.adapter.rank)
         for layer in self._layers.values():
@@ -168,7 +169,7 @@ class AdapterBank:
         """Read adapters and raise unless this model can serve them."""
         if any(isinstance(module, LoraLinear | LoraExperts) for module in self._modules.values()):
             raise TesseraError(
-                "this model has adapters that were trained with it, so others cannot be loaded beside them",
+                "this model was loaded with its trained adapters, so no other adapters can be added",
                 where=str(folder),
                 fix="serve the base model, and load the adapters of its run by name",
                 code="adapter.model-has-adapters",
@@ -189,7 +190,7 @@ class AdapterBank:
         home, layer = self._modules.get(path.rpartition(".")[0]), self._modules.get(path)
         if factors.adapter.dora:
             raise TesseraError(
-                f"{path} has a DoRA adapter, which scales the base weights and cannot be added for single requests",
+                f"{path} has a DoRA adapter, which rescales base weights and so cannot be applied to single requests",
                 where=where,
                 fix="merge it into a model: tessera convert ADAPTERS MERGED --like MODEL",
                 code="adapter.dora-per-request",

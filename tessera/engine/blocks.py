@@ -102,8 +102,10 @@ class BlockKeys:
     """Compute the keys of a sequence's full blocks, in order."""
 
     def __init__(self, root: str, contents: np.ndarray, block_size: int) -> None:
-        """`root`: everything that the blocks depend on besides their contents, such as the adapter. `contents` [tokens,
-        any width] int64: values that determine the keys and values of each token of the prompt.
+        """Prepare the keys of a prompt's blocks.
+
+        `contents` [tokens, any width] int64: for each token of the prompt, all numbers that determine its attention
+        keys and values. `root`: everything else that these depend on, such as the adapter.
         """
         self.block_size = block_size
         self._contents = np.ascontiguousarray(contents)

@@ -163,7 +163,7 @@ def protocol_of(
 
 
 def answers_path(out: Path, title: str) -> Path:
-    """Return the path of the answers to a benchmark. Titles of task files may contain anything."""
+    """Return the path of the answers to a benchmark. Characters of its title that file names cannot have become "-"."""
     return out / f"answers-{re.sub(r'[^A-Za-z0-9_.+-]+', '-', title)[:80]}.jsonl"
 
 

@@ -28,10 +28,14 @@ class CausalLMBase(nn.Module):
 
     def _embed(self, batch: Batch) -> Tensor:
         """Return the token embeddings. In training, add the noise tensor of the batch (NEFTune) if it has one."""
-        assert self.text is not None
-        x: Tensor = self.text.embed(batch["tokens"])
+        x = self._embed_tokens(batch)
         noise = batch.get(EMBEDDING_NOISE) if self.training else None
         return x if noise is None else x + noise.to(x.dtype)
+
+    def _embed_tokens(self, batch: Batch) -> Tensor:
+        assert self.text is not None
+        x: Tensor = self.text.embed(batch["tokens"])
+        return x
 
     def _rows(self, batch: Batch) -> RowIds | None:
         """Return the packed row of each token, for the balance loss of experts; None without experts or labels."""

@@ -112,7 +112,7 @@ class CopyStream:
     def to_host(self, tensor: Tensor) -> Tensor:
         if self.stream is None:
             return tensor.clone()
-        # The copy starts when the tensor is computed. The allocator must not reuse its memory before the copy ends.
+        # The copy waits until the tensor is computed; the allocator must not reuse its memory before the copy ends.
         self.stream.wait_stream(torch.accelerator.current_stream(tensor.device))
         with self.stream:
             host = torch.empty_like(tensor, device="cpu", pin_memory=True)
@@ -123,7 +123,7 @@ class CopyStream:
     def to_device(self, host: Tensor, device: torch.device) -> tuple[Tensor, torch.Event | None]:
         if self.stream is None:
             return host, None
-        with self.stream:  # the same stream as the copy to the host, so it runs after it
+        with self.stream:  # the stream of the copy to the host: the copy back runs after it
             tensor = torch.empty_like(host, device=device, pin_memory=False)
             tensor.copy_(host, non_blocking=True)
         return tensor, self.stream.record_event()
@@ -146,7 +146,7 @@ class OffloadScope:
             return self._offloaded[key][1]
         offloaded = OffloadedTensor(self, tensor)
         self.tensors.append(weakref.ref(offloaded))
-        # The storage is referenced, so no other storage gets its id.
+        # `key` contains the storage's id. The weak reference keeps the id from being reused for another storage.
         self._offloaded[key] = (StorageWeakRef(tensor.untyped_storage()), offloaded)
         return offloaded
 

@@ -68,9 +68,9 @@ def parallelize_on_meta(module: nn.Module, plan: Plan, mesh: Mesh, device: torch
 
 
 def _apply_to_stage(module: nn.Module, root: nn.Module, plan: Plan, mesh: Mesh, device: torch.device) -> None:
-    """Apply the plan to a model, or to a pipeline stage, which has only its own modules of the model.
+    """Apply the plan to a model, or to a pipeline stage, which has only some of the model's modules.
 
-    `root`: the `StageModule` around the model of a stage; without a pipeline, the model itself.
+    `root`: in a pipeline the `StageModule` that wraps `module`, otherwise `module`.
     """
     layout, modules = plan.layout, plan.layout.modules
     if modules.compiled and not devices.supports(device, "compiler"):
@@ -119,9 +119,9 @@ def _let_it_shard_itself(module: ShardsItself, plan: Plan, mesh: Mesh, device: t
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and parameter.dim() and not isinstance(parameter, DTensor):
             raise TesseraError(
-                f"{type(module).__name__} shards itself and leaves {clean_name(name)} unsharded: ranks would train "
-                "different values",
-                fix="call torch's fully_shard for the module itself last, with the keywords of `shard_itself`",
+                f"`shard_itself` of {type(module).__name__} leaves the parameter {clean_name(name)} unsharded: its "
+                "gradient would not be summed over ranks",
+                fix="in `shard_itself`, call torch's fully_shard on the root module last, with the same keywords",
                 code="layout.parameter-not-sharded",
             )
 
@@ -134,9 +134,9 @@ def initialize(
 ) -> None:
     """Initialize every parameter from the seed, with the same values in any layout and without communication.
 
-    `load` returns the unsharded module with weights, in host memory; each rank copies its shards. Without it,
-    `initialize(name, tensor, generator)` of the module fills one full tensor after another on the device, and each rank
-    copies its shard. Tensors are drawn on the device also with CPU offload: generators of devices differ.
+    `load` returns the unsharded module with its weights in host memory; each rank copies its shards. Without `load`,
+    the module's `initialize(name, tensor, generator)` fills one full tensor after another, and each rank copies its
+    shard. Random values come from the device's generator even with CPU offload: a CPU generator gives other values.
     """
     with seeded(seed, "init"), torch.device("cpu"):
         loaded = None if load is None else load()
@@ -171,7 +171,7 @@ def start_parameters(
 
 @torch.no_grad()
 def start_tensors(module: nn.Module, tensors: Mapping[str, Tensor], seed: int, device: torch.device) -> None:
-    """Fill full tensors like parameters of these names. `tensors`: by parameter name, not in the module itself."""
+    """Initialize full tensors that are not in the module, by parameter name, like the module's parameters."""
     if not tensors:
         return
     assert isinstance(module, InitializesByName), "a module without `initialize` draws no tensor by name"
@@ -213,7 +213,7 @@ def build_engine(
 
 
 def counted_elsewhere(module: nn.Module, plan: Plan, mesh: Mesh) -> list[Tensor]:
-    """Return the copies of tied parameters on the last pipeline stage. The gradient norm counts the originals only."""
+    """Return the last stage's copies of tied parameters. The gradient norm includes only the originals."""
     pipeline = plan.layout.pipeline
     if pipeline is None:
         return []
@@ -246,7 +246,7 @@ def allocate(module: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _move_what_computes(module: nn.Module, plan: Plan, device: torch.device) -> None:
-    """Move buffers, ignored modules and unsharded parameters to the device. FSDP's CPU offload moves sharded ones."""
+    """Move buffers, ignored modules and unsharded parameters to the device; FSDP moves sharded parameters."""
     for part in module.modules():
         for name, buffer in part.named_buffers(recurse=False):
             setattr(part, name, buffer.to(device))

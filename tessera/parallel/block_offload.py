@@ -26,9 +26,9 @@ Owner = tuple[nn.Module, str]  # a module and the name of its parameter or buffe
 
 
 def frozen_weights(block: nn.Module, parameters: bool) -> list[Owner]:
-    """Return the frozen weights of a block: buffers, such as quantized weights, and with `parameters` also parameters.
+    """Return the frozen weights of a block: buffers, such as quantized weights, and optionally frozen parameters.
 
-    `parameters`: set if FSDP is not used, since FSDP manages the parameters that it shards.
+    `parameters`: whether to include parameters. False with FSDP, which itself manages the parameters that it shards.
     """
     weights: list[Owner] = []
     for part in block.modules():
@@ -71,9 +71,9 @@ def apply_block_offload(module: nn.Module, paths: Sequence[str], device: torch.d
 
 @contextmanager
 def waiting_on_host(module: nn.Module, pin: bool) -> Iterator[None]:
-    """Hide the offloaded weights of a meta model inside of the `with` block, which allocates all others on the device.
+    """Hide the offloaded weights of a meta model while the `with` block allocates all other weights on the device.
 
-    At its end, allocate the offloaded weights in host memory. `pin`: page-locked, so that copies are asynchronous.
+    Then allocate the offloaded weights in host memory. `pin`: use pinned memory, so that copies are asynchronous.
     """
     blocks = [part for part in module.modules() if isinstance(part, HostBlock)]
     shapes = {(owner, name): getattr(owner, name) for block in blocks for owner, name in block.owners}
@@ -95,7 +95,7 @@ class BlockOrder:
         self._last = -1
 
     def next_after(self, number: int) -> HostBlock | None:
-        """Return the block that runs after block `number`: in backward, the block before it."""
+        """Return the block that runs after block `number`: the next block in forward, the previous one in backward."""
         backward, self._last = self._last >= number, number
         after = number - 1 if backward else number + 1
         return self.blocks[after] if 0 <= after < len(self.blocks) else None
@@ -131,7 +131,7 @@ class HostBlock(ActivationWrapper):
             self._copies[owner, name] = self.order.copies.to_device(tensor, self.order.device)
 
     def _arrived(self, copies: Mapping[Owner, tuple[Tensor, torch.Event | None]]) -> dict[str, Tensor]:
-        """Wait for the copies on the current stream, and return them by parameter name inside of the block."""
+        """Let the current stream wait for the copied weights, and return these by their name in the block."""
         names = {part: f"{path}." if path else "" for path, part in wrapped_module(self).named_modules()}
         weights: dict[str, Tensor] = {}
         for (owner, name), (copy, ready) in copies.items():

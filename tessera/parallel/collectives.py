@@ -17,7 +17,7 @@ Exchange = Callable[[Tensor], Tensor]
 
 
 def with_backward(x: Tensor, forward: Exchange, backward: Exchange) -> Tensor:
-    """Return `forward(x)`, with `backward` applied to its gradient."""
+    """Return `forward(x)`. In backward, `backward` maps the gradient of the result to the gradient of `x`."""
     out: Tensor = _Exchanged.apply(x, forward, backward)
     return out
 

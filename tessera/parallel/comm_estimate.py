@@ -70,7 +70,7 @@ def _shard_groups(layout: Layout, here: Sequence[ParamShard]) -> dict[str, list[
 
 
 def _gathers(plan: Plan, group: str) -> int:
-    """Return how often FSDP gathers a group in a step. In a pipeline, unresharded groups are gathered once."""
+    """Return how often FSDP gathers a group in a step. In a pipeline, a group that stays gathered counts once."""
     again = bool(plan.layout.sharding.reshard_after_forward) and group != "" and _gathered_for_backward(plan, group)
     if plan.layout.pipeline is not None and not again:
         return 1
@@ -80,7 +80,7 @@ def _gathers(plan: Plan, group: str) -> int:
 def _gathered_for_backward(plan: Plan, group: str) -> bool:
     """Return whether FSDP gathers a group for backward.
 
-    It does if backward reaches the group, or if a later block prefetches it, even though it has no gradient.
+    FSDP does if backward reaches the group. It also gathers a group without gradients if a later block prefetches it.
     """
     blocks = plan.layout.modules.blocks
     if plan.gradient_reaches(group) or group not in blocks:
@@ -107,7 +107,7 @@ def _tensor_communication(plan: Plan, here: Sequence[ParamShard], position: int)
             yield from _crossing(plan, path, weights[layers[0]][1], enters=True)
     for path in (path for path, split in tensor.layers.items() if split == "row" and path in weights):
         yield from _crossing(plan, path, weights[path][0], enters=False)
-    # Norms over features of all ranks sum one value per token, in forward and in backward.
+    # A norm over features that are split over ranks all-reduces one value per token, in forward and in backward.
     for path in (path for path in tensor.feature_norms if any(shard.name == f"{path}.weight" for shard in here)):
         view, passes = axes.tensor_view(path), 2 + plan.layout.recomputes(path)
         yield plan.volume(view, "all-reduce", passes, plan.rows_at(path) * torch.float32.itemsize)
@@ -122,9 +122,10 @@ def _tensor_communication(plan: Plan, here: Sequence[ParamShard], position: int)
 
 
 def _crossing(plan: Plan, path: str, width: int, enters: bool) -> Iterator[CommVolume]:
-    """Estimate the collectives before column-split layers (`enters`) or after a row-split layer.
+    """Estimate the collectives before column-split layers (`enters` is true) or after a row-split layer.
 
-    With sequence parallelism tokens are all-gathered before and reduce-scattered after; otherwise an all-reduce.
+    With sequence parallelism, tokens are all-gathered before and reduce-scattered after. Otherwise there is an
+    all-reduce: in backward before column-split layers, in forward after a row-split layer.
     """
     tensor, axes = plan.layout.tensor, plan.layout.axes
     assert tensor is not None
@@ -176,7 +177,7 @@ def _vocabulary(plan: Plan, weights: Mapping[str, Sequence[int]], position: int)
 
 
 def _decoder_ends(plan: Plan, here: Sequence[ParamShard]) -> Iterator[CommVolume]:
-    """Estimate the all-gathers at the entry and exit of the decoder, inside of which tokens are sharded over ranks."""
+    """Estimate the all-gathers at the entry and exit of the decoder, whose layers have sharded tokens."""
     tensor, pipeline = plan.layout.tensor, plan.layout.pipeline
     assert tensor is not None
     names = [shard.name for shard in here if tensor.in_decoder(shard.name)]

@@ -129,7 +129,7 @@ def _group_name(leaf: Any) -> str | None:
 
 
 def _process_groups(mesh: Mesh) -> Iterator[tuple[str, dist.ProcessGroup]]:
-    """Yield every process group with the mesh axes that it joins. Views of the same axes have different groups."""
+    """Yield (mesh axes, process group) of every view and axis. Views of the same axes have separate groups."""
     for name, axes in mesh.axes.views.items():
         if axes:
             yield mesh.axes.label(name), mesh.view(name).get_group()

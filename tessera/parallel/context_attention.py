@@ -110,9 +110,9 @@ class RingSchedule:
 
 
 def own_segments(segments: Segments, ranges: Sequence[Range]) -> Segments:
-    """Return the segments of a rank's tokens. A segment that reaches into both chunks of the rank stays one segment.
+    """Return the segments of a rank's tokens. A segment with tokens in both ranges of the rank stays one segment.
 
-    Bounds are computed on the device, so the host does not wait.
+    Bounds are computed on the device, so the host does not wait for it.
     """
     lengths = lengths_inside(segments.lengths, ranges)
     clipped = [(segments.bounds - start).clamp(0, stop - start) for start, stop in ranges]
@@ -120,7 +120,7 @@ def own_segments(segments: Segments, ranges: Sequence[Range]) -> Segments:
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, course: RingSchedule) -> Tensor:
-    """Return the attention outputs of this rank's tokens. `segments`: those of the full sequence."""
+    """Return the attention outputs of this rank's tokens. `segments`: segments of the full sequence."""
     local = own_segments(segments, course.ranges[course.ring.at])
     out: Tensor = _RingAttention.apply(q, k, v, local, course)
     return out
@@ -146,7 +146,7 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Pass keys around the ring again, followed by their gradients, to which each rank adds its part."""
+        """Pass keys around the ring again, and their gradients after them; each rank adds to these gradients."""
         q, k, v, out, lse, bounds = ctx.saved_tensors
         course: RingSchedule = ctx.course
         grad, keys = grads[0].contiguous(), torch.stack((k, v))
@@ -210,9 +210,10 @@ class HeadSharding:
 
 
 def shard_heads(heads: int, kv_heads: int, ranks: int) -> HeadSharding:
-    """Assign heads to ranks. Grouped-query attention needs the same number of query heads for each key head.
+    """Assign heads to ranks.
 
-    A rank where that is impossible gets one key head for each of its query heads.
+    Grouped-query attention needs equally many query heads per key head. A rank whose query heads do not allow this
+    repeats key heads, one for each query head.
     """
     group = heads // kv_heads
     ends = [heads * rank // ranks for rank in range(ranks + 1)]

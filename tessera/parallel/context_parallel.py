@@ -26,7 +26,7 @@ from tessera.parallel.modules import present, wrap_submodule
 from tessera.parallel.sequence_sharding import BatchSharding, EncoderSharding, SequenceSharding, too_short
 from tessera.runtime.modules import AttentionCore
 
-WIDE = 4  # bytes of one value of key gradients, which are sent in fp32
+WIDE = 4  # bytes per element of key gradients, which are sent in fp32
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def plan_context(
             _check_masks(tree, [*attention, *(path for encoder in encoders for path in encoder.attention)], section.cp)
     if model_plan.main is None:
         raise TesseraError(
-            "this model family does not declare its main sequence, which this layout shards",
+            "this layout shards the main token sequence, which this model family does not declare",
             where="parallel.cp" if section.cp > 1 else "parallel.encoders",
             fix="use another layout; in a family of your own, declare `ModelPlan.streams`",
             code="layout.stream-not-declared",
@@ -170,10 +170,10 @@ def apply_context(module: nn.Module, plan: ContextPlan, mesh: Mesh) -> None:
 
 
 class ContextAttention(nn.Module):
-    """Compute attention over the tokens of several ranks. Wraps `core`, the attention module, which has no weights.
+    """Compute attention over the tokens of several ranks. Wrap the attention module `core`, which has no weights.
 
-    Inputs are queries, keys and values of this rank's tokens, and segments of all tokens. If the queries are as many as
-    the tokens in the segments, the batch is not sharded, as in generation. Then `core` is called directly.
+    Inputs are queries, keys and values of this rank's tokens, and segments of all tokens. Queries for all tokens mean
+    that the batch is not sharded, as in generation; then `core` is called directly.
     """
 
     def __init__(self, core: nn.Module, split: SequenceSharding, mesh: Mesh) -> None:
@@ -204,7 +204,7 @@ class ContextAttention(nn.Module):
     def _schedule(self, ring: Ring, length: int, lengths: tuple[int, ...], size: int) -> RingSchedule:
         """Return the arguments of `ring_attention`. The plan has checked the mask of `core`."""
         assert isinstance(self.core, AttentionCore)
-        # Implementations other than these two support full sequences only.
+        # Only these two implementations support attention between parts of a sequence.
         implementation = "eager" if self.core.implementation == "eager" else AUTO
         return RingSchedule(
             ring,
@@ -219,7 +219,8 @@ class ContextAttention(nn.Module):
 class GatherOutputs:
     """Gather the outputs of an encoder from all ranks and restore their order, as a forward hook.
 
-    Gradients of outputs are summed over ranks with different tokens; ranks with the same tokens have the full gradient.
+    In backward, gradients of the outputs are summed over ranks that have different tokens of a sequence. Ranks with the
+    same tokens compute equal gradients, which are not summed.
     """
 
     def __init__(self, encoder: EncoderSharding, mesh: Mesh) -> None:
@@ -252,7 +253,8 @@ def _gather(
 ) -> Tensor:
     """Return the encoder outputs of all ranks in their original order.
 
-    Nothing is gathered if the batch lacks `key`, since it was not sharded, or if all ranks ran a blank input.
+    Return `outputs` unchanged if the encoder's inputs were not sharded (the batch lacks `key`), or if no rank has real
+    inputs (all ran a blank input).
     """
     if key not in batch.segments or batch.segments[key].longest == 0:
         return outputs
@@ -286,7 +288,7 @@ class _GatherElements(torch.autograd.Function):
         ranks, position = dist.get_world_size(ctx.group), dist.get_rank(ctx.group)
         padded = grads[0].new_zeros(ranks * ctx.longest, grads[0].shape[1]).index_copy(0, order, grads[0])
         if ctx.summed is not None:
-            # The context group is the outer axis of the dp view: each rank gets the summed gradients of its outputs.
+            # The context group is the outer axis of the dp view, so this rank gets a part that contains its outputs.
             inner = ranks // dist.get_world_size(ctx.summed)
             part = padded.new_empty(inner * ctx.longest, padded.shape[1])
             dist.reduce_scatter_tensor(part, padded, group=ctx.summed)

@@ -28,7 +28,7 @@ class DeviceFit:
     usable: int  # bytes of `size` that remain after the device runtime and allocator fragmentation
     held: int  # bytes of weights, optimizer state and buffers, which are always on the device
     total: int  # peak bytes in a step
-    changes: Sequence[FitChange] = ()  # if it does not fit: all of these together, in this order
+    changes: Sequence[FitChange] = ()  # changes that together make the step fit, in this order; () if it fits
     uncounted: str = ""  # why activations are not in `total`; "" if they are
 
     @property

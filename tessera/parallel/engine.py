@@ -75,7 +75,7 @@ class SimpleEngine:
         """Do nothing: only `PipelineEngine` has copies of tied weights, which it updates here."""
 
     def collect(self, optimizer: torch.optim.Optimizer) -> None:
-        """Do nothing: the weights themselves are trained."""
+        """Do nothing: the optimizer updates the weights of the module, not copies of them."""
 
     def _forward(self, task: Task, batch: Batch) -> Losses:
         reference = task.reference

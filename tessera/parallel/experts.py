@@ -70,7 +70,7 @@ def plan_experts(section: ParallelSection, model_plan: ModelPlan, module: nn.Mod
     balances = {path: part for path, part in tree.items() if isinstance(part, ExpertBalance)}
     if section.pp > 1 and any(balance.coefficient > 0 for balance in balances.values()):
         raise TesseraError(
-            "the load-balancing loss of experts needs all layers on one rank, which a pipeline spreads over ranks",
+            "the load-balancing loss of experts needs all layers on one rank, but pipeline stages are on several ranks",
             where="parallel.pp",
             allowed=[1],
             fix="set output_router_logits: false in the model's config",
@@ -191,7 +191,7 @@ def _mesh(plan: ExpertPlan, mesh: Mesh) -> DeviceMesh:
         return mesh.view(EP if plan.tp == 1 else TENSOR)
     parts = mesh.axes.views[TENSOR]
     with warnings.catch_warnings():
-        # This slicing is deprecated, see `slice_flattened_mesh`.
+        # torch warns that slicing a flattened dimension is deprecated; see `slice_flattened_mesh`.
         warnings.filterwarnings("ignore", message="Slicing a flattened dim")
         return mesh.root[EP, parts[0] if len(parts) == 1 else TENSOR]
 
@@ -226,7 +226,7 @@ class RankRowSum(nn.Module):
 
 
 def _local_tokens(position: int, parts: int, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Keep this rank's tokens of the last argument of `ExpertBalance`, the row ids. A forward pre-hook."""
+    """As a forward pre-hook of `ExpertBalance`, reduce its last argument, the row ids, to this rank's tokens."""
     *others, rows = args
     row, counts = (of_tokens.chunk(parts)[position] for of_tokens in (rows.row, rows.counts))
     return (*others, dataclasses.replace(rows, row=row, counts=counts))
@@ -237,7 +237,7 @@ class RankDispatch(nn.Module):
 
     `ep`: ranks with different experts and different tokens. The host must know how many tokens go to each rank, so it
     waits for the device once per layer and pass. `sliced`: ranks with a slice of each expert, whose outputs are summed.
-    They have the same tokens, or with `sequence` shards of them, which are gathered first.
+    Sliced ranks have the same tokens, or with `sequence` a shard of them each; then the shards are gathered first.
     """
 
     def __init__(
@@ -288,7 +288,7 @@ class RankDispatch(nn.Module):
         return scattered(x, self.sliced) if self.sequence else summed(x, self.sliced)
 
     def _exchange(self, rows: Tensor, at: ExpertOrder, stacks: _Stacks, group: dist.ProcessGroup) -> Tensor:
-        """Send rows, which are sorted by expert and thereby by rank, to the ranks of their experts and back."""
+        """Send rows to the ranks of their experts, and return the expert outputs. `rows` are sorted by expert."""
         ranks, here = group.size(), stacks.gate.shape[0]
         sent = at.ends.diff(prepend=at.ends.new_zeros(1)).view(ranks, here)
         got = torch.empty_like(sent)

@@ -90,7 +90,7 @@ def encode_on_one_rank(
     if group.rank() == source:
         try:
             encoded = task.encode(batches)
-        except TesseraError as error:  # sent to the other ranks, which would wait otherwise
+        except TesseraError as error:  # broadcast the error to the other ranks, so that they do not wait
             failure = error
     message: list[Any] = [failure or [_changes(*pair) for pair in zip(batches, encoded, strict=True)]]
     dist.broadcast_object_list(message, group=group, group_src=source)

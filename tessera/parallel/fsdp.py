@@ -34,7 +34,7 @@ def fsdp_arguments(module: nn.Module, plan: Plan, mesh: Mesh, device: torch.devi
     """Return the keywords of `fully_shard` for a block of `module`."""
     sharding, paths = plan.layout.sharding, present(module, plan.layout.modules.ignored)
     ignored = {p for path in paths for p in module.get_submodule(path).parameters()}
-    ignored |= set(whole_parameters(module, plan).values())  # see `whole_gradients`
+    ignored |= set(whole_parameters(module, plan).values())  # `whole_gradients` sums their gradients
     # Pinned memory is useful only for copies to an accelerator.
     pin = sharding.pin_memory and devices.supports(device, "pinned_memory")
     return {
@@ -59,9 +59,9 @@ def shard_modules(
     root: nn.Module | None = None,
     meshes: Mapping[str, DeviceMesh] | None = None,
 ) -> None:
-    """Make each path an FSDP group, inner modules first; other parameters belong to the group of the root.
+    """Make each module in `paths` an FSDP group, inner modules first; the root's group has all other parameters.
 
-    `root`: a module around `module`, if there is one. `meshes`: module path -> mesh, if it is not that of `arguments`.
+    `root`: the module that wraps `module`, if any. `meshes`: mesh by module path, where it differs from `arguments`.
     """
     meshes = meshes or {}
     arguments = {**arguments, **_placement(arguments["mesh"], plan)}
@@ -87,7 +87,7 @@ def shard_modules(
 
 
 def _placement(mesh: DeviceMesh, plan: Plan) -> dict[str, Any]:
-    """Return the keyword that sets the sharded dimension of parameters; {} if it is the first for all of them."""
+    """Return the keyword that sets each parameter's sharded dimension; {} if all are sharded in the first dimension."""
     if all(shard.dim == 0 for shard in plan.param_shards):
         return {}
     shared_by = mesh.size(mesh.ndim - 1)  # of a 2-d mesh, the first dimension replicates and the last one shards
@@ -147,7 +147,7 @@ def apply_fsdp(module: nn.Module, plan: Plan, mesh: Mesh, device: torch.device, 
     shard_modules(module, blocks, arguments, plan, root=root, meshes=_other_meshes(module, plan.layout, mesh))
     prefetch_modules(module, blocks, plan.layout.sharding.prefetch_forward, plan.layout.sharding.prefetch_backward)
     if root is module and isinstance(module, EncodesMedia):
-        # `encode` then gathers the weights of the root, as the forward pass does
+        # Make FSDP gather the root's weights before `encode` too, not only before `forward`.
         register_fsdp_forward_method(module, "encode")
 
 

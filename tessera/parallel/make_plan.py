@@ -73,7 +73,7 @@ def make_plan(
         experts=experts,
         frozen=frozen,
         ignored=[*modules.ignored, *(path for path in types.float32 if home(path, modules.blocks) is not None)],
-        # Resharding over fewer ranks works for the first dimension only. `shard_itself` also uses the first only.
+        # Only shards of the first dimension can be resharded over fewer ranks. `shard_itself` makes no others.
         rows_only=not isinstance(sharding.reshard_after_forward, bool) or isinstance(module, ShardsItself),
     )
     waiting = block_bytes(module, modules.block_offload, types.weights, types.float32, parameters=not sharding.active)
@@ -177,7 +177,7 @@ def _check_waiting(waiting: Mapping[str, tuple[int, int]], sharded: bool) -> Non
 def _check_reshard(again: bool | int, shard: int) -> None:
     if not isinstance(again, bool) and not (1 < again < shard and shard % again == 0):
         raise TesseraError(
-            f"parallel.reshard_after_forward={again} does not divide the {shard} ranks with one copy of the model",
+            f"parallel.reshard_after_forward={again} does not divide the {shard} ranks that share a copy of the model",
             where="parallel.reshard_after_forward",
             allowed=["true", "false", *divisors(shard)[1:-1]],
             code="layout.reshard-size",
@@ -185,9 +185,9 @@ def _check_reshard(again: bool | int, shard: int) -> None:
 
 
 def _rows(model_plan: ModelPlan, workload: Workload, axes: Axes) -> dict[str, int]:
-    """Return by module path how many tokens or encoder inputs a rank computes in it; "" is the decoder.
+    """Return for each module path the number of tokens or encoder inputs that a rank computes; "" is the decoder.
 
-    A projector gets the encoder outputs of all ranks.
+    On every rank, a projector gets the encoder outputs of all ranks.
     """
     rows = {"": workload.tokens // axes.size(CONTEXT)}
     for name, stream in model_plan.streams.items():

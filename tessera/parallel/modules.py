@@ -283,7 +283,7 @@ def _with_native_names(
 ) -> ParallelSection:
     """Translate names in `wrap`, `ignore` and `recompute` of the recipe to module paths of this model.
 
-    Such names are classes, and the names of other trainers, which extensions add (`tessera.module_names`).
+    These names are classes, or module paths of other trainers, which extensions of `tessera.module_names` translate.
     """
     if not (section.wrap or section.ignore or section.recompute):
         return section
@@ -312,10 +312,11 @@ def _with_native_names(
 def native_patterns(
     patterns: Sequence[str], tree: Mapping[str, nn.Module], other_names: Mapping[str, tuple[str, ...]]
 ) -> list[str]:
-    """Translate patterns to paths of a model. A pattern that matches a path is returned unchanged.
+    """Translate names to patterns of module paths of a model. A pattern that matches a path is returned unchanged.
 
-    Other patterns are keys of `other_names`, or import paths of classes, which select their instances. Published
-    recipes list classes of all model sizes, so classes without instances are dropped, unless nothing else is selected.
+    A name in `other_names` is replaced by its paths, and the import path of a class by the paths of its instances.
+    Published recipes list classes of all model sizes, so classes without instances are dropped, unless no name
+    is left.
     """
     native: dict[str, None] = {}
     absent: list[str] = []
@@ -350,7 +351,7 @@ def _instances(class_path: str, tree: Mapping[str, nn.Module]) -> list[str]:
 
 
 def _select_once(patterns: Sequence[str], tree: Iterable[str], where: str) -> list[str]:
-    """Return the paths that match, in the order of patterns, then of the tree.
+    """Return the paths that match, in the order of `patterns`; matches of the same pattern in the order of `tree`.
 
     Raise if a pattern matches nothing, or if two patterns match one module.
     """
@@ -403,7 +404,7 @@ def wrap_submodule(root: nn.Module, path: str, wrapper: Callable[[nn.Module], nn
     """Replace a submodule by a wrapper around it. `clean_name` removes the wrapper's prefix from parameter names."""
     parent, _, name = path.rpartition(".")
     owner = root.get_submodule(parent)
-    while isinstance(owner, ActivationWrapper):  # a wrapper passes on getattr but not setattr
+    while isinstance(owner, ActivationWrapper):  # setattr on a wrapper would not reach its module
         owner = wrapped_module(owner)
     setattr(owner, name, wrapper(owner.get_submodule(name)))
 

@@ -92,7 +92,7 @@ class _Padded:
     """Pad the output of a stage: torch's schedules need activations of one shape and dtype."""
 
     work: _Loss
-    elements: Sequence[int]  # stage index -> rows to pad its output to
+    elements: Sequence[int]  # stage index -> number of rows after padding
     dtype: torch.dtype
 
     def __call__(self, stage: StageModule, carry: Tensor | None, mb: int) -> Tensor:
@@ -135,7 +135,7 @@ class PipelineEngine:
         self._elements: list[int] = []
         self._specs: tuple[SumSpec, ...] | None = None  # names of loss terms and metrics
         for stage in stages:
-            # Run before FSDP's hook, which would move the micro-batch index to the device. Reading it there would wait.
+            # Run before FSDP's hook, which moves inputs to the device: then reading the micro-batch index would block.
             stage.register_forward_pre_hook(self._number_on_host, prepend=True, with_kwargs=True)
 
     @torch.no_grad()
@@ -173,7 +173,7 @@ class PipelineEngine:
     def _counts(
         self, task: Task, microbatches: Sequence[Batch], here: Collection[int], counts: bool = True
     ) -> dict[str, Tensor] | None:
-        """Return the global counts. Only the last stage counts, since all stages have the same micro-batches."""
+        """Return the global counts. All stages have the same micro-batches, so only the last stage contributes."""
         last = len(self.pipeline.stages) - 1 in here
         return global_counts(task, microbatches, self.device, self.loss_group, counts and last)
 
@@ -218,7 +218,7 @@ class PipelineEngine:
         self.tied.settle(optimizer)
 
     def collect(self, optimizer: Optimizer) -> None:
-        """Do nothing: the weights themselves are trained."""
+        """Do nothing: the optimizer updates the weights of the module, not copies of them."""
 
     def _reduce(self, losses: Sequence[Losses], counts: dict[str, Tensor] | None, counted: bool = True) -> LossTotals:
         """Sum losses over ranks. Ranks without the last stage add zeros, and get the result as well."""
@@ -261,7 +261,7 @@ class PipelineEngine:
                 stage.number,
                 count,
                 self.device,
-                # Declared shapes: otherwise torch would run the model to infer them.
+                # Without these shapes, torch would run the model to infer them.
                 input_args=self._carry(stage.number - 1),
                 output_args=self._carry(stage.number),
                 dw_builder=_nothing_left if stage.number in self.pipeline.unsplit else None,
@@ -274,9 +274,9 @@ class PipelineEngine:
         return kind(subject, self.pipeline.microbatches, loss_fn=_loss_as_it_is, scale_grads=False)
 
     def _carry(self, stage: int) -> Tensor:
-        """Return a meta tensor with the shape and dtype of a stage's output; of the last stage, the loss.
+        """Return a meta tensor with the shape and dtype of a stage's output, which is the loss for the last stage.
 
-        Stage -1 is the input of the first stage: the index of a micro-batch.
+        Stage -1 stands for the input of the first stage, the index of a micro-batch.
         """
         if stage < 0:
             return torch.empty(1, dtype=torch.int64, device="meta")
@@ -289,7 +289,7 @@ class PipelineEngine:
 
 
 def _nothing_left() -> Callable[[], None]:
-    """Return a function that does nothing, as the weight half of backward: the input half computes all gradients."""
+    """Return a no-op for the weight half of backward: here the input half computes all gradients."""
     return lambda: None
 
 

@@ -70,9 +70,9 @@ class PipelinePlan:
         raise AssertionError(f"{name} is in no stage")
 
     def needs_gradient(self, stage: int, parameters: Iterable[Parameter]) -> bool:
-        """Return whether the output of a stage requires a gradient: if this stage or an earlier one is trained.
+        """Return whether the output of a stage requires a gradient: this stage or an earlier one is trained.
 
-        In schedules that split backward it always does, because torch asks for input gradients there.
+        Schedules that split backward always need the gradient, because torch computes input gradients in each stage.
         """
         if self.schedule in SPLITS_BACKWARD:
             return True
@@ -89,7 +89,7 @@ class PipelinePlan:
 
 @dataclass
 class _Unit:
-    """Hold a layer and the units in the same stage with it, such as embedding, norm and head."""
+    """Hold a layer together with modules that must be in the same stage, such as the embedding or the head."""
 
     stream: str
     modules: list[str] = field(default_factory=list)
@@ -267,7 +267,7 @@ def _by_lists(units: Sequence[_Unit], lists: Mapping[str, Sequence[int]], count:
                 code="layout.unknown-stream",
             )
     groups: list[list[_Unit]] = [[] for _ in range(count)]
-    ended, before = 0, ""  # last stage and name of the previous stream
+    ended, before = 0, ""  # index of the last stage, and name, of the previous stream
     for stream in streams:
         layers = [unit for unit in units if unit.stream == stream]
         numbers = list(lists.get(stream, ()))
@@ -330,8 +330,8 @@ def _by_cost(units: Sequence[_Unit], count: int) -> list[list[_Unit]]:
     for unit in units:
         total.append(total[-1] + unit.cost)
     size = len(units)
-    # best[n]: (cost of the dearest stage, sum of squared costs) of the first n units, split into `stage` stages.
-    # starts[stage - 1][n]: the unit at which the last of these stages begins.
+    # best[n]: for the first n units in `stage` stages, (cost of the most expensive stage, sum of squared costs).
+    # starts[stage - 1][n]: index of the unit at which the last of these stages begins.
     best: list[tuple[float, float]] = [(0.0, 0.0)] + [(inf, inf)] * size
     starts: list[list[int]] = []
     for stage in range(1, count + 1):

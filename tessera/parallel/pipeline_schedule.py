@@ -23,7 +23,7 @@ SPLITS_BACKWARD: tuple[Schedule, ...] = ("interleaved-zb", "zbv")
 _WORK = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # cost of an action relative to a forward pass
 _WORK_UNSPLIT = {"F": 1.0, "B": 2.0, "I": 2.0, "W": 0.0}
 _SPELLED = re.compile(r"(\d+)([FBIW])(\d+)")  # an action as torch prints it: stage, kind, micro-batch
-_SEEN = 4  # number of rounds of micro-batches to simulate; each later round takes the time of the slowest rank
+_SEEN = 4  # rounds of micro-batches to simulate; the time of more rounds follows from the slowest rank
 
 Action = tuple[int, str, int]  # (stage, kind, micro-batch); F: forward, B: backward, I and W: its input and weight half
 

@@ -31,21 +31,22 @@ class Work(Protocol):
 
 @runtime_checkable
 class EncodesInStages(EncodesMedia, Protocol):
-    """Declare a model that encodes media also if its encoders are split over pipeline stages."""
+    """Declare a model that can encode media even if its encoders are split over pipeline stages."""
 
     def encode_stage(self, batch: Batch, carry: Tensor | None) -> Tensor:
-        """Return what `encode` has computed after this pipeline stage. `carry`: the same of the previous stage."""
+        """Run this pipeline stage's part of `encode` on `carry`, the result of the previous stage."""
         ...
 
     def unpacked(self, batch: Batch, packed: Tensor) -> dict[str, Tensor]:
-        """Return the embeddings by tensor name, from the output of `encode_stage` of the last stage."""
+        """Return the embeddings by tensor name. `packed`: result of `encode_stage` on the last stage."""
         ...
 
 
 class StageModule(nn.Module):
-    """Hold one stage: a model without the modules of other stages. `clean_name` removes `_stage_model` from names.
+    """Hold one pipeline stage: the model without the modules of other stages.
 
-    Its forward pass calls `work`, which also computes the loss: FSDP has gathered the weights of the stage there.
+    `forward` calls `work`, which also computes the loss, because FSDP gathers the stage's weights only for `forward`.
+    `clean_name` removes `_stage_model` from parameter names.
     """
 
     def __init__(self, model: nn.Module, number: int, count: int) -> None:
@@ -72,7 +73,7 @@ class LocalStages(nn.Module):
         super().__init__()
         for stage in stages:
             self.add_module(f"_stage{stage.number}", stage)
-        # `initialize` depends on parameter names alone, so the method of the first local stage serves all stages.
+        # `initialize` depends on parameter names only, so that of the first local stage works for all local stages.
         model = stages[0]._stage_model
         if isinstance(model, InitializesByName):
             self.initialize = model.initialize
@@ -181,7 +182,7 @@ class PipelinedModel:
         self.stages = SequentialStages(stages, plan, mesh, device)
         self.device = device
         model: Any = next(iter(stages))._stage_model
-        self._output = next(iter(model.heads))  # name of the main head
+        self._output = next(iter(model.heads))  # name of the first head, whose output is the logits
         self._media = model if isinstance(model, EncodesInStages) else None
         self.encoders: Sequence[Any] = () if self._media is None else self._media.encoders
 

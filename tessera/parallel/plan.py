@@ -153,9 +153,10 @@ class Plan:
         return self.rows[self._part(path)]
 
     def gradient_reaches(self, path: str) -> bool:
-        """Return whether backward reaches a module: whether any parameter of its encoder is trained.
+        """Return whether backward reaches a module.
 
-        For a module outside of encoders: any parameter of the model.
+        It does if any parameter of the encoder that contains the module is trained, or, for a module outside of
+        encoders, if any parameter of the model is trained.
         """
         part = self._part(path)
         return any(shard.trained for shard in self.param_shards if not part or shard.name.startswith(part + "."))
@@ -172,7 +173,7 @@ class Plan:
         """Return the plan for the submodule at `path`, with module names relative to it."""
 
         def inside(paths: Iterable[str]) -> dict[str, str]:
-            """Return paths inside of the submodule -> the same paths relative to it."""
+            """Map each full path that is inside of the submodule to its path relative to the submodule."""
             return {full: full.removeprefix(f"{path}.") for full in paths if full.startswith(f"{path}.")}
 
         modules, types = self.layout.modules, self.precision
@@ -198,12 +199,12 @@ class ShardsItself(Protocol):
     """Declare a module that applies recompute, `fully_shard` and prefetch itself, if the plan uses FSDP."""
 
     def shard_itself(self, plan: Plan, arguments: dict[str, Any]) -> None:
-        """Shard every trained parameter with torch's `fully_shard`. `arguments`: its keywords for a block."""
+        """Shard every trained parameter with torch's `fully_shard`. `arguments`: keywords of `fully_shard`."""
         ...
 
 
 def ahead(modules: Sequence[T], at: int, count: int, direction: Direction) -> list[T]:
-    """Return the `count` modules that run after the one at index `at`; in backward they precede it in the list."""
+    """Return the `count` modules that run next after index `at`: the following ones, or in backward the previous."""
     if direction == "forward":
         return list(modules[at + 1 : at + 1 + count])
     return list(modules[max(0, at - count) : at])[::-1]

@@ -90,7 +90,7 @@ class EncoderSharding:
     stream: Stream
     dp: int = 1  # number of ranks that each compute some full sequences
     split: SequenceSharding | None = None  # how context parallel ranks split each sequence; None: not split
-    attention: tuple[str, ...] = ()  # with `split`: its attention modules, which span the context group
+    attention: tuple[str, ...] = ()  # with `split`: the encoder's attention modules, which use the context group
     dp_view: str = ""  # mesh view of the `dp` ranks
 
     @property
@@ -123,12 +123,12 @@ def too_short(length: int, minimum: int) -> TesseraError:
 
 
 def shard_batch(batch: Batch, plan: BatchSharding, position: int, dp_positions: Mapping[str, int]) -> Batch:
-    """Return the part of a micro-batch for the rank at `position` of its context group.
+    """Return a rank's part of a micro-batch. `position`: the rank's position in its context group.
 
-    `dp_positions`: the rank's position among the `dp` ranks of each encoder. Segments of the main sequence are not
-    sharded, because attention spans all of it. Slots become indices into this rank's elements, and the tensor
-    `Stream.sources` has the index of the encoder output for each slot. `Stream.positions` become such indices, too.
-    Tensors with one entry for each position, such as latents, are not sharded: the task selects this rank's entries.
+    `dp_positions`: encoder -> the rank's position among the encoder's `dp` ranks. Segments of the main sequence are not
+    sharded, because attention spans the full sequence. Slots and the tensors `Stream.positions` are changed to indices
+    into this rank's elements. For each slot, the tensor `Stream.sources` has the index of its encoder output. Tensors
+    with one entry per position, such as latents, are not sharded: the task selects this rank's entries.
     """
     tensors, segments = dict(batch.tensors), dict(batch.segments)
     main = plan.main
@@ -161,7 +161,7 @@ def shard_batch(batch: Batch, plan: BatchSharding, position: int, dp_positions: 
 def _distribute_sequences(
     tensors: dict[str, Tensor], segments: dict[str, Segments], encoder: EncoderSharding, position: int
 ) -> None:
-    """Keep the sequences of this rank. A rank without sequences runs its encoder on a blank input."""
+    """Keep only this rank's encoder sequences. A rank without sequences runs the encoder on a blank input."""
     if encoder.dp == 1:
         return
     stream = encoder.stream
@@ -189,8 +189,10 @@ def _split_sequences(
     split: SequenceSharding,
     position: int,
 ) -> None:
-    """Keep this rank's part of every sequence. If there are fewer elements than ranks, zeros are appended as one more
-    sequence, so that all ranks have elements."""
+    """Keep only this rank's part of every encoder sequence.
+
+    If there are fewer elements than ranks, zeros are appended as another sequence, so that all ranks have elements.
+    """
     stream = encoder.stream
     lengths = segments[stream.segments].lengths if stream.segments in segments else ()
     length = sum(lengths)
@@ -234,8 +236,10 @@ def indices(ranges: Sequence[Range]) -> Tensor:
 
 
 def local_positions(positions: Tensor, ranges: Sequence[Range]) -> tuple[Tensor, Tensor]:
-    """Select the positions inside of these ranges. Return them relative to the joined ranges, and their indices in
-    `positions`."""
+    """Select the positions inside of `ranges`.
+
+    Return them as indices into the concatenated ranges, and the indices of the selected entries of `positions`.
+    """
     local, which, before = [], [], 0
     for start, end in ranges:
         inside = ((positions >= start) & (positions < end)).nonzero().flatten()
@@ -260,7 +264,7 @@ def gathered_order(by_rank: Sequence[Tensor], length: int) -> Tensor:
 def _note_order(
     tensors: dict[str, Tensor], segments: dict[str, Segments], key: str, by_rank: Sequence[Tensor], length: int
 ) -> None:
-    """Add to the batch, under `key`, the order of gathered outputs and the number of outputs of each rank."""
+    """Store under `key` the order of the all-gathered outputs, and the number of outputs of each rank."""
     tensors[key] = gathered_order(by_rank, length)
     segments[key] = Segments.of([len(positions) for positions in by_rank])
 
@@ -272,7 +276,7 @@ def _keep(tensors: dict[str, Tensor], stream: Stream, ranges: Sequence[Range]) -
 
 
 def _inside(lengths: Sequence[int], ranges: Sequence[Range]) -> list[int]:
-    """Return the lengths of the segments inside of these ranges. Ranges begin and end at segment bounds."""
+    """Return the lengths of the segments that are inside of `ranges`, which begin and end at segment bounds."""
     ends = list(itertools.accumulate(lengths, initial=0))
     starts = {start: number for number, start in enumerate(ends[:-1])}
     inner: list[int] = []
@@ -346,7 +350,7 @@ class RankDataset(RowSource):
         return self.source.decodes_media
 
     def work(self, rows: Sequence[int]) -> Sequence[float] | None:
-        """Return the cost of the unsharded rows, so that all ranks assign rows to micro-batches in the same way."""
+        """Return the cost of each full row: costs of sharded rows would differ between ranks, and so would batches."""
         return self.source.work(rows)
 
     def without(self, samples: Mapping[str, str]) -> RankDataset | None:

@@ -119,12 +119,13 @@ def _styles(patterns: Mapping[str, TensorStyle], module: nn.Module) -> dict[str,
 
 
 def _layers(styles: Mapping[str, TensorStyle], module: nn.Module, experts: Sequence[str]) -> dict[str, Split]:
-    """Return the split of each layer: the style of its weight. Biases are split by columns only."""
+    """Return how each layer is split, which is the style of its weight. Only column-split layers have split biases."""
     layers: dict[str, Split] = {}
     for name, style in styles.items():
         path, _, kind = name.rpartition(".")
         if kind == "bias" and styles.get(f"{path}.weight") == "row" and style != "replicate":
-            # The bias is added to the sum over ranks. Under `sequence`, its gradient would be summed twice.
+            # Each rank adds the bias after the sum over ranks, so the bias is not split. With style `sequence`, its
+            # gradient would be summed twice.
             raise TesseraError(
                 f"{name} has the style {style}: the bias of a layer that is split by row is replicated",
                 where="the `tensor` table in the model's plan",
@@ -197,7 +198,7 @@ def _check_sizes(section: ParallelSection, model_plan: ModelPlan, axes: Axes, pa
                 allowed=divisors(gcd(common[part.encoder], section.tp)),
                 code="layout.tp-not-divisor",
             )
-        # Encoders that use parallel.tp limit its value. Encoders with their own tp do not.
+        # parallel.tp must divide the sizes of all encoders that have no tp setting of their own.
         limit = gcd(*(common[name] for name, tp in degrees.items() if tp == section.tp))
         only_encoder = part.encoder and common[""] % section.tp == 0
         raise TesseraError(
@@ -240,10 +241,10 @@ def _decoder(styles: Mapping[str, TensorStyle], axes: Axes) -> str:
 
 
 def _entries(layers: Mapping[str, Split], module: nn.Module) -> tuple[str, ...]:
-    """Return the modules at whose input gradients are summed over ranks: before layers that are split by columns.
+    """Return the modules in front of column-split layers. Gradients of their inputs are summed over ranks.
 
-    If several such layers read the same input, the module is their parent, so that the gradient is summed once. The
-    parent must have no other layers with weights.
+    A module is a column-split layer. If several of them read the same input, it is their parent instead, so that the
+    gradient is summed once; then the parent has no modules with weights other than column- and row-split layers.
     """
     entries: dict[str, None] = {}
     for path, split in layers.items():
@@ -320,9 +321,9 @@ class FeatureTotal(nn.Module):
 
 
 class TokenPlacement:
-    """Provide forward hooks that gather and shard tokens between layers.
+    """Provide forward hooks that gather and shard tokens at layers.
 
-    With `split`, each rank has an equal shard of the tokens there; otherwise all tokens.
+    Between layers, each rank has an equal shard of the tokens if `split` is true, otherwise all tokens.
     """
 
     def __init__(self, mesh: DeviceMesh, split: bool) -> None:
@@ -333,7 +334,7 @@ class TokenPlacement:
         self.total = 0
 
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Gather tokens before layers that are split by columns. Backward sums the gradients of all ranks."""
+        """Gather tokens before column-split layers. In backward, sum the gradients of all ranks."""
         return (self._spread(args[0]).redistribute(placements=[Replicate()]), *args[1:])
 
     def shard(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

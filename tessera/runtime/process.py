@@ -115,4 +115,4 @@ def _stat(pid: int) -> list[str]:
         text = (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return [""] * (_STARTED + 1)
-    return text[text.rindex(")") + 2 :].split()  # the name before it may contain spaces and parentheses
+    return text[text.rindex(")") + 2 :].split()  # the process name may contain spaces and parentheses

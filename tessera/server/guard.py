@@ -94,7 +94,7 @@ class RequestGuard:
             self._metrics.requests.labels(path, str(status or 499)).inc()
 
     def _check(self, scope: Scope, headers: Headers, origin: str | None, allowed: bool) -> None:
-        # a proxy may use the other of the two lengths
+        # With two lengths, a proxy in front of the server may use the other one (request smuggling).
         if "content-length" in headers and "transfer-encoding" in headers:
             raise ApiError(400, "the request states its length in two ways", code="invalid_length")
         host = headers.get("host", "")

@@ -15,7 +15,7 @@ NO_FILES = Path("/nonexistent")  # root of media if no local files are allowed
 
 
 class Prompts(Protocol):
-    """Declare the interface that makes prompts from messages, in other threads or processes (see `PromptPool`)."""
+    """Declare an object that turns messages into prompts, in other threads or processes (see `PromptPool`)."""
 
     def submit(
         self, conversation: Sequence[Mapping[str, Any]], root: Path | None = None, **options: Any

@@ -149,7 +149,7 @@ class ResponsesApi:
 
 
 def _json(value: Mapping[str, Any]) -> Response:
-    """Return a JSON body. Halves of characters, which a model may write, are escaped."""
+    """Return a JSON body. Unpaired surrogates, which a model may write, are escaped."""
     return Response(json.dumps(value), media_type="application/json")
 
 

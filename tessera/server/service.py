@@ -202,7 +202,7 @@ class Service:
         if forced is not None:
             requests = [replace(single, constraint=forced) for single in requests]
         names = [tool.function.name for tool in tools]
-        # the prompt may end with an opening tag of the reasoning
+        # Some chat templates end the prompt with the opening tag of the reasoning.
         end = self.tokens.decode(prompt.tokens[-8:], skip_special=False)
 
         def splitter() -> AnswerParts:
@@ -212,14 +212,17 @@ class Service:
         return AnswerJob(requests, [prompt] * len(requests), request.model or self.settings.name, splitter)
 
     def _forced_calls(self, request: ChatRequest) -> Constraint | None:
-        """Return the constraint of `tool_choice`, which excludes other constraints."""
+        """Return the constraint of `tool_choice`. Raise if the request has another constraint as well."""
         choice = request.tool_choice
         named = choice if choice is None or isinstance(choice, str) else choice.model_dump()
         tools = [tool.model_dump(exclude_none=True) for tool in request.tools]
         constraint = constraint_for(tools, named, parallel=request.parallel_tool_calls)
         if constraint is not None and _constraint(request) is not None:
             raise ApiError(
-                400, "a forced tool call cannot have another form", param="tool_choice", code="invalid_value"
+                400,
+                "tool_choice cannot be combined with another constraint of the answer",
+                param="tool_choice",
+                code="invalid_value",
             )
         return constraint
 

@@ -30,7 +30,7 @@ _REFUSED = {
     "known_speaker_references[]": "speakers are not told apart",
     "stream": "ask /v1/chat/completions for a stream, with input_audio",
 }
-_MOST_BYTES = 48 << 20  # limit of an audio file: in base64 it has the largest allowed size of a text
+_MOST_BYTES = 48 << 20  # limit of an audio file, whose base64 text is limited to 64 MiB
 _STAMP = re.compile(r"<\|(\d{1,6}(?:\.\d{1,3})?)\|>")
 
 

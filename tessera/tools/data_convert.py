@@ -64,7 +64,7 @@ def convert(
                     resolve(value, source.root)
                 except TesseraError as error:
                     raise RecordError(error.what, where=sample.id, code=error.code) from None
-        return _messages_row(sample)
+        return messages_row(sample)
 
     return write_rows(source, out, overwrite, row_of, begin="", between="\n", end="\n")
 
@@ -104,7 +104,7 @@ def write_rows(
     return done
 
 
-def _messages_row(sample: Sample) -> dict[str, Any]:
+def messages_row(sample: Sample) -> dict[str, Any]:
     if len(sample.messages) == 1 and sample.messages[0].role == PLAIN:
         return _plain_row(sample)
     messages: list[dict[str, Any]] = []
@@ -112,7 +112,8 @@ def _messages_row(sample: Sample) -> dict[str, Any]:
         content: Any = [{"type": part.kind, part.kind: _value(sample.id, part)} for part in message.parts]
         if all(part.kind == "text" for part in message.parts):
             content = "".join(part.value for part in message.parts)
-        messages.append({"role": message.role, "content": content})
+        speaker = {"speaker": message.speaker} if message.speaker else {}
+        messages.append({"role": message.role, **speaker, "content": content})
     return {"id": sample.id, "messages": messages, **objects_of(sample)}
 
 
@@ -128,7 +129,9 @@ def _plain_row(sample: Sample) -> dict[str, Any]:
     return row
 
 
-def _value(id: str, part: Part) -> str:
+def _value(id: str, part: Part) -> Any:
+    if part.kind == "codes":
+        return part.value.tolist()
     value, span = (part.value.value, part.value.span) if isinstance(part.value, AudioClip) else (part.value, "")
     if isinstance(value, str):
         return value + span

@@ -21,7 +21,7 @@ _TIMES = 3  # limit of values to try for one key, such as half, a quarter and an
 
 
 def plan_for_device(config: RunConfig, world: int, device: str) -> DescribedPlan:
-    """Return the plan of a recipe with `device_fit`: the peak memory of a step on this device, and changes that fit."""
+    """Return the plan of a recipe with `device_fit`: peak memory of a step on the device, and changes to fit it."""
     size = find_size(device, "--device")
     search = _Search(size, world)
     config = for_device(config, size)
@@ -42,7 +42,7 @@ class _Count:
 
 
 class _Search:
-    """Search for changes of a recipe that fit into a device. The memory of a change is counted by a dry run."""
+    """Search for recipe changes with which a step fits into a device's memory, which dry runs count."""
 
     def __init__(self, size: DeviceSize, world: int) -> None:
         self._size, self._world = size, world

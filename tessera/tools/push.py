@@ -146,7 +146,7 @@ def _known_base(folder: Path, run: Path | None, hub: Hub) -> str | None:
             id = parse_hub_id(candidate, "model", WHERE)
             if id.hub == hub:
                 return id.name
-        note = Path(candidate) / ".tessera" / "download.json"  # written by `tessera download --to`
+        note = Path(candidate) / ".tessera" / "download.json"  # `tessera download --to` writes it
         if candidate and note.is_file():
             name = read_json_mapping(note).get("name")
             return str(name) if name else None

@@ -30,10 +30,10 @@ log = logging.getLogger("tessera")
 
 
 class BenchmarkEval(Callback):
-    """Answer benchmarks every `evaluation.every` steps and after the last step. Scores are held-out metrics.
+    """Run benchmarks every `evaluation.every` steps and after the last step, and report scores as held-out metrics.
 
-    Every rank answers all questions: ranks with sharded weights run collectives together. The main rank writes the
-    results to `RUN/eval/training/step-STEP`: the folders beside it are those of `tessera eval RUN`.
+    Every rank generates all answers, since sharded weights are gathered by all ranks together. The main rank writes
+    the results to `RUN/eval/training/step-STEP`. `tessera eval RUN` writes to other folders of `RUN/eval`.
     """
 
     def __init__(self, config: RunConfig, setup: ModelSetup, processor: Processor | None, model: object) -> None:

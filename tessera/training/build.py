@@ -285,8 +285,10 @@ def build_rows(
     dataset: Any = None,
     step: StepSize | None = None,
 ) -> RowSource:
-    """Return the rows of one split. `dataset`: a data set object that the caller passed. `step`: the size of a step in
-    samples, if `train.samples_per_step` is set."""
+    """Return the rows of the training or the held-out data.
+
+    `dataset`: a data set object from the caller. `step`: samples per step, if `train.samples_per_step` is set.
+    """
     work = None
     if setup.spec.work is not None:
         work = functools.partial(setup.spec.work, setup.config, training=setup.training)
@@ -343,14 +345,15 @@ def _with_rows_per_step(config: RunConfig, plan: Plan, source: RowSource) -> Run
         return config
     if rows is None:
         raise TesseraError(
-            f"samples per step cannot be counted: data of kind {config.data.kind} comes in finished rows",
+            f"data of kind {config.data.kind} consists of packed rows, whose samples cannot be counted per step",
             where="train.samples_per_step",
             fix=f"count rows instead: train.global_batch={samples} if each row is one sample",
             code="recipe.samples-of-ready-rows",
         )
     if plan.layout.pipeline is not None and rows != config.train.global_batch:
         raise TesseraError(
-            f"the samples of a step take {rows} rows, and the pipeline is planned for {config.train.global_batch}",
+            f"train.samples_per_step makes {rows} rows per step, but the pipeline is planned for "
+            f"{config.train.global_batch}",
             where="train.global_batch",
             fix=f"train.global_batch={rows}",
             code="layout.rows-differ-from-pipeline",

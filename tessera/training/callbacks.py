@@ -67,7 +67,7 @@ def run_callbacks(parts: CallbackParts, extra: Sequence[Callback]) -> list[Callb
     config, watched = parts.config, parts.config.parallel.watch and parts.world.size > 1
     blocks, history = parts.setup.plan.layout.modules.blocks, SessionHistory()
     callbacks: list[Callback | None] = [
-        history,  # records the sessions; writes the report of a run that failed
+        history,  # records when the run starts, resumes and ends; writes the report of a run that failed
         StopOnSignal(),  # handles signals, also while the other callbacks start
         Meter(config.log.every),  # writes `metrics.jsonl`, which later callbacks read
         Trackers(config.log) if config.log.trackers else None,  # sends `metrics.jsonl` to experiment trackers

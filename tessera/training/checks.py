@@ -22,10 +22,10 @@ LOOKS = 3  # number of steps at the beginning in which gradients of zeros are co
 
 
 class Coverage(Callback):
-    """Check in the first step that every trained tensor received a gradient: a tensor without one would never learn.
+    """Check in the first step that every trained tensor received a gradient.
 
-    A gradient of zeros is reported only if it is zero in each of the first `LOOKS` steps. If an output layer is
-    initialized with zeros, the first gradients of earlier layers are zeros.
+    A gradient of zeros is reported only if it is zero in each of the first `LOOKS` steps: if an output layer is
+    initialized with zeros, earlier layers get gradients of zeros only in the first step.
     """
 
     def __init__(self, names: Sequence[str], policy: Literal["stop", "warn"]) -> None:
@@ -40,7 +40,7 @@ class Coverage(Callback):
             return
         self._looks += 1
         received, nonzero = self._gather(trainer)
-        # The first factor of a new adapter has a gradient of zeros while the second factor is zero.
+        # Factor A of a new adapter has a gradient of zeros as long as factor B is zero.
         idle = {name for name in received - nonzero if f".{A}." not in name}
         if self._idle is None:
             self._idle = idle

@@ -8,9 +8,9 @@ from typing import Any
 
 from tessera.runtime import log
 
-WAITS = 0.05  # the line shows the time spent on waiting for data from this share on
-UNEVEN = 1.1  # the line shows the ratio of the busiest rank's work to the mean from this value on
-METRICS = 2  # maximum number of the objective's metrics on the line
+WAITS = 0.05  # the line shows the share of time spent waiting for data if it is at least this
+UNEVEN = 1.1  # the line shows the ratio of the busiest rank's work to the mean if it is at least this
+METRICS = 2  # maximum number of the task's metrics on the line
 _UNITS = {"tokens": "tok"}
 
 Field = tuple[str, str]  # name and value; the name may be empty
@@ -77,7 +77,7 @@ def clock(seconds: float) -> str:
 
 
 def _speed(row: Mapping[str, Any]) -> str | None:
-    """Return the speed in tokens per second, or in samples or another unit if batches have no number of tokens."""
+    """Return the speed in tokens per second; if batches do not count tokens, in samples or another unit."""
     speeds = {key.removesuffix("_per_s"): value for key, value in row.items() if key.endswith("_per_s") and value}
     name = next((name for name in ("tokens", "samples", *speeds) if name in speeds), None)
     return None if name is None else f"{_brief(speeds[name])} {_UNITS.get(name, name)}/s"

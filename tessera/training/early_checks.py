@@ -60,7 +60,7 @@ def has_held_out(config: RunConfig) -> bool:
 
 
 def check_evaluated(config: RunConfig) -> None:
-    """Raise if keys of the evaluation have no effect, because the recipe names nothing to evaluate."""
+    """Raise if evaluation keys of a recipe have no effect because it has no held-out data or task files."""
     evaluation = config.evaluation
     if evaluation.metric is not None and not config.data.eval:
         raise TesseraError(

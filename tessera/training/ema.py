@@ -17,9 +17,9 @@ from tessera.runtime.torch_internals import foreach_lerp_
 
 
 class Ema(Callback):
-    """Average the trained weights over the steps with an applied update.
+    """Keep an exponential moving average of the trained weights, updated in each step with an applied update.
 
-    The average is in fp32: bf16 would round off relative changes of a thousandth.
+    The average is in fp32, because bf16 would lose relative changes of a thousandth.
     """
 
     def __init__(self, settings: EmaSection, module: nn.Module) -> None:
@@ -59,7 +59,7 @@ class Ema(Callback):
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Replace the weights of the module by the average inside of the context."""
-        reshard(self.module)  # free weights that FSDP has gathered: they would be used instead of the changed shards
+        reshard(self.module)  # free gathered weights, which FSDP would use instead of the changed shards
         with torch.no_grad():
             weights = [local_shard(weight).detach().clone() for _, weight in self._trained]
             for (_, weight), average in zip(self._trained, self._averages(), strict=True):
@@ -94,7 +94,7 @@ class Ema(Callback):
 
     @torch.no_grad()
     def _follow_names(self) -> None:
-        """Copy the average of each name to other parameters with the same name: a checkpoint fills only the first."""
+        """Copy averages between parameters with the same name: a checkpoint restores only the first of them."""
         first: dict[str, Tensor] = {}
         for (name, _), average in zip(self._trained, self._averages(), strict=True):
             source = first.setdefault(name, average)

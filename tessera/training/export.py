@@ -37,8 +37,11 @@ class Export(Callback):
         average: Callable[[], AbstractContextManager[None]] | None = None,
         saved: Sequence[str] = (),
     ) -> None:
-        """Take the parts of the model. `average`: a context manager that puts averaged weights in place. These are
-        exported, too, with the suffix `-ema`. `saved`: parameters that are trained in full in addition to adapters."""
+        """Store what the export needs.
+
+        `average`: context manager that replaces the weights by averaged ones, which are exported to a second folder
+        with the suffix `-ema`. `saved`: fully trained parameters, which are exported together with the adapters.
+        """
         self._parts = (spec, model_config, processor)
         self._adapters = adapters or {}
         self._average = average
@@ -86,6 +89,6 @@ class Export(Callback):
             adapters=self._adapters,
             origin=made_from("hf", folder),
             overwrite=True,
-            # If the last step has no checkpoint, this is the only copy of the weights: write it without a check.
+            # Without a checkpoint of the last step, this is the only copy of the weights: write it without a check.
             prove="never" if saved.prove == "auto" and not saved.at_end else saved.prove,
         )

@@ -47,8 +47,11 @@ class GenerationModel(nn.Module):
         device: torch.device | str = "cpu",
         **options: Any,
     ) -> None:
-        """Create the model. `folder`: diffusers folder with VAE, text encoders and tokenizers; without it, batches need
-        latents and embeddings. `options`: keys of `train.task_options` for `train.task: diffusion`."""
+        """Create the model.
+
+        `folder`: diffusers folder with VAE, text encoders and tokenizers. Without it, batches must contain latents and
+        text embeddings. `options`: keys of `train.task_options` for `train.task: diffusion`.
+        """
         super().__init__()
         generation_family_of(spec, config, "GenerationModel")
         self.predictor = predictor
@@ -70,7 +73,7 @@ class GenerationModel(nn.Module):
         recipe = load_config({"name": "model", "model": {"family": spec.name}, "train": {"steps": 1}})
         self._frozen = {}
         for name, part in self.task.components(recipe, spec).items():
-            # A single process cannot shard: modules that are not offloaded are on the device.
+            # A single process does not shard, so components with residence "sharded" are on the device.
             residence: Residence = "offloaded" if part.residence == "offloaded" else "device"
             module = part.loaded() if residence == "offloaded" else part.loaded().to(self.device)
             self._frozen[name] = FrozenModule(module, self.device, residence)

@@ -32,10 +32,10 @@ from tessera.runtime.files import replace_file
 
 FOLDER = "data"
 KINDS = ("chat", "preference", "unpaired_preference")  # data kinds whose rows can be stored as JSON
-# A mapping with one of these keys is a row of text data. Other mappings are tensors for a model of the user.
+# A mapping with one of these keys is a row in a format that Tessera reads. Other mappings hold tensors of the user.
 _ROW_KEYS = (
     *("messages", "conversations", "instruction", "chosen", "completion", "query", "question", "text"),
-    *("audio_filepath", "sentence", "transcription"),
+    *("audio_filepath", "sentence", "transcription", "audio_codes"),
 )
 _MEDIA_KEYS = (
     *("image", "images", "video", "videos", "audio", "audios", "image_url", "video_url", "audio_url", "url"),
@@ -138,7 +138,7 @@ def are_rows(dataset: Any) -> bool:
 
 @dataclass(frozen=True)
 class GivenRows:
-    """Hold the rows that the caller of `tessera.train` passed as objects, by split."""
+    """Hold the rows that the caller of `tessera.train` passed as objects, by split ("train" and "eval")."""
 
     splits: Mapping[str, Sequence[Mapping[str, Any]]]  # train, eval
 
@@ -148,8 +148,11 @@ class GivenRows:
         return GivenRows({split: rows for split, rows in splits.items() if rows is not None and are_rows(rows)})
 
     def settings(self, folder: Path) -> dict[str, Any]:
-        """Return the recipe keys for the stored rows. If rows name files by path, the data root is the root of the file
-        system. Otherwise it is the run folder, which can then be moved."""
+        """Return the recipe keys for the stored rows.
+
+        If rows contain paths of media files, the data root is the root of the file system. Otherwise it is the run
+        folder, so that the run can be moved.
+        """
         settings: dict[str, Any] = {}
         for split, rows in self.splits.items():
             section = {"path": str(_file(folder, split))}
@@ -171,7 +174,7 @@ class GivenRows:
             log.info("rows          %d of %s are stored in %s, with %d media", len(rows), split, path, media.written)
 
     def check_resumed(self, folder: Path) -> None:
-        """Raise if rows are passed to a resume: it reads the rows in the run folder."""
+        """Raise if rows are passed to `resume`, which reads those stored in the run folder."""
         if self.splits:
             raise TesseraError(
                 f"a resume takes no rows in memory ({', '.join(self.splits)}): the run folder contains its rows",
@@ -229,7 +232,7 @@ def _are_outside(rows: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _name_files(value: Any, key: str = "") -> bool:
-    """Return whether a value of a row contains paths of media files. `key`: the key of the value."""
+    """Return whether a value in a row contains paths of media files. `key`: the key of this value in its mapping."""
     if isinstance(value, Mapping):
         return any(_name_files(part, str(name)) for name, part in value.items())
     if isinstance(value, (str, bytes)) or value is None or isinstance(value, Image.Image):
@@ -271,7 +274,7 @@ def _lines(rows: Sequence[Mapping[str, Any]], split: str, media: _Media) -> Iter
 
 def _plain(value: Any, key: str, where: str, media: _Media) -> Any:
     """Convert a value of a row to types of JSON. `key`: the key of the value; under `_MEDIA_KEYS`, text is a path."""
-    if isinstance(value, Mapping) and key in _MEDIA_KEYS:  # Hugging Face mapping: decoded audio, or the bytes of a file
+    if isinstance(value, Mapping) and key in _MEDIA_KEYS:  # from Hugging Face: decoded audio, or the bytes of a file
         if "array" in value and "sampling_rate" in value:
             return media.sound(AudioSamples(value["array"], value["sampling_rate"]))
         if isinstance(value.get("bytes"), bytes):

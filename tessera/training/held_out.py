@@ -42,11 +42,11 @@ BATCH = 16  # number of questions that are answered in one batch
 
 
 class HeldOut(Callback):
-    """Read the held-out rows, sharded over the data ranks.
+    """Read the held-out rows, distributed over the data ranks.
 
-    All ranks yield the same number of batches, each of one row. A rank that has no more rows repeats the last, which
-    does not count. Worker processes decode media, so that a crash of a decoder does not end the run. The training
-    process itself reads text, which is faster, and with `data.workers: 0` also media.
+    All ranks yield the same number of batches, each of one row. A rank that has no more rows repeats its last row,
+    which then does not count. Worker processes decode media, so that a crash of a decoder does not end the run. The
+    training process itself reads rows without media, and with `data.workers: 0` also rows with media.
     """
 
     def __init__(self, config: RunConfig, mesh: Mesh, source: RowSource, ranks_here: int) -> None:
@@ -73,7 +73,7 @@ class HeldOut(Callback):
 class GenerationEval(Callback):
     """Generate answers to held-out questions every `train.generate_every` steps.
 
-    Every rank answers the same questions: ranks with sharded weights run collectives together, in the same order.
+    Every rank answers the same questions, because all ranks must take part in gathering sharded weights.
     """
 
     def __init__(self, config: RunConfig, processor: Processor | None, model: object) -> None:
@@ -151,7 +151,7 @@ class GenerationEval(Callback):
         return figures_of(names, values.mean(axis=0), metric.summary)
 
     def _generate(self, batch: Sequence[Question], module: nn.Module, device: torch.device) -> list[str]:
-        """Answer questions with the weights that are being trained. The cache is dropped afterwards."""
+        """Answer questions with the current weights."""
         read = [read_media(q.sample, q.root, self.limits, self.processor) for q in batch]
         samples = [question.sample for question in batch]
         prompt: Batch = self.processor.prompt(samples, [media for media, _ in read], [sizes for _, sizes in read])
@@ -177,7 +177,7 @@ class TrainedModel:
 
 
 def generating_model(spec: ModelSpec, module: nn.Module, plan: Plan, mesh: Mesh, device: torch.device) -> object:
-    """Return the model of a run in the form that generates answers."""
+    """Return the object that generates answers with a run's model: the model itself, or a wrapper."""
     if isinstance(module, LocalStages):
         return PipelinedModel(module, plan, mesh, device) if spec.generate is None else module
     return module if spec.generate is None else OwnGeneration(module, spec.generate)

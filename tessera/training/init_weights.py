@@ -48,7 +48,7 @@ def initial_weights(
     module: nn.Module, config: RunConfig, setup: ModelSetup, device: torch.device
 ) -> Callable[[], None]:
     """Return a function that fills this rank's part of the model with the initial weights of a new run."""
-    # Take the names of the full model: every pipeline stage reads its tensors from the same files.
+    # Names of the full model, of which a pipeline stage has some: weight files must match the full model.
     adapters, lora, seed = setup.adapters, setup.lora, config.train.seed
     fresh = fresh_names(config.model, setup.spec)
     names = [name for name in _names_in_files(setup) if name not in fresh]
@@ -81,10 +81,11 @@ def initial_weights(
 
 
 def frozen_source(config: RunConfig, setup: ModelSetup) -> FrozenSource:
-    """Return the model folder and the names of frozen parameters that are read from it again instead of checkpointed.
+    """Return the model folder, and the names of frozen parameters that checkpoints leave out.
 
-    These are frozen parameters that were read from the folder of a published model. Checkpoints store frozen parameters
-    that were drawn from the seed, read from a run, or passed as an object.
+    A resume reads these from the folder again. They are frozen parameters that came from the folder of a published
+    model. Checkpoints store frozen parameters that were initialized from the seed, read from a run, or passed as an
+    object.
     """
     path, fresh = config.model.path, fresh_names(config.model, setup.spec)
     in_files = [name for name in _names_in_files(setup) if name not in fresh]
@@ -134,7 +135,7 @@ def _folder_reader(config: RunConfig, setup: ModelSetup, names: list[str]) -> Ca
 
 
 def _names_in_files(setup: ModelSetup) -> list[str]:
-    """Return the names of the model's tensors in weight files: without adapters, and before quantization."""
+    """Return the names of the tensors that weight files contain: no adapters, and weights before quantization."""
     tensors = model_tensors(setup.module)
     names = [name for name in tensors if not is_factor(name) and not _is_quantized(name, setup.adapters)]
     adapted = (name for path, adapter in setup.adapters.items() for name in weight_names(path, adapter))

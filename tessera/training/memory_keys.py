@@ -18,8 +18,8 @@ class MemoryKey:
 
     settings: dict[str, Any]
     why: str
-    lowers: Literal["step", "held"]  # "step": memory of activations; "held": memory of weights and optimizer state
-    while_training: bool = True  # whether a run can be resumed with the change
+    lowers: Literal["step", "held"]  # "step": activations; "held": weights and optimizer state
+    while_training: bool = True  # whether an existing run can be resumed with the change
 
     @property
     def text(self) -> str:
@@ -33,7 +33,7 @@ def _word(value: Any) -> str:
 
 
 def memory_keys(config: RunConfig, ranks: int, blocks: Sequence[str]) -> list[MemoryKey]:
-    """Return the changes that lower the memory of this recipe. `blocks`: paths of modules that can be recomputed."""
+    """Return changes of a recipe that lower its memory. `blocks`: paths of modules that can be recomputed."""
     train, parallel, lora = config.train, config.parallel, config.model.lora
     keys: list[MemoryKey] = []
     if train.micro_batch > 1:

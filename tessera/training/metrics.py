@@ -31,7 +31,7 @@ class Meter(Callback):
     def __init__(self, every: int) -> None:
         self.every = every
         self._file: JsonLines | None = None  # open only on the main rank, while the run trains
-        self._unwritten: list[dict[str, Any]] = []  # rows from the loaded checkpoint that may be missing in the file
+        self._unwritten: list[dict[str, Any]] = []  # rows in the loaded checkpoint that the file may lack
         self._reset()
 
     def _reset(self) -> None:
@@ -93,7 +93,7 @@ class Meter(Callback):
             log.info("step %d  held-out %s", trainer.step, "  ".join(f"{k} {v:.4f}" for k, v in metrics.items()))
 
     def on_error(self, trainer: TrainerHandle, error: BaseException) -> None:
-        """Write the rows of the last steps. Skip results that are still on the device: reading them may block."""
+        """Write the rows of the last steps, except results still on the device: after an error reading could block."""
         with contextlib.suppress(Exception):  # a second error must not hide the first
             ready = itertools.takewhile(lambda result: result.numbers.ready(), self._pending)
             self._pending = list(ready)

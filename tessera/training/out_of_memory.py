@@ -29,10 +29,10 @@ class MemoryAdvice:
 
     @contextlib.contextmanager
     def explained(self, trainer: TrainerHandle, microbatches: Sequence[Batch]) -> Iterator[None]:
-        """Turn an out-of-memory error inside of this context into a `TesseraError`.
+        """Turn an out-of-memory error inside of the `with` block into a `TesseraError`.
 
-        A run of one rank saves its finished steps first. With several ranks that is impossible: the others wait in a
-        collective until the watchdog ends them.
+        A run with one rank first saves a checkpoint. With several ranks a save is impossible, because the other ranks
+        wait in a collective until the watchdog ends them.
         """
         try:
             yield
@@ -40,7 +40,7 @@ class MemoryAdvice:
             if not devices.is_out_of_memory(error):
                 raise
             explained = self.explain(error, trainer, microbatches)
-            # Free the tensors of the failed step, which only these stack frames reference.
+            # Free the tensors of the failed step: only the traceback's stack frames still reference them.
             traceback.clear_frames(error.__traceback__)
             if trainer.world.size == 1 and trainer.step > 0 and trainer.phase != _UPDATE:
                 with contextlib.suppress(Exception):
@@ -74,7 +74,7 @@ class MemoryAdvice:
         )
 
     def key(self, phase: str) -> tuple[str, str]:
-        """Return the recipe change that lowers memory in this phase at the least cost, and its effect."""
+        """Return (recipe change, its effect): the cheapest change that lowers memory in this phase."""
         keys = [key for key in memory_keys(self.config, self.ranks, self.blocks) if key.while_training]
         if phase == _UPDATE:
             keys = [key for key in keys if key.lowers == "held"] or keys

@@ -66,7 +66,10 @@ def _passes(part: _Part) -> Passes:
 
 
 def _weights(unit: nn.Module, here: Collection[str]) -> tuple[float, float, float]:
-    """Return three numbers of weights in a unit's matrix products: all, trained (names in `here`), and of adapters."""
+    """Count the weights in a unit's matrix products: return (all, those trained, those of adapters).
+
+    `here`: names of trained parameters in the unit.
+    """
     weights = trained = adapters = 0.0
     # A token passes through `top_k` of the stacked experts and of their adapters.
     chosen = {path: part.top_k for path, part in unit.named_modules() if isinstance(part, StackedExperts)}

@@ -47,10 +47,10 @@ _SEGMENT = re.compile(r"(rank-\d+)\.(\d+)-(\d+)\.jsonl\.gz")
 class Ledger(Callback):
     """Write rows and sample ids of each step to `ledger/rank-N.jsonl`, one file for each rank.
 
-    The files show that a resume skipped and repeated no sample, on any number of ranks: see `read_ledger`. A file that
-    has grown to `segment_bytes` is compressed to a segment, `rank-N.FIRST-LAST.jsonl.gz`, named by its steps. So a
-    resume reads the end of one file of each rank, and rewrites at most one segment. Samples that were not trained on,
-    because they could not be read or the guard left them out, are listed under `masked`.
+    With these files one can check that a resume neither skipped nor repeated samples: see `read_ledger`. A file that
+    has grown to `segment_bytes` is compressed to a segment `rank-N.FIRST-LAST.jsonl.gz`, named by its first and last
+    step, so that a resume rewrites at most one segment of each rank. Samples that were not trained on, because they
+    could not be read or the guard left them out, are listed under `masked`.
     """
 
     def __init__(self, segment_bytes: int = SEGMENT_BYTES) -> None:
@@ -61,7 +61,7 @@ class Ledger(Callback):
         folder = trainer.config.folder / "ledger"
         self._record = JsonLines(folder / f"rank-{trainer.world.rank:05d}.jsonl")
         if trainer.world.is_main and folder.exists():
-            for name, segments in _ranks_in(folder).items():  # also for ranks of an earlier session with more ranks
+            for name, segments in _ranks_in(folder).items():  # also files of ranks that exist no more
                 truncate_ledger(folder / f"{name}.jsonl", trainer.step, segments)
 
     def on_step_end(self, trainer: TrainerHandle, result: StepResult) -> None:
@@ -90,12 +90,12 @@ class Ledger(Callback):
 
 def truncate_ledger(path: Path, step: int, segments: Sequence[Segment]) -> None:
     """Remove steps later than `step` from the ledger of a rank. `path`: the rank's uncompressed file."""
-    closed = 0  # last step in the segments that stay compressed
+    closed = 0  # last step of the segments that are kept as they are
     for segment, first, last in segments:
         if last <= step:
             closed = max(closed, last)
             continue
-        if first <= step:  # the segment has steps to keep: decompress it; `truncate_after` removes later steps
+        if first <= step:  # some of the segment's steps remain: decompress it; `truncate_after` removes later steps
             replace_file(path, _unpacked(segment))
         segment.unlink()
     truncate_after(path, step)
@@ -151,10 +151,10 @@ class LedgerLine(NamedTuple):
 
 
 def read_ledger(folder: Path) -> dict[int, list[Row]]:
-    """Return the samples of each step over all ranks, in the order of rows, which is the same for every layout.
+    """Return the samples of each step over all ranks, ordered by row index, so that all layouts give the same result.
 
-    `folder`: the run folder. If a data set has no row indices, each sample is a row with index -1. Damaged lines, and
-    steps for which a rank has no line, are logged.
+    `folder`: the run folder. Samples of a data set without row indices are rows with index -1. Log damaged lines, and
+    steps for which a rank has no line.
     """
     steps: dict[int, list[Row]] = {}
     ranks: dict[int, list[int]] = {}
@@ -239,8 +239,11 @@ class Quarantine(Callback):
         max_bad_share: float = 1.0,
         guarded: Callable[[], Container[str]] = tuple,
     ) -> None:
-        """`from_index`: the first samples that the data index left out, with reasons. `in_all`: number of all samples
-        that it left out. `guarded`: returns the ids that the guard leaves out, which do not count as unusable."""
+        """Store the samples that are unusable before training, and the limit for a run.
+
+        `from_index`: some samples that the data index left out, with reasons. `in_all`: number of all samples that the
+        index left out. `guarded`: returns ids of samples that the guard leaves out, which do not count as unusable.
+        """
         self._from_index = [BadSample(*bad) for bad in from_index]  # known before training
         self._unlisted = max(0, in_all - len(self._from_index))
         self._max_bad_share, self._guarded = max_bad_share, guarded
@@ -267,7 +270,7 @@ class Quarantine(Callback):
             masked = [id for id in masked_samples(batch) if id not in self._guarded()]
             self._used += len(batch.sample_ids) - len(masked)
             self._unusable.update(masked)
-        if not self._used:  # count distinct samples with several ranks: a rank may read the same few repeatedly
+        if not self._used:  # with several ranks, count distinct samples: a rank may have only a few, read repeatedly
             _check_any_used(self._samples if trainer.world.size == 1 else len(self._unusable))
         check_read(len(self._unusable), self._samples, self._max_bad_share)
 

@@ -94,14 +94,14 @@ def train(
 ) -> Run:
     """Start a run. Raise if the run folder contains a run, unless `overwrite` is set.
 
-    `dataset` and `eval_dataset`: a list of rows, `{"messages": [...]}` with images as paths or PIL images, or a table
-    of pandas, polars or pyarrow, in place of `data.train` and `data.eval`. The run folder stores them, so a resume
-    needs nothing else.
+    `dataset` and `eval_dataset` replace `data.train` and `data.eval`. Each is a list of rows, such as
+    `{"messages": [...]}` with images as paths or PIL images, or a table of pandas, polars or pyarrow. The rows are
+    stored in the run folder, so `resume` does not need them again.
 
-    Objects in place of import paths: `model` (its weights are the initial weights and do not change; `run.model` has
-    the trained ones), `task`, `dataset` and `eval_dataset` (a torch Dataset or DataLoader), and `optimizer` (a function
-    of parameter groups, such as an optimizer class). `dataset` may also be a `StepSource`, which makes its own batches.
-    The same objects must be passed to `resume`.
+    These arguments take objects in place of import paths in the recipe: `model` (the run starts from its weights, and
+    does not change them; `run.model` has the trained weights), `task`, `dataset` and `eval_dataset` (a torch Dataset or
+    DataLoader), and `optimizer` (a function of parameter groups, such as an optimizer class). `dataset` may also be a
+    `StepSource`, which makes its own batches. Pass the same objects to `resume`.
     """
     objects, rows = _objects(model, task, dataset, eval_dataset, optimizer)
     settings = dict(overrides or {})
@@ -138,14 +138,14 @@ def resume(
 ) -> Run:
     """Continue a run from its newest good checkpoint, with the configuration that its folder contains.
 
-    `trust`: whether to import code that the folder names: True for all of it, or a set of import paths. Only runs of
-    another user need it. Objects (see `train`) must be passed again, except for rows in memory, which the run folder
-    contains."""
+    `trust`: whether to import code that the configuration in the folder names: True for all of it, or a set of import
+    paths. Only needed for runs of another user. Objects (see `train`) must be passed again, except for rows in memory,
+    which the run folder contains."""
     objects, rows = _objects(model, task, dataset, eval_dataset, optimizer)
     rows.check_resumed(Path(run))
     config = resume_config(run, overrides, trust)
     _start_framework(config)
-    # Saved recipes of earlier versions may set `train.eval_every` without held-out data.
+    # Check only new values: recipes saved by earlier versions may set `train.eval_every` without held-out data.
     if eval_dataset is None and "train.eval_every" in (overrides or {}):
         check_evaluated(config)
     objects.check_resumed(given_objects(Path(run)))
@@ -161,10 +161,10 @@ def resume(
 
 
 def _start_framework(config: RunConfig) -> None:
-    """Check the framework of the recipe. A process of msrun gets its rank, or serves as scheduler."""
+    """Check the framework of the recipe. In a process that msrun started, set the rank, or run msrun's scheduler."""
     if config.framework == "torch" and "MS_ROLE" in os.environ and "RANK" not in os.environ:
         raise TesseraError(
-            "msrun started this process, and the recipe trains on torch, whose ranks msrun does not describe",
+            "msrun started this process, but the recipe trains with torch, for which msrun sets no ranks",
             where="framework=torch",
             fix="start the ranks with tessera train --nproc N or torchrun, or train with framework=mindspore",
             code="framework.started-by-msrun",
@@ -219,7 +219,7 @@ def resume_config(run: str | Path, overrides: Mapping[str, Any] | None = None, t
 def _with_own_copy(model: ModelSection, folder: Path) -> ModelSection:
     """Return the model section with `tokenizer` set to the run folder's copy of tokenizer and template files.
 
-    If files of the copy have changed, use the original folder. If that folder is missing, raise.
+    If files of the copy have changed, keep the original folder; raise if that folder is missing.
     """
     copy = find_file(folder, "processor")
     if not copy.is_dir():
@@ -234,7 +234,7 @@ def _with_own_copy(model: ModelSection, folder: Path) -> ModelSection:
         log.logger().warning("%s of %s changed since the run began: %s is read again", ", ".join(damaged), copy, first)
         return model
     raise TesseraError(
-        f"{', '.join(damaged)} changed since the run began, and would give other tokens",
+        f"{', '.join(damaged)} changed since the run began: samples would be tokenized differently",
         where=str(copy),
         fix=f"restore the files; if you changed them on purpose, remove {copy / SEAL}",
         code="run.processor-files-changed",
@@ -306,7 +306,7 @@ def open_run(
     except RuntimeError as error:
         if not dist.is_peer_error(error):
             raise
-        # No watchdog runs here, so the lost rank is unknown.
+        # The watchdog does not run yet or any more, so it is unknown which rank was lost.
         raise dist.RankFailure(
             f"another rank has ended: {first_line(error)}",
             fix="read the messages of the other ranks",

@@ -63,10 +63,10 @@ log = logging.getLogger("tessera")
 
 @contextmanager
 def writable(folder: Path, *, starting: bool = False) -> Iterator[None]:
-    """Raise a `TesseraError` in place of errors about a full disk or missing permissions in the run folder.
+    """Turn errors about a full disk or missing permissions in the run folder into a `TesseraError`.
 
-    Errors about files elsewhere are raised unchanged. `starting`: the folder is being created, and every OSError
-    counts.
+    Errors about files in other folders are raised unchanged. `starting`: whether the folder is being created; then
+    every OSError is turned into a `TesseraError`.
     """
     try:
         yield
@@ -163,11 +163,11 @@ class RunFolder:
     # ------------------------------------------------------------------------------------------ replacing an old run
 
     def _entries(self) -> list[Path]:
-        """Return the files and folders in the run folder that a run may have written, by their names."""
+        """Return the files and folders in the run folder whose names are those that runs write."""
         return [path for path in self.path.iterdir() if path.name in _OF_A_RUN or _ANSWERS.fullmatch(path.name)]
 
     def _check_links(self) -> None:
-        """Raise if a folder that the run writes to is a link out of the run folder, which may be a download."""
+        """Raise if a folder that the run writes to is a link out of the run folder (downloads may contain them)."""
         for path in [*self._entries(), *(self.path / name for name in ASIDE)]:
             if path.name not in _INPUTS and path.is_symlink() and path.is_dir() and leads_out(path, self.path):
                 raise TesseraError(
@@ -185,7 +185,7 @@ class RunFolder:
                 shutil.copytree(self.path / REPLACED / name, self.path / name)
 
     def _recover(self) -> None:
-        """Restore the run that a killed process was to replace, and remove the files of the killed run."""
+        """After a process was killed while it replaced a run, restore that run and remove files of the new run."""
         self._check_links()
         if (self.path / REPLACED).exists():
             _move(self._entries(), self.path / f"{_TRASH}{secrets.token_hex(4)}")
@@ -219,7 +219,7 @@ def check_fresh(folder: Path, overwrite: bool) -> None:
 
     It cannot if a run uses it, if it contains a run and `overwrite` is off, or if it contains anything but a run.
     """
-    if expected_rank() == 0:  # other ranks would see the lock of the main rank of this run
+    if expected_rank() == 0:  # other ranks would mistake the lock of their main rank for that of another run
         FolderLock(folder).refuse_running()
     _check_replaceable(folder, overwrite)
 
@@ -252,9 +252,10 @@ def _check_replaceable(folder: Path, overwrite: bool) -> None:
 
 
 def read_from_old_run(config: RunConfig, written: Collection[Path] = ()) -> list[str]:
-    """Return the subfolders of the run folder that the recipe reads. Raise if --overwrite would replace what it reads.
+    """Return the subfolders of the run folder that the recipe reads.
 
-    `written`: files of the recipe that the new run writes before it reads them.
+    Raise if the recipe reads files that --overwrite would replace. `written`: files in the recipe that the new run
+    writes before it reads them.
     """
     if not run_exists(config.folder):
         return []
@@ -297,8 +298,8 @@ def write_config(folder: Path, config: RunConfig, objects: Sequence[str] = ()) -
 class PublishRun(Callback):
     """Call `RunFolder.publish`, which saves the configuration and removes the replaced run.
 
-    It is called after the first applied step or checkpoint, or at the end of a new run. At the start, log how often the
-    run saves. Only the main rank has this callback.
+    This happens after the first applied step or checkpoint, or at the end of a new run. At the start, log how often
+    the run saves. Only the main rank has this callback.
     """
 
     def __init__(self, folder: RunFolder) -> None:

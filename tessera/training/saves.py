@@ -26,7 +26,7 @@ Saved = tuple[int, dict[str, Tensor], dict[str, Any], str]
 
 
 class Saves:
-    """Write the checkpoints of a run, also in the background. All ranks call these methods together, except `due`."""
+    """Write the checkpoints of a run, in the background if asynchronous. All ranks call each method, except `due`."""
 
     def __init__(
         self,
@@ -49,8 +49,8 @@ class Saves:
     def due(self) -> bool:
         """Return whether it is time to save: the minutes of `checkpoint.every` have passed since the last save.
 
-        At least 20 times the seconds that training waits for a save must have passed, too, so that saving takes at most
-        a twentieth of the run. A save in the background must have ended.
+        If saving is slow, wait longer: at least 20 times as long as the last save paused training, and as long as that
+        save took. False while a save runs in the background.
         """
         if self.checkpoints.in_background:
             return False
@@ -59,10 +59,10 @@ class Saves:
         return minutes > 0 and time.monotonic() - self._at >= wait
 
     def prepare(self, has_state: bool) -> None:
-        """Prepare asynchronous saves once, before the first save, so that training waits less for it.
+        """Prepare asynchronous saves once, so that the first save pauses training for less time.
 
-        `has_state`: whether the optimizer's state exists, which its first update creates. Nothing is prepared for a run
-        that saves only at its end: it waits for that save.
+        `has_state`: whether the optimizer's state exists, which the first update creates. Do nothing for a run that
+        saves only at its end, since it waits for that save anyway.
         """
         if has_state and self.settings.asynchronous and self.settings.interval and not self._prepared:
             _, tensors, _, _ = self._collect()
@@ -110,14 +110,15 @@ class Saves:
             self._on_save(path)
 
     def finish_after_error(self, alone: bool) -> None:
-        """Wait for the save in the background; with other ranks, which may have ended, for some seconds only."""
+        """Wait for the save in the background. `alone`: whether the run has one rank. With more ranks, wait only a few
+        seconds, because other ranks may have ended."""
         with contextlib.suppress(Exception):
             self.checkpoints.finish_background(None if alone else _WAIT_AFTER_ERROR_S)
 
 
 @contextmanager
 def restoring(key: str) -> Iterator[None]:
-    """Raise an error of the block about a wrong value as a `TesseraError` about this key of `state.json`."""
+    """Turn errors about wrong values in the `with` block into a `TesseraError` that names a key of `state.json`."""
     try:
         yield
     except (AttributeError, KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
@@ -184,7 +185,7 @@ def check_callback_names(callbacks: Sequence[Callback]) -> None:
     for name in names:
         if names.count(name) > 1:
             raise TesseraError(
-                f"{names.count(name)} callbacks with state in the checkpoint have the name {name}",
+                f"{names.count(name)} callbacks that save state in checkpoints have the name {name}",
                 where="callbacks",
                 fix="give one of them another `name` (a property of its class)",
                 code="run.callback-name-twice",

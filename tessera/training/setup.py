@@ -67,7 +67,7 @@ class Objects:
                 )
 
     def settings(self) -> dict[str, Any]:
-        """Return the recipe keys, with values, that must be set because parts are objects."""
+        """Return the recipe keys that objects require, with their values, such as data.kind=custom for a dataset."""
         settings: dict[str, Any] = {}
         if self.model is not None:
             settings["model.family"] = "module"
@@ -121,7 +121,7 @@ class ModelSetup:
 
     @cached_property
     def training(self) -> Training:
-        """Return how often a step computes each matrix product. Its first use must be before the model is sharded."""
+        """Return how often a step computes each matrix product (cached; must be read before the model is sharded)."""
         trained = [shard.name for shard in self.plan.param_shards if shard.trained]
         return training_of(self.module, self.spec.main.plan(self.config), trained)
 
@@ -163,7 +163,7 @@ def build_meta_model(config: RunConfig, world_size: int, objects: Objects = NONE
     plan = replace(
         plan,
         parameters=plan.parameters
-        # add parameters that quantization replaced by buffers
+        # The plan lacks parameters that quantization replaced by buffers.
         + sum(size for name, size in sizes.items() if name not in names),
         memory=replace(
             plan.memory,
@@ -272,9 +272,10 @@ def _add_adapters(
 def _encoded_ahead(
     config: RunConfig, spec: ModelSpec, model_config: Any, task: Task, plan: Plan
 ) -> tuple[int, int] | None:
-    """Return how many steps frozen encoders encode together, and the bytes of these encoded rows on a rank.
+    """Return how many steps frozen encoders encode at a time, and the bytes of these encoded rows on a rank.
 
-    Rows are assumed to have their full length. None: every step is encoded by itself."""
+    Rows are assumed to have their full length. Return None if each step is encoded separately.
+    """
     if task.encode_steps == 1 or spec.example is None:
         return None
     with torch.device("meta"):
@@ -298,7 +299,7 @@ def check_rows(config: RunConfig, plan: Plan) -> None:
 
 
 def precision_guess(config: RunConfig) -> str:
-    """Return a note that an accelerator would use another precision, for a plan that is made on a CPU; else ""."""
+    """Return a note for plans made on a CPU if an accelerator would compute in another precision; otherwise ""."""
     precision = config.precision
     there = precision.resolved(accelerator=True).compute
     if config.train.device != "auto" or devices.is_accelerator("auto") or there == resolve_precision(config).compute:
@@ -316,7 +317,7 @@ def _frozen_setup(
     stored in the compute type of the run."""
     if component.trained:
         raise TesseraError(
-            f"the component {name} of the task is marked as trained, and only the main model can be",
+            f"the component {name} of the task is marked as trained, but only the main model can be trained",
             where="train.task",
             fix=f"return Component(trained=False, ...) for {name} from Task.components",
             code="task.trained-component",

@@ -12,7 +12,7 @@ from tessera.core.step_source import StepSource
 from tessera.data.loader.loader import Loader
 from tessera.errors import TesseraError
 
-_READ_AGAIN = "left out of a probe"  # reason of samples that the guard leaves out when it reads a step again
+_READ_AGAIN = "left out of a probe"  # why samples are masked if the guard leaves them out of a repeated step
 
 
 class LoaderSteps(StepSource):
@@ -66,8 +66,8 @@ class WaitEnded(BaseException):
 class DataWait:
     """Wait for the data of a step. A stop request ends the wait.
 
-    Reading may take minutes, for example from a slow hub, but a scheduler ends a stopped run after seconds. Ranks begin
-    a step together after all of them have its data, so that a rank can end its wait without blocking others.
+    Reading may take minutes, for example from a slow hub, but a cluster scheduler kills a run seconds after its stop
+    request. A rank may stop waiting without blocking others: a step begins only after all ranks have its data.
     """
 
     def __init__(self) -> None:

@@ -79,7 +79,7 @@ class Trainer:
         self.phase = "starting"
         self._initial_weights = initial_weights
         self._wait = DataWait()
-        # State of `steps` before this step's data was read; None between steps.
+        # The state of `steps` from before the current step read its data; None between steps.
         self._source_state: dict[str, Any] | None = None
         self._memory = memory or MemoryAdvice(config, world.size)
         self._clip_gradients = clip_gradients
@@ -118,7 +118,7 @@ class Trainer:
     def end(self) -> None:
         """End training: callbacks write their last lines and close files."""
         self.phase = "ending"
-        self.engine.collect(self.optimizer)  # callbacks export the weights
+        self.engine.collect(self.optimizer)  # so that callbacks export the trained weights
         self._call("on_end")
 
     def fail(self, error: BaseException) -> None:
@@ -133,7 +133,7 @@ class Trainer:
             self.phase = "loading data"
             self._source_state = self.steps.state_dict()
             microbatches = self._wait.next_step(self.steps, lambda: self.stop_reason is not None)
-            # All ranks have read their data when they agree here, so that no rank waits inside of a step.
+            # Agree after all ranks have read their data: then no rank waits for another one's data inside of a step.
             if not self._goes_on(0 if microbatches is None else len(microbatches)) or microbatches is None:
                 break
             if (result := self.train_step(microbatches)) is None:
@@ -261,7 +261,7 @@ class Trainer:
         """Return the number of passes over the data so far; None if the length of the data is unknown."""
         return self.length.epoch(self.rows_drawn)
 
-    # Number of drawn rows, and step, at the last start or resume: a resume may change the rows per step.
+    # Number of rows used, and number of steps, until the last start or resume, which may change the rows per step.
     _first_row = _first_step = 0
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -301,9 +301,9 @@ class Trainer:
         self.engine.settle(self.optimizer)
 
     def resume(self, before: int | None = None) -> bool:
-        """Continue from the newest good checkpoint of this run; return False when there is none.
+        """Continue from the newest good checkpoint of this run; return False if there is none.
 
-        `before`: load only checkpoints of earlier steps than this.
+        `before`: load only checkpoints of steps before this step.
         """
         self._saves.finish()
         loaded = self.checkpoints.resume(self.tensors(), may_lack=self.side_tensors(), before=before)
@@ -316,7 +316,7 @@ class Trainer:
         return True
 
     def restore_state(self, step: int, state: Mapping[str, Any]) -> None:
-        """Restore everything but tensors from `state` (see `state_dict`). The tensors must be filled."""
+        """Restore the run from `state` (see `state_dict`), except tensors, which must be loaded before."""
         self.engine.settle(self.optimizer)
         self.step = self._first_step = step
         with restoring("rows_drawn"):

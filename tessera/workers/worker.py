@@ -62,7 +62,7 @@ def time_limit(seconds: float | None) -> Iterator[None]:
     finally:
         try:
             inside = False
-        finally:  # runs also if the signal arrives at this point
+        finally:  # a signal that arrives here must not skip this
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
             if outer:
@@ -140,7 +140,7 @@ def work_until_end(work: Callable[[Any, Callable[[int], None]], Any], fds: Seque
     """Work on items until the pool closes the connection. An exception is sent instead of a result."""
     torch.set_num_threads(1)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("500")  # without free memory, the kernel kills a worker before the trainer
+        file.write("500")  # if memory runs out, the kernel kills workers first, not the trainer
     pool, state = socket.socket(fileno=fds[0]), WorkerState(fds[1])
     os.close(fds[1])
     while True:

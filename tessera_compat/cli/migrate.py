@@ -40,7 +40,7 @@ migrate_app = typer.Typer(
 def workspace(
     folder: Annotated[Path | None, typer.Argument(help="folder to lay out")] = None,
 ) -> None:
-    """Lay out a folder in which the commands of MindSpeed-MM jobs work."""
+    """Create a folder with entry points, examples and packages, in which the commands of MindSpeed-MM jobs work."""
     from tessera_compat.mindspeed_mm.migrate import lay_out
 
     if folder is None:
@@ -63,7 +63,7 @@ def job(
     world: Annotated[int | None, typer.Option("--world", min=1, help="ranks; default: as the script starts")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace the recipe")] = False,
 ) -> None:
-    """Write the recipe of a job, and report each flag and key and the commands that start it.
+    """Write the recipe of a job, report how each flag and key is translated, and print the commands that start the run.
 
     Jobs of MindSpeed-MM, and files of DeepSpeed, accelerate, FSDP, LLaMA-Factory, ms-swift and axolotl are read. The
     exit code is 1 if a setting is not supported.

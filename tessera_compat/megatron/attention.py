@@ -25,7 +25,7 @@ from tessera_compat.megatron.rotary import apply_rotary_pos_emb
 
 
 class FusedLayerNorm(nn.Module):
-    """Normalize the last dimension, in the type of its weights, which are float32 unless the model is cast."""
+    """Normalize the last dimension, in the dtype of the norm's weights: float32 unless the model is cast."""
 
     def __init__(
         self,
@@ -176,7 +176,8 @@ class DotProductAttention(MegatronModule):
             value = value.repeat_interleave(self.heads // self.groups, dim=2)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [batch, heads, sequence, channels]
         weights = self.scale_mask_softmax(torch.matmul(q * self.softmax_scale, k.transpose(2, 3)), attention_mask)
-        # Ranks compute different heads, so dropout masks must differ. With sequence parallelism they do already.
+        # Tensor-parallel ranks have different heads, so they need different dropout masks. With sequence parallelism
+        # the whole block already draws from the stream that differs between ranks.
         with nullcontext() if self.config.sequence_parallel else model_parallel_stream():
             weights = self.attention_dropout(weights)
         out = torch.matmul(weights, v).permute(2, 0, 1, 3)
@@ -226,7 +227,7 @@ class SelfAttention(MegatronModule):
             attention_type="self",
             softmax_scale=config.softmax_scale,
         )
-        # The output projection is created before the input projection: parameters are printed in that order.
+        # Create the output projection before the input projection, as Megatron does: a printed model has this order.
         self.linear_proj = build_module(
             submodules.linear_proj,
             width,

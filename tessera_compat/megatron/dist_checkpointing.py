@@ -57,7 +57,10 @@ _MISSING = object()
 
 
 def _with_leaves(value: Any, leaves: Mapping[tuple[Any, ...], Any], path: tuple[Any, ...] = ()) -> Any:
-    """Return nested containers with their leaves replaced. Missing leaves are dropped; in a list they become None."""
+    """Return nested containers with their leaves replaced by `leaves`, which maps paths to values.
+
+    A leaf without a value is removed from its dict; in a list it becomes None.
+    """
     if isinstance(value, Mapping):
         exchanged = {key: _with_leaves(below, leaves, (*path, key)) for key, below in value.items()}
         return {key: below for key, below in exchanged.items() if below is not _MISSING}
@@ -217,7 +220,7 @@ def load(
     validate_access_integrity: bool = True,
     strict: Any = None,
 ) -> ShardedStateDict:
-    """Return the nested dict with every `ShardedTensor` replaced by the tensor of this rank, and the plain values."""
+    """Load `sharded_state_dict`: each `ShardedTensor` becomes this rank's tensor, and plain values are added."""
     folder = Path(checkpoint_dir)
     metadata = _metadata(folder)
     if validate_access_integrity:

@@ -62,7 +62,7 @@ class DistributedDataParallelConfig(CheckedFields):
                 )
         if self.num_distributed_optimizer_instances != 1:
             raise TesseraError(
-                "num_distributed_optimizer_instances above 1 is not supported: the optimizer is not copied",
+                "num_distributed_optimizer_instances above 1 is not supported",
                 code="megatron.unsupported-field",
             )
         if self.data_parallel_sharding_strategy != "no_shard":
@@ -165,15 +165,18 @@ def reduce_together(grads: list[Tensor], group: Any, dtype: torch.dtype | None =
 
 
 def finalize_model_grads(model: list[nn.Module], num_tokens: Tensor | None = None) -> None:
-    """Sum the gradients of all model chunks over data-parallel ranks, sequence slices and shared embeddings.
+    """Sum the gradients of all model chunks over the ranks that have a part of them.
 
-    With `num_tokens` the loss is a sum, so gradients are divided by the number of tokens on all data-parallel ranks.
+    Data-parallel ranks have parts of all gradients, sequence-parallel ranks of those of norms, and the first and last
+    stage of that of a shared embedding. With `num_tokens` the loss is a sum, so gradients are divided by the number of
+    tokens on all data-parallel ranks.
     """
     for chunk in model:
         if isinstance(chunk, DistributedDataParallel):
             chunk.finish_grad_sync()
     for chunk in model:
-        # All tensor-parallel ranks store a copy of these weights, and each computed the gradient of its slice only.
+        # All tensor-parallel ranks store a copy of these weights. Each has computed a part of their gradients, from its
+        # heads or its slice of the sequence.
         partial = [
             parameter.grad
             for name, parameter in chunk.named_parameters()

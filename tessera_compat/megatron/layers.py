@@ -133,7 +133,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ColumnParallelLinear(nn.Module):
-    """Split a linear layer over ranks by outputs. It returns (output, bias); the bias is None if it was added."""
+    """Split a linear layer over ranks by outputs. It returns (output, bias); without `skip_bias_add` bias is None."""
 
     def __init__(
         self,

@@ -118,7 +118,7 @@ def reduce_scatter_to_sequence_parallel_region(input_: Tensor) -> Tensor:
 
 
 def broadcast_data(keys: Sequence[str], data: Mapping[str, Tensor] | None, datatype: torch.dtype) -> dict[str, Tensor]:
-    """Broadcast tensors of the first tensor-parallel rank to the others. Those ranks pass None as `data`."""
+    """Broadcast the tensors of the first tensor-parallel rank to the others, which pass None as `data`."""
     group, source = _tensor_group(), parallel_state.get_tensor_model_parallel_src_rank()
     device = devices.current()
     header: list[Any] = [None, None]  # broadcast before the tensors: missing keys, and shapes

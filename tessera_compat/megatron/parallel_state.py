@@ -172,8 +172,8 @@ def _make_groups(state: ParallelState) -> None:
     """Create the groups of all axes."""
     for name in ("tp", "pp", "dp", "cp", "dp-cp"):
         state.make(name, name)
-    # Gradients have a separate group, so that they never wait for activations. So do messages from the last stage to
-    # the first one, which several model chunks need.
+    # Gradients have a group of their own, so that they never wait for activations. Messages from the last stage to the
+    # first one, which only several model chunks per stage need, have groups of their own, too.
     state.make("pp backward", "pp")
     if state.virtual_size is not None:
         state.make("pp wrap", "pp")

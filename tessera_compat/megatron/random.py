@@ -137,7 +137,10 @@ def model_parallel_cuda_manual_seed(
 
 @contextmanager
 def model_parallel_stream() -> Iterator[None]:
-    """Draw from the stream that differs between tensor-parallel ranks; without seeded streams, from torch's."""
+    """Draw random numbers from the stream that differs between tensor-parallel ranks.
+
+    Without seeded streams, torch's generator is used.
+    """
     tracker = get_cuda_rng_tracker()
     if not tracker.is_initialized():
         yield
@@ -148,7 +151,7 @@ def model_parallel_stream() -> Iterator[None]:
 
 @contextmanager
 def layout_independent_init(*words: object) -> Iterator[None]:
-    """Seed the host's generator, in this block, from the process seed and the name of a part of the model.
+    """Seed the host's generator in this block, from the process seed and `words`, the name of a part of the model.
 
     Each part then gets the same initial weights on any number of ranks.
     """

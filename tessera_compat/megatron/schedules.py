@@ -356,7 +356,7 @@ def forward_backward_pipelining_with_interleaving(
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     config = get_model_config(model[0])
     group = config.microbatch_group_size_per_vp_stage or stages
-    if config.pipeline_model_parallel_size != stages:  # the script did not set the size in its configuration
+    if config.pipeline_model_parallel_size != stages:  # the script did not set this field of its configuration
         group = max(group, stages)
     rest = num_microbatches % group
     if not stages <= group <= num_microbatches or 0 < rest < stages:

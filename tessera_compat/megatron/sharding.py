@@ -19,8 +19,8 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes of a block in
 class ShardedTensor:
     """Describe a rank's shard of a tensor, with the name of the full tensor.
 
-    With a `stride` above 1 the shard has that many blocks along the split axis, a block from each equal part of the
-    full tensor: the weight of a gated layer contains its gate and up projections.
+    With a `stride` above 1, the full tensor consists of `stride` equal parts along the split axis, such as the gate and
+    up projections of a gated layer. The shard contains a block of each part.
     """
 
     key: str
@@ -128,7 +128,10 @@ def make_sharded_tensors_for_checkpoint(
     sharded_offsets: Any = (),
     stride: int = 1,
 ) -> dict[str, ShardedTensor]:
-    """Describe the tensors of a module. The map lists the split axis of tensors that tensor-parallel ranks split."""
+    """Describe the tensors of a module.
+
+    `tensor_parallel_layers_axis_map`: name of each tensor that tensor parallelism splits -> the split axis.
+    """
     ranks, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
     replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     before = len(sharded_offsets)
@@ -151,14 +154,17 @@ def make_sharded_tensors_for_checkpoint(
 def sharded_state_dict_default(
     module: nn.Module, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
 ) -> dict[str, Any]:
-    """Return the sharded state dict of a module. Without such a method, its tensors are replicated on all ranks."""
+    """Return the sharded state dict of a module.
+
+    Modules without a method `sharded_state_dict` have the same tensors on all ranks.
+    """
     if isinstance(module, Shardable):
         return module.sharded_state_dict(prefix, sharded_offsets, metadata)
     return make_sharded_tensors_for_checkpoint(module.state_dict(keep_vars=True), prefix, {}, sharded_offsets)
 
 
 def renamed_keys(shards: Mapping[str, Any], old: str, new: str) -> dict[str, Any]:
-    """Replace the prefix `old` of checkpoint keys by `new`. Local names do not change."""
+    """Replace the prefix `old` of the keys in the checkpoint by `new`. The keys of `shards` do not change."""
     return {
         name: replace(shard, key=new + shard.key.removeprefix(old)) if shard.key.startswith(old) else shard
         for name, shard in shards.items()

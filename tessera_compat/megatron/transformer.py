@@ -220,7 +220,7 @@ class TransformerBlock(MegatronModule):
         return hidden if self.final_layernorm is None else self.final_layernorm(hidden)
 
     def _recomputed_together(self, start: int) -> int:
-        """Return the number of layers from `start` that are recomputed together; 0: they are not recomputed."""
+        """Return how many layers, beginning with `start`, are recomputed as a unit; 0: that layer is not recomputed."""
         count = self.config.recompute_num_layers or 0
         if self.config.recompute_granularity != "full":
             return 0

@@ -144,7 +144,7 @@ def _shell_findings(file: SourceFile, rules: RuleTable) -> list[MigrationFinding
 
 
 def _callers(scanned: Iterable[Scanned]) -> list[MigrationFinding]:
-    """Return the calls of functions that use something unsupported, also through other functions of the folder."""
+    """Return the calls of functions that use something unsupported, directly or through other functions."""
     scanned = list(scanned)
     modules = {name for result in scanned for name in result.program.modules}
     calls: dict[

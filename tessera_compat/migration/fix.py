@@ -25,7 +25,7 @@ _POSITIONAL_EVENT = "torch.cuda.Event"
 
 @dataclass(frozen=True)
 class Change:
-    """Describe a rewritten place, or a place that a rule could rewrite but that is not changed."""
+    """Describe code that was rewritten, or that a rule could rewrite but that is not changed."""
 
     file: str
     start: int
@@ -81,7 +81,7 @@ class _Fixer:
         self.parents = {child: node for node in ast.walk(self.program.tree) for child in ast.iter_child_nodes(node)}
         by_hand = frozenset(number for number in rewritable if not self._rewrite(self.matches[number]))
         self._header()
-        parts: list[bytes] = []  # from the end of the file to its beginning
+        parts: list[bytes] = []  # parts of the new text, the last part of the file first
         rest = len(self.text)
         for start, end, replacement in sorted(self.edits, key=lambda edit: edit[:2], reverse=True):
             parts += [self.text[end:rest], replacement]
@@ -98,7 +98,7 @@ class _Fixer:
     # ------------------------------------------------------------------------------------------ one place
 
     def _rewrite(self, match: Match) -> bool:
-        """Collect the edits of a place. Return whether it can be rewritten."""
+        """Collect the edits of a matched expression. Return whether the expression can be rewritten."""
         forms: Mapping[str, Callable[[ast.expr], list[tuple[int, int, str]]]] = {
             "to_device": self._to_device, "is_device": self._is_device, "device_text": self._device_text,
             "backend": self._backend, "autocast": self._autocast, "grad_scaler": self._grad_scaler,
@@ -118,7 +118,7 @@ class _Fixer:
         return True
 
     def _check(self, node: ast.expr) -> None:
-        """Raise if a node is not at the position of its text, or if `torch` is not the module there."""
+        """Raise if the text at the node's position is not the node, as in f-strings, or if `torch` is no module."""
         start, end = self._span(node)
         try:
             segment = ast.parse(b"(" + self.text[start:end] + b"\n)", mode="eval").body
@@ -189,7 +189,7 @@ class _Fixer:
         return [(start, end, f'f"{{{device}}}{match[2]}"' if match[2] else device)]
 
     def _formatting(self, node: ast.expr) -> ast.expr:
-        """Return the expression that puts an index into a text, such as `"cuda:%d" % rank`; else the text itself."""
+        """Return the expression that formats the text `node`, such as `"cuda:%d" % rank`; without one, the node."""
         parent = self.parents.get(node)
         if isinstance(parent, ast.BinOp) and parent.left is node:
             return parent
@@ -199,10 +199,7 @@ class _Fixer:
         return node
 
     def _compared(self, node: ast.expr, parent: ast.Compare) -> list[tuple[int, int, str]]:
-        """Rewrite a comparison with "cuda".
-
-        It is still false on a machine without accelerator, where the type is cpu.
-        """
+        """Rewrite a comparison with "cuda". Without an accelerator (device type cpu) its result does not change."""
         if len(parent.ops) != 1:
             raise _ByHand("a comparison of several parts")
         device = f"{self._use_device()}.type"
@@ -258,7 +255,7 @@ class _Fixer:
         return call
 
     def _opening(self, call: ast.Call) -> tuple[int, int]:
-        """Return the position after the parenthesis of a call, as an empty span."""
+        """Return the position after the opening parenthesis of a call, as an empty span."""
         _, end = self._span(call.func)
         blanks = re.match(rb"\s*\(", self.text[end:])
         if blanks is None:
@@ -300,14 +297,14 @@ class _Fixer:
         return self.device
 
     def _device_name(self) -> str:
-        """Return the name of the constant: the one of an earlier run, or one that the file does not use."""
+        """Return the name of the device constant: that of an earlier rewrite, or a name that the file does not use."""
         source = self.program.file.text
         earlier = re.search(rf"^(\w+) = {re.escape(DEVICE)}$", source, re.MULTILINE)
         free = (name for name in _NAMES if not re.search(rf"\b{name}\b", source))
         return earlier[1] if earlier else next(free, f"ACCELERATOR_{len(source)}")
 
     def _header(self) -> None:
-        """Insert the import of torch and the constant after the first imports, if the changes need them."""
+        """Insert `import torch` and the device constant after the first imports, if the changes need them."""
         if not self.edits:
             return
         body = self.program.tree.body
@@ -315,7 +312,7 @@ class _Fixer:
         line = max([getattr(node, "end_lineno", 0) or 0 for node in body[:count]], default=0)
         if not count:
             line = min(part.lineno for part in (body[0], *getattr(body[0], "decorator_list", ()))) - 1
-        for node in body:  # another statement on the same line may be longer
+        for node in body:  # do not insert inside of a statement of several lines
             if node.lineno <= line < (node.end_lineno or 0):
                 line = node.end_lineno or line
         imported = any(isinstance(node, ast.Import) and _binds_torch(node) for node in body[:count])
@@ -324,7 +321,7 @@ class _Fixer:
         if self.needs_device and constant not in self.program.file.text:
             lines += ["", constant]
         elif not imported and "torch" in self.program.scope.bindings:
-            lines = []  # insert nothing: torch is imported later, before any function runs
+            lines = []  # the file imports torch further down, before any function runs
         if not lines:
             return
         newline = "\r\n" if b"\r\n" in self.text else "\n"

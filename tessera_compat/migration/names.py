@@ -18,10 +18,10 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 SCOPES = (*FUNCTIONS, *COMPREHENSIONS, ast.ClassDef)
 IMPORTERS = ("importlib.import_module", "__import__")
-# expressions that are resolved as values of a name; other values are unknown
+# types of assigned values that are resolved; a name with a value of another type is unknown
 _FOLLOWED = (ast.Name, ast.Attribute, ast.Call, ast.Compare)
-MAX_NAMES = 60  # limit of the names of an expression, over all re-exports
-_Visited = set[tuple[int, str]]  # names of scopes that were looked up for an expression
+MAX_NAMES = 60  # maximum number of dotted names of an expression, with the names from re-exports
+_Visited = set[tuple[int, str]]  # (id of the scope, name) of the lookups for an expression
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Scope:
     parent: Scope | None = None
     is_class: bool = False
     path: str = ""  # dotted name of the module, class or function
-    owner: str = ""  # dotted name of the class that contains it
+    owner: str = ""  # dotted name of the class that contains the function
     # What a name is bound to: a dotted name, an expression, or None if it is unknown.
     bindings: dict[str, list[str | ast.expr | None]] = field(default_factory=dict)
     stars: list[str] = field(default_factory=list)  # modules of `from module import *`
@@ -70,7 +70,7 @@ class Program:
 
 
 def module_names(file: Path, root: Path) -> tuple[str, ...]:
-    """Return the dotted names of a file: below the folder that holds its top package, and below `root`."""
+    """Return the dotted names of a file: relative to the folder that contains its top package, and to `root`."""
     folder = file.absolute().parent
     while (folder / "__init__.py").is_file() and folder.parent != folder:
         folder = folder.parent
@@ -194,16 +194,12 @@ class Resolver:
         self._classes = {scope.path: scope for scope in scopes if scope.is_class}
 
     def names_of(self, node: ast.expr, scope: Scope) -> tuple[str, ...]:
-        """Return the dotted names of an expression, including the names under which modules of the folder re-export
-        it.
-        """
+        """Return the dotted names of an expression, and the original names of those that the folder re-exports."""
         visited: _Visited = set()
         return tuple(dict.fromkeys(self._expand(self._local(node, scope, visited), visited)))
 
     def imported(self, names: list[str]) -> tuple[str, ...]:
-        """Return the names of an import statement, including the names that modules of the folder re-export under
-        them.
-        """
+        """Return the names of an import statement, and the original names of those that the folder re-exports."""
         return tuple(dict.fromkeys(self._expand(names, set())))
 
     def values_of(self, node: ast.expr, scope: Scope) -> list[str | ast.expr | None]:
@@ -212,7 +208,7 @@ class Resolver:
         return holder.bindings[node.id] if holder is not None and isinstance(node, ast.Name) else []
 
     def defines(self, node: ast.expr, scope: Scope, attribute: str) -> bool:
-        """Return whether an object is made by a class of the folder that defines an attribute itself."""
+        """Return whether `node` is an object of a class of the folder, and that class itself defines the attribute."""
         makers = [node] if isinstance(node, ast.Call) else self.values_of(node, scope)
         return any(
             isinstance(maker, ast.Call)
@@ -237,7 +233,7 @@ class Resolver:
                 break
         if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
             called = [*self._local(node.func, scope, visited), getattr(node.func, "id", "")]
-            imported = any(name in IMPORTERS for name in called)  # a module that is imported by its name
+            imported = any(name in IMPORTERS for name in called)  # such as importlib.import_module("torch")
             return [".".join([str(node.args[0].value), *reversed(attributes)])] if imported else []
         if not isinstance(node, ast.Name):
             return []
@@ -250,7 +246,7 @@ class Resolver:
         holder = scope.find(name)
         if holder is None:
             names = [f"{module}.{name}" for module in scope.root().stars]
-            # torch is imported in a part of the program that is not analysed, or by `import *`
+            # An unbound name `torch` is the module: `import *` or code that is not analysed imports it.
             return [*names, "torch"] if name == "torch" else names
         if (id(holder), name) in visited:  # a cycle: the names are bound to each other
             return []
@@ -266,7 +262,7 @@ class Resolver:
         return bases
 
     def _expand(self, names: list[str], visited: _Visited) -> Iterator[str]:
-        """Yield names, and the names of which they are re-exports."""
+        """Yield dotted names, and the original names of those that modules of the folder re-export."""
         waiting = list(reversed(names))
         for _ in range(MAX_NAMES):
             if not waiting:
@@ -276,7 +272,7 @@ class Resolver:
             waiting += reversed([one for one in self._sources(name, visited) if one != name])
 
     def _sources(self, dotted: str, visited: _Visited) -> list[str]:
-        """Return the names that a module of the folder binds a dotted name to."""
+        """Return the dotted names that `dotted`, a name in a module of the folder, is bound to."""
         parts = dotted.split(".")
         for size in range(len(parts) - 1, 0, -1):
             scope = self.modules.get(".".join(parts[:size]))

@@ -90,7 +90,7 @@ def to_json(analysis: Analysis) -> str:
 
 
 def to_html(analysis: Analysis) -> str:
-    """Return the analysis as a page that loads nothing."""
+    """Return the analysis as an HTML page without external resources."""
     body = [f"<main><h1>{escape(analysis.root.name or str(analysis.root))}</h1>"]
     body.append(facts([
         ("files", str(len(analysis.files))), ("lines", f"{analysis.code_lines:,}"),

@@ -65,7 +65,7 @@ class RuleTable:
         return next((rule for pattern, rule in self._keywords if pattern.fullmatch(text)), None)
 
     def by_shell_line(self, line: str) -> list[tuple[str, MigrationRule]]:
-        """Return the matches of the rules for launch scripts in a line."""
+        """Return each rule for launch scripts that matches a line, with the matched text."""
         code = re.sub(r"(^|\s)#.*", "", line)
         return [(match[0].strip(), rule) for pattern, rule in self._shell if (match := pattern.search(code))]
 

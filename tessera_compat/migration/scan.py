@@ -50,7 +50,7 @@ class Scanner:
         imported = {name.partition(".")[0] for names in program.imports.values() for name in names}
         self.uses_torch, self.uses_pandas = "torch" in imported, "pandas" in imported
         self.called: set[int] = set()  # ids of expressions that are called as functions
-        self.sized: set[int] = set()  # ids of functions whose result has a size given by the call
+        self.sized: set[int] = set()  # ids of called functions whose arguments determine the size of the result
         self.tested: set[int] = set()  # ids of operands of tests, such as `args.cuda` in `if args.cuda:`
 
     def run(self) -> Scanned:
@@ -120,7 +120,7 @@ class Scanner:
         self.matches.append(Match(rule, operation, node, start, getattr(node, "end_lineno", start) or start))
 
     def _rule(self, name: str) -> MigrationRule | None:
-        """Return the rule of a name; None for modules of the analysed code, also if it is the library of a rule."""
+        """Return the rule of a name; None if its rule is for a library, and this library is the analysed code."""
         rule = self.rules.by_name(name)
         is_itself = rule is not None and rule.kind == "library" and name.partition(".")[0] in self.resolver.modules
         return None if is_itself else rule
@@ -150,7 +150,7 @@ class Scanner:
             return iter(())
         if isinstance(node, ast.Name):
             return iter(())
-        is_object = not names or names[0].rpartition(".")[0] == scope.owner  # an attribute of self may be torch's
+        is_object = not names or names[0].rpartition(".")[0] == scope.owner  # a class can inherit `self.x` from torch
         rule = self.rules.by_method(node.attr) if is_object else None
         # rules of kind `device` apply in any file, even without torch
         is_torchs = rule is not None and (self.uses_torch or rule.kind == "device")
@@ -159,7 +159,7 @@ class Scanner:
         return iter((node.value,))
 
     def _is_other_method(self, node: ast.Attribute, rule: MigrationRule, scope: Scope) -> bool:
-        """Return whether an attribute is that of a class of the folder, of pandas, or a setting such as `args.cuda`."""
+        """Return whether an attribute is not of torch, but of a class of the folder, of pandas or of settings."""
         if node.attr in _OF_PANDAS and self.uses_pandas:
             return True
         is_setting = id(node) in self.tested or _SETTINGS.fullmatch(_last_name(node.value)) is not None
@@ -168,9 +168,9 @@ class Scanner:
         return self.resolver.defines(node.value, scope, node.attr)
 
     def _selects(self, node: ast.Subscript, scope: Scope) -> bool:
-        """Return whether an index takes the elements of a comparison.
+        """Return whether an expression reads elements by a boolean mask: `x[x > 0]`. The result has a dynamic size.
 
-        An assignment to such elements does not change the size.
+        An assignment to `x[x > 0]` changes no size, so the answer is False.
         """
         if not (isinstance(node.ctx, ast.Load) and self.uses_torch):
             return False
@@ -207,9 +207,7 @@ class Scanner:
             self._match(rule, repr(text), node)
 
     def _dict(self, node: ast.Dict) -> Iterator[ast.AST]:
-        """Yield keys and values of a dict, without keys that are plain device names, and without texts under keys such
-        as "title".
-        """
+        """Yield the keys and values of a dict, except keys that are device names, and texts such as titles."""
         for key, value in zip(node.keys, node.values, strict=True):
             text = str(key.value) if isinstance(key, ast.Constant) else ""
             rule = self.rules.by_string(text)
@@ -220,7 +218,7 @@ class Scanner:
 
     def _keyword(self, node: ast.keyword) -> None:
         if node.arg and (rule := self.rules.by_string(node.arg)) and rule.work == "line":
-            # a variable of the environment, as in dict(os.environ, CUDA_VISIBLE_DEVICES="0")
+            # an environment variable, as in dict(os.environ, CUDA_VISIBLE_DEVICES="0")
             self._match(rule, node.arg, node)
         elif node.arg and isinstance(node.value, ast.Constant) and isinstance(node.value.value, (str, int)):
             text = f"{node.arg}={node.value.value}"
@@ -228,7 +226,7 @@ class Scanner:
                 self._match(rule, text, node)
 
     def _formatted(self, node: ast.JoinedStr) -> None:
-        """Match a device with an index, as the text before the first value."""
+        """Match an f-string that formats a device with its index, by the text before the first value."""
         first = node.values[0] if node.values else None
         if isinstance(first, ast.Constant) and isinstance(first.value, str) and first.value.endswith(":"):
             rule = self.rules.by_string(first.value.rstrip(":"))
@@ -244,7 +242,7 @@ def _is_comparison(index: ast.expr) -> bool:
 
 
 def _repeats_are_equal(call: ast.Call) -> bool:
-    """Return whether a call of repeat_interleave has a number of repeats, or the size of its result."""
+    """Return whether a call of repeat_interleave fixes the size of its result: constant repeats or `output_size`."""
     values = [*call.args, *(keyword.value for keyword in call.keywords if keyword.arg == "repeats")]
     numbers = any(isinstance(value, ast.Constant) for value in values[:2])
     return numbers or any(keyword.arg == "output_size" for keyword in call.keywords)

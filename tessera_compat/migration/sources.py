@@ -23,7 +23,7 @@ KINDS: dict[str, FileKind] = {
 }
 MAX_BYTES = 4 << 20  # size limit of a source file; a notebook with images in its outputs may be ten times as large
 MAX_FILES = 50_000
-_LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+\Z")  # as Python counts lines: a form feed does not end one
+_LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+\Z")  # as in Python, a form feed does not end a line
 _CELL_MAGIC = re.compile(r"\s*%%(\w+)")
 _PYTHON_MAGICS = ("time", "timeit", "capture", "prun")  # magics after which the rest of the cell is Python
 _SHELL_MAGICS = ("bash", "sh", "script", "system")
@@ -81,7 +81,7 @@ def read_sources(root: Path) -> tuple[list[SourceFile], list[Unread]]:
             if path.is_symlink() and not single:
                 if leads_out(path, root):
                     unread.append(Unread(name, "a link that leads out of the folder"))
-                continue  # linked files are read under their own names
+                continue  # the target of the link is in the folder, and is read there
             files.append(_read(path, name))
         # also raised for an unknown encoding
         except (OSError, ValueError, SyntaxError, RecursionError, LookupError) as error:

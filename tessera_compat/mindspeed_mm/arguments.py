@@ -99,9 +99,9 @@ def parse_args(
     _check_values(args)
     if args.ai_framework == "mindspore" and not mindspore:
         raise TesseraError(
-            "this job runs on PyTorch alone",
+            "this job does not run on MindSpore, only on PyTorch",
             where="--ai-framework mindspore",
-            fix="leave the flag out; pretrain_vlm.py trains language and vision-language models on MindSpore",
+            fix="remove the flag; pretrain_vlm.py trains language and vision-language models on MindSpore",
             code="job.other-framework",
         )
     args.mm = _config_files(args, parts)

@@ -40,7 +40,7 @@ def callback_recipe(args: Any) -> dict[str, Any]:
         "data": {"kind": "custom", "workers": 0},  # the user's DataLoader has its own worker processes
         "train": {
             "steps": steps,
-            # A row of the trainer is a whole micro-batch of a rank, because user code decides its content.
+            # The trainer counts rows, and user code decides what a micro-batch contains: count it as a single row.
             "global_batch": args.global_batch_size // (args.micro_batch_size * args.data_parallel_size) * replicas,
             "micro_batch": 1,
             "seed": args.seed,

@@ -66,7 +66,7 @@ def flag(name: str) -> Any:
 
 @runtime_checkable
 class OverwritesConfig(Protocol):
-    """Protocol of model classes that change the configuration of a folder before they are built."""
+    """Protocol of model classes that change the configuration from config.json before the model is built."""
 
     def overwrite_transformer_config(self, transformer_config: Any) -> Any: ...
 

@@ -172,7 +172,7 @@ def _json_of(args: Args) -> tuple[dict[str, Any], str]:
 def _model_folder(args: Args, named: Sequence[str], report: JobReport) -> str:
     """Return the folder of the model: `--load`, or the folder in the JSON if `--load` has no config.json here.
 
-    `--load` may name files by rank, which do not describe their model, or a folder on another machine.
+    It has none if it contains shards of each rank, or is a folder on another machine.
     """
     load = args.load
     if load is None or (named and not any((Path(load) / name).is_file() for name in (CONFIG_FILE, "config.yaml"))):

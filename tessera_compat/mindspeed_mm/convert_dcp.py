@@ -43,7 +43,7 @@ _LORA_NAME = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
 
 @dataclass(frozen=True)
 class ExpertMatrices:
-    """Stack the transposed matrices of experts as [experts, in, out]. `parts` stored matrices form one expert matrix.
+    """Stack the transposed matrices of experts as [experts, in, out]. An expert's matrix joins `parts` stored matrices.
 
     `flat`: merge the first two dimensions.
     """
@@ -89,12 +89,12 @@ class Naming:
     ] = ()  # (prefix of names in the Hugging Face folder, prefix of names in the DCP folder)
     fused: tuple[str, ...] = ()  # parts of names: 3-d tensors with such a name are flattened to two dimensions
     tied: tuple[tuple[str, str], ...] = ()  # (name of an optional copy in the DCP folder, copied tensor)
-    merge: str = ""  # how matrices of experts are stacked: flat, stacked; empty: they are not stacked
-    apart: tuple[str, ...] = ()  # prefixes in the Hugging Face folder of parts that a job may not have: they are copied
+    merge: str = ""  # matrices of experts: "stacked" ([experts, in, out]), "flat" (two dimensions), or "" (separate)
+    apart: tuple[str, ...] = ()  # prefixes of model parts that some jobs lack: they are copied from the original folder
     swap: str = ""  # regular expression of names of stacked experts that are transposed
 
     def of(self, name: str) -> str:
-        """Return the name of a Hugging Face tensor in the DCP folder, without `model.`."""
+        """Return the name that a Hugging Face tensor has in the DCP folder, without the prefix `model.`."""
         name = next((new + name[len(old) :] for old, new in self.renames if name.startswith(old)), name)
         if self.replaced:
             return self.prefix + name[len(self.replaced) :] if name.startswith(self.replaced) else name
@@ -130,7 +130,7 @@ class Naming:
         return rules
 
     def copies(self) -> dict[str, str]:
-        """Return the optional copies in the DCP folder: name -> copied tensor of the Hugging Face folder."""
+        """Return the optional copies of tied tensors: name in the DCP folder -> original in the Hugging Face folder."""
         return {self.of(copy): original for copy, original in self.tied}
 
 
@@ -278,7 +278,10 @@ def lora_hf_to_dcp(folder: Path, target: Path) -> Path:
 def merge_lora(
     base: Path, adapters: Path, target: Path, modules: Sequence[str], scaling: float, naming: Naming
 ) -> Path:
-    """Merge the adapters in a DCP folder into `base`, and write a folder. `modules`: parts of layer names."""
+    """Merge the adapters in a DCP folder into the Hugging Face folder `base`, and write the result to `target`.
+
+    `modules`: parts of the names of the adapted layers.
+    """
     check_apart(target, base, adapters)
     begin = "base_model.model." + naming.prefix
     with SafetensorsForm(base) as stored, DcpFolder(weights_folder(adapters), JOB) as trained:

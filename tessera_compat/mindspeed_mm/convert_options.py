@@ -13,7 +13,7 @@ import yaml
 from tessera.config.reader import parse_yaml, read_mapping
 from tessera.errors import TesseraError, nearest
 
-Options = Mapping[str, Any]  # by dotted key, without the leading `cfg.`
+Options = Mapping[str, Any]  # dotted key without the leading `cfg.` -> value
 Kind = Literal["path", "text", "size", "flag", "number", "list", "lists", "stages", "names", "pairs"]
 _SHAPES: Mapping[Kind, tuple[str, Callable[[Any], bool]]] = {
     "path": ("a path", lambda value: isinstance(value, str) and value != ""),
@@ -121,7 +121,7 @@ class CommandLine:
 
 
 def collect(command_line: CommandLine, method: Method) -> dict[str, Any]:
-    """Return the values of a method's options: from variables, files and the command line. Later values win."""
+    """Return the values of a method's options: from the environment, files and the command line. Later ones win."""
     where = " ".join(("mm-convert", *command_line.path))
     raw: dict[str, Any] = _variables(command_line.path, method, where)
     for level, key, value in command_line.options:
@@ -199,7 +199,9 @@ def _from_file(content: Mapping[str, Any], path: Sequence[str], method: Method, 
 def _flat(tree: Any, method: Method, prefix: str = "") -> dict[str, Any]:
     if not isinstance(tree, Mapping):
         raise TesseraError(
-            f"{prefix.rstrip('.') or 'it'} must be a mapping of options", where="mm-convert", code="job.converter-file"
+            f"{prefix.rstrip('.') or 'the file'} must be a mapping of options",
+            where="mm-convert",
+            code="job.converter-file",
         )
     values: dict[str, Any] = {}
     for name, value in tree.items():

@@ -27,7 +27,7 @@ from tessera_compat.shards.layout import MegatronLayout, check_layout, parse_lay
 from tessera_compat.shards.resplit import resplit
 from tessera_compat.shards.weight_form import FAMILIES as FORMS
 
-Options = Mapping[str, Any]  # by dotted key, without the leading `cfg.`
+Options = Mapping[str, Any]  # dotted key without the leading `cfg.` -> value
 _TEXT = "text_decoder.decoder.layers.{i}."
 _VISION = "image_encoder.encoder.blocks.layers.{i}."
 _CANONICAL = "common_model_config.enable_canonical_hf_struct"
@@ -56,7 +56,7 @@ def is_run(folder: Path) -> bool:
 
 
 def form_like(folder: Path) -> str:
-    """Return "original" for a folder in the format of its authors, else "hf"."""
+    """Return "original" for a folder in the format of the model's authors, else "hf"."""
     return "original" if any(is_original(FAMILIES.get(name), folder) for name in FAMILIES.names()) else "hf"
 
 
@@ -77,7 +77,8 @@ def _form_of(model: ModelSection) -> MegatronForm:
 def layout_of(options: Options, prefix: str, *, two_levels: bool) -> dict[str, Any]:
     """Return the layout of Megatron shards (ranks, layers per stage) from the options of a parallel configuration.
 
-    Writing shards takes a list of lists, one list for each virtual stage. Reading shards takes a list.
+    `two_levels`: the layers per stage are a list of lists, one for each virtual stage, as for writing shards. Methods
+    that read shards have a plain list.
     """
     layers: dict[str, Any] = {}
     for key, part in (("llm_pp_layers", "llm"), ("vit_pp_layers", "vit"), ("audio_pp_layers", "audio")):

@@ -31,8 +31,10 @@ _CANONICAL = "separate projections are supported only for adapters here: convert
 
 
 def _parallel(prefix: str, kind: Any, hears: bool) -> dict[str, Option]:
-    """Return the options of a parallel layout. `kind`: type of its lists of layers per stage. `hears`: the model has an
-    audio encoder."""
+    """Return the options of a parallel layout.
+
+    `kind`: type of the lists with the number of layers per stage. `hears`: the model has an audio encoder.
+    """
     audio = Option(kind, refused="none of these models has an audio encoder")
     if hears:
         audio = Option(kind, "layers of the audio encoder on each pipeline rank", required=True)

@@ -239,7 +239,7 @@ def _write(family: str, options: Options, tensors: Mapping[str, Tensor]) -> Path
     strange = [name for name in tensors if form.part_of(name) is None]
     if strange or not parts:
         raise TesseraError(
-            f"{strange[0] if strange else 'nothing'} is not a tensor of {family}",
+            f"{strange[0]} is not a tensor of {family}" if strange else f"the file contains no tensor of {family}",
             where=str(source),
             nearest=nearest(strange[0], [part.layers for part in form.parts]) if strange else None,
             fix="pass the original checkpoint of the model",
@@ -305,7 +305,8 @@ def merge_lora(family: str, options: Options) -> Path:
     for name, pair in pairs.items():
         if name not in base or set(pair) != {"A", "B"}:
             raise TesseraError(
-                f"the adapter of {name} {'lacks A or B' if name in base else 'has no layer in the base model'}",
+                f"the adapter of {name} "
+                f"{'has only one of its two matrices A and B' if name in base else 'has no layer in the base model'}",
                 where=str(folders["lora_path"]),
                 nearest=nearest(name, base),
                 code="adapter.unknown-layer",

@@ -65,7 +65,7 @@ def _moved(value: Any, device: torch.device, float_dtype: torch.dtype) -> Any:
 
 
 def current_device() -> torch.device:
-    """Return the device of this rank: of the current run, or the default device of a run."""
+    """Return the device of this rank in the current run; without a run, the default device."""
     session = state.current().session
     return devices.resolve("auto") if session is None else session.world.device
 

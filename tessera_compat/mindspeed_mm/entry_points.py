@@ -124,7 +124,7 @@ def inference(argv: Sequence[str]) -> None:
 
 
 def inference_sora(argv: Sequence[str]) -> None:
-    """Write the videos of an inference JSON, and print their paths."""
+    """Generate the videos that an inference JSON requests, and print their paths."""
     args = parse_args(argv)
     with _sampling_ranks(args) as parallel:
         for path in write_videos(args, progress() if args.rank == 0 else None, parallel):
@@ -133,7 +133,7 @@ def inference_sora(argv: Sequence[str]) -> None:
 
 
 def evaluate_gen(argv: Sequence[str]) -> None:
-    """Write the videos of a VBench evaluation JSON, and print the command that evaluates them."""
+    """Generate the videos that a VBench evaluation JSON requests, and print the command that evaluates them."""
     args = parse_args(argv)
     with _sampling_ranks(args) as parallel:
         lines = sample_benchmark(args, progress() if args.rank == 0 else None, parallel)
@@ -202,7 +202,7 @@ def refuse(script: str) -> NoReturn:
         )
 
     run_command(command)
-    raise AssertionError("an unsupported command always ends the process")
+    raise AssertionError("run_command must end the process for an unsupported entry point")
 
 
 def _train(args: Args, recipe: Mapping[str, Any], report: JobReport) -> None:

@@ -65,7 +65,7 @@ class AskedBenchmark:
     prompts: list[SuitePrompt]
     dimensions: list[str]
     results: str
-    sample: bool  # False: the videos exist
+    sample: bool  # whether to generate the videos; False: they exist
 
     def command(self) -> str:
         """Return the command that evaluates the videos by VBench."""
@@ -142,7 +142,7 @@ def _dimensions(value: Any, where: str) -> list[str]:
 
 
 def sample_benchmark(args: Args, on_step: OnStep | None = None, parallel: Mapping[str, int] | None = None) -> list[str]:
-    """Write the videos of an evaluation JSON that are missing. Return lines with the folder and VBench's command.
+    """Generate the missing videos of an evaluation JSON. Return lines with their folder and the command of VBench.
 
     `parallel`: the layout of several ranks. All ranks call this function; rank 0 writes the files.
     """

@@ -21,7 +21,7 @@ from tessera_compat.mindspeed_mm.report import JobReport
 
 log = logging.getLogger("tessera")
 
-LONGEST_CELL = 32_767  # characters of a cell of Excel
+LONGEST_CELL = 32_767  # maximum number of characters in a cell of Excel
 OWN_KEYS = {"dataset_path", "evaluation_dataset", "evaluation_model", "result_output_path", "use_custom_prompt"}
 
 
@@ -80,7 +80,10 @@ def evaluate(args: Args, world: World) -> float:
 
 
 def write_sheet(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """Write answers with the columns of VLMEvalKit. Texts are never formulas, and have no control characters."""
+    """Write answers as an Excel sheet with the columns of VLMEvalKit.
+
+    A text that begins like a formula is stored as text, and control characters are replaced.
+    """
     from openpyxl import Workbook
     from openpyxl.cell import WriteOnlyCell
     from openpyxl.cell.cell import ILLEGAL_CHARACTERS_RE

@@ -26,7 +26,7 @@ class Flag:
     kind: Kind
     default: Any
     state: State
-    note: str  # honoured: its recipe key, or the value that it must have; otherwise the reason
+    note: str  # if honoured, the recipe key or the required value of the flag; otherwise the reason of its state
     scope: Scope = "training"
     dest: str = ""  # attribute of the parsed arguments, if it differs from the flag
 
@@ -35,7 +35,7 @@ class Flag:
         return self.dest or self.name.lstrip("-").replace("-", "_")
 
     def treated(self, value: Any) -> tuple[State, str]:
-        """Return state and note of the flag with this value. A refused flag may be 0 or its default."""
+        """Return state and note of the flag with this value. A refused number may be 0 or its default: it is off."""
         if self.state == "refused" and self.kind in ("int", "float") and value in (0, self.default):
             return "meaningless", "off"
         return self.state, self.note

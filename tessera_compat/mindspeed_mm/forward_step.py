@@ -40,7 +40,8 @@ Report = dict[str, tuple[Tensor, Tensor]]  # name -> (numerator, denominator), d
 class MicroBatch(Batch):
     """Store an item of the user's data iterator for a micro-batch.
 
-    The item is in a list, `box`, so that `release` frees its memory even if other objects still refer to this one.
+    The item is in the list `box`: `release` empties it, which frees the memory even if this micro-batch is still
+    referenced.
     """
 
     box: list[Any] = field(default_factory=list)
@@ -91,7 +92,10 @@ class ForwardStepTask(Task):
         )
 
     def counts(self, batch: Batch) -> dict[str, int] | None:
-        """Return that the loss is averaged over micro-batches; None with `per_token`: loss_func returns its tokens."""
+        """Return a count of one micro-batch, because losses are averaged over micro-batches.
+
+        With `per_token` return None: then loss_func returns the number of tokens.
+        """
         return None if self.per_token else {MICRO_BATCHES: 1}
 
     def forward(self, model: nn.Module, batch: Batch) -> ForwardResult:
@@ -189,7 +193,10 @@ def mean_reports(reports: Sequence[Report]) -> dict[str, Tensor]:
 
 
 def compute_token_level_loss(outputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return [sum of losses / cp, tokens] of this rank, the tokens, and [sum of losses, tokens] of all data ranks.
+    """Return the loss and the number of tokens, as three tensors.
+
+    The first is [sum of losses / context-parallel size, tokens] of this rank, the second its number of tokens, and the
+    third [sum of losses, tokens] summed over the data-parallel ranks.
 
     `outputs["loss"]`: the losses of tokens or their sum. `outputs["loss_mask"]`: which tokens count; with context
     parallelism `outputs["token_nums"]` instead, the number of tokens of the full sequence.

@@ -123,7 +123,7 @@ def device_of_group(process_group: dist.ProcessGroup) -> torch.device:
 
 
 def create_device_mesh(sharding_size: int | str | None, process_group: dist.ProcessGroup) -> DeviceMesh:
-    """Return a device mesh of the group's ranks: [ranks], or [replicas, ranks] if the sharding size is smaller."""
+    """Return a device mesh of the group's ranks: [ranks], or [replicas, shards] if fewer ranks share the weights."""
     ranks = dist.get_process_group_ranks(process_group)
     size = len(ranks) if sharding_size == "auto" else int(sharding_size or 1)
     if len(ranks) % size:
@@ -190,7 +190,7 @@ def set_recompute_modules_to_wrap(
         recompute_modules_config = config.recompute_modules
     else:
         config = _config_of(module)
-    # With a recipe, a recomputed module may keep some activations.
+    # A recipe can select activations of a recomputed module that are stored instead.
     planned = {} if config.plan is None else {one.path: one for one in config.plan.layout.modules.recompute}
     paths = select_paths(module, recompute_modules_config)
     reentrant = config.use_reentrant if use_reentrant is None else use_reentrant

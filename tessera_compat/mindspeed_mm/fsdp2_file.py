@@ -90,8 +90,8 @@ def read_fsdp2_file(path: Path) -> Fsdp2File:
     file = build(Fsdp2File, read_mapping(path), str(path))
     if not file.reshard_local_experts and file.expert_parallel_size > 1:
         raise TesseraError(
-            "reshard_local_experts: false would leave the experts of a rank unsharded; ranks with the same experts "
-            "always share their weights here",
+            "reshard_local_experts: false is not supported: ranks with the same experts always shard the weights of "
+            "these experts",
             where=str(path),
             fix="remove it, or set expert_parallel_size to sharding_size: then ranks have different experts",
             code="job.local-experts",

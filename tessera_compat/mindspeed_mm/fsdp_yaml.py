@@ -377,7 +377,9 @@ def _set_training(
     _put_all(recipe, translate(section, TRAINING_KEYS, source, report, "training.", OWN_TRAINING_KEYS))
     if world_size % ranks_of_a_row:
         raise TesseraError(
-            f"{world_size} ranks cannot be divided into groups of {ranks_of_a_row}", where=source, code="job.rank-count"
+            f"{world_size} ranks cannot be divided into groups of {ranks_of_a_row}, the size of context parallelism",
+            where=source,
+            code="job.rank-count",
         )
     micro = recipe["train"].setdefault("micro_batch", 1)
     batches = section.get("gradient_accumulation_steps") or 1

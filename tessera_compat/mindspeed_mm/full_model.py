@@ -22,9 +22,9 @@ _PART = "thinker."  # prefix of the trained part's tensors in folders of full mo
 
 
 def with_other_parts(like: Path, target: Path, write: Callable[[Path], Path]) -> Path:
-    """Write a folder with all parts of the model in `like`, and return it.
+    """Write the trained part of a model and the other parts, copied from `like`, to `target`, and return the folder.
 
-    `write`: writes the trained part to a folder. This folder is `target` if `like` has no other parts.
+    `write`: writes the trained part to a folder and returns that folder.
     """
     spec, _ = resolve(ModelSection(path=like))
     full_model = getattr(spec.config, "full_model", None)
@@ -46,7 +46,7 @@ def _join(part: Path, like: Path, target: Path) -> None:
         differing += [name for name in names if name not in stored]
         if differing:
             raise TesseraError(
-                f"the tensor {differing[0]} is only in one of the trained model and the folder it started from",
+                f"only one of the trained model and the folder {like} has the tensor {differing[0]}",
                 where=str(like),
                 nearest=nearest(differing[0], stored),
                 fix="name the folder that the job started from",

@@ -33,7 +33,7 @@ def set_decoder_sizes(args: Any) -> None:
 
 
 def set_encoder_layouts(args: Any, model: ModelFile, report: JobReport) -> dict[str, dict[str, int]]:
-    """Return `parallel.encoders` of the recipe. Encoders without a pipeline get a list of layers for each stage."""
+    """Return `parallel.encoders` of the recipe. An encoder without pipeline parallelism is on the first stage only."""
     encoders: dict[str, dict[str, int]] = {}
     if not args.hetero_parallel:
         return encoders
@@ -46,7 +46,7 @@ def set_encoder_layouts(args: Any, model: ModelFile, report: JobReport) -> dict[
             note = f"1 or {args.pipeline_model_parallel_size}, the pipeline stages of the decoder"
             report.change(f"{name}.pp", note, "not supported")
         if sizes.get("pp", 1) == 1 and len(model.layers.get(part, ())) == 1:
-            model.layers[part] += [0] * (stages - 1)  # the encoder is on the first stage
+            model.layers[part] += [0] * (stages - 1)  # the other stages have no layers of this encoder
         split = {key: sizes.get(key, getattr(args, _FLAGS[key])) for key in ("tp", "cp")}
         if any(size != getattr(args, _FLAGS[key]) for key, size in split.items()):
             encoders[part] = split

@@ -68,9 +68,10 @@ def recipe_of(args: Args) -> tuple[dict[str, Any], JobReport]:
         args.load = None
     if "mllm" in args.mm.model:
         raise TesseraError(
-            "model.json describes Bagel, which understands and generates: no family here trains it",
+            "model.json describes Bagel, which is not supported",
             where=args.mm_model or "section model",
-            fix="pretrain_omni.py trains models that see and hear, pretrain_sora.py models of images and videos",
+            fix="pretrain_omni.py trains models with images and audio as input, pretrain_sora.py models that generate "
+            "images and videos",
             code="job.unified-model",
         )
     if is_generation(args.mm.model.to_dict()):

@@ -12,7 +12,7 @@ from tessera_compat.mindspeed_mm.report import JobReport, recipe_keys
 
 _NEW_RUN = re.compile(
     r"model\.path=(.+?) name=(\w+)"
-)  # part of a fix that starts a new run from the weights of another run
+)  # settings in the `fix` of an error, which start a new run from the weights of another run
 
 
 @contextmanager

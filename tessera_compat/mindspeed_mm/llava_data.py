@@ -29,8 +29,9 @@ def convert_llava(
 
         {"images": ["./data/COCO2017/train2017/000000033471.jpg"], "messages": [{"role": "user", ...}, ...]}
 
-    `images`: the folder that contains `folder`; written paths begin with it, here with `data/COCO2017`. Rows without
-    an image have an empty list. Rows with a missing image are skipped and counted, unless `check_images` is False.
+    `images`: the folder that contains `folder`. Written paths begin with it; in the example it is `data/COCO2017`. Rows
+    without an image have an empty list. Rows with a missing image are skipped and counted, unless `check_images` is
+    False.
     """
     base = Path(images)
     relative = not base.is_absolute() and ".." not in base.parts  # the reader of data sets refuses paths with '..'
@@ -64,7 +65,7 @@ def convert_llava(
 
 
 def _is_found_from(out: Path, images: str) -> bool:
-    """Return whether a data set file finds its images without `root`, below the folder of the file."""
+    """Return whether `images` is below the folder of the data set file `out`, which then needs no setting `root`."""
     try:
         return folder_of(images, out.parent) is not None
     except TesseraError:

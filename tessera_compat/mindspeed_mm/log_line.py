@@ -58,7 +58,7 @@ class IterationLog(Callback):
         self._iterations += 1
         self._skipped += not result.applied
         task = trainer.task
-        # The guard may repeat a step, which adds reports: the first reports belong to the step.
+        # A step that the guard has repeated has reports of both runs. Those of the first run come first.
         reports = task.reports[: len(result.microbatches)] if isinstance(task, ForwardStepTask) else []
         self.latest = mean_reports(reports)
         if result.applied:
@@ -103,7 +103,7 @@ class IterationLog(Callback):
         self._begin_interval(trainer)
 
     def _means(self, numbers: Mapping[str, float]) -> tuple[dict[str, float], int]:
-        """Return the mean of each loss over iterations with finite values, and the number of other iterations."""
+        """Return the mean of each loss over iterations with finite values, and the number of iterations without."""
         if not self._losses:
             names = [name for name in numbers if name != "grad_norm"]
             return {name: numbers[name] for name in names}, int(not math.isfinite(numbers["loss"]))
@@ -122,7 +122,7 @@ class SaveLog(Callback):
     """Print a line for each checkpoint, and create links with Megatron's names.
 
     `iter_0000100` is a link to the checkpoint of that step, and `latest_checkpointed_iteration.txt` contains the number
-    of the newest checkpoint. It is a checkpoint of Tessera, which `mm-convert`, `--load` and `tessera` read.
+    of the newest one. Checkpoints have Tessera's format, which `mm-convert`, `--load` and `tessera` read.
     """
 
     def __init__(self, args: Any) -> None:
@@ -146,7 +146,7 @@ class SaveLog(Callback):
 
 
 def consumed_samples(trainer: TrainerHandle, args: Any) -> int:
-    """Return the number of consumed samples as Megatron counts them. Earlier steps may have had other sizes."""
+    """Return the number of consumed samples as Megatron counts them, even if the batch size has changed in between."""
     return int(trainer.rows_drawn * args.global_batch_size // trainer.length.rows_per_step)
 
 

@@ -38,7 +38,7 @@ def set_memory(section: dict[str, Any], args: Args, model: ModelFile, report: Jo
             report.change("--recompute-norm", "the outputs of norms wait in host memory with attention")
         elif norms:
             recompute.append({"modules": _layers(norms, every), "keep": "matmul"})
-            stored -= norms  # recomputing the MLP includes its activation function
+            stored -= norms  # the setting above recomputes the activation functions of these layers, too
     if args.recompute_activation_function:
         functions = stored & set(every[: args.recompute_activation_function_num_layers])
         if functions:

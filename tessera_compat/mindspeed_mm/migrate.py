@@ -48,7 +48,7 @@ _TRAINING = (
     ),  # entry points of earlier releases, now pretrain_vlm.py
 )
 _EMPTY = ("logs", "data", "ckpt")
-SHELL = Path(__file__).parent / "workspace"  # launchers by the names that jobs and guides type
+SHELL = Path(__file__).parent / "workspace"  # shell commands that jobs and guides of MindSpeed-MM call by these names
 
 
 @dataclass(frozen=True)

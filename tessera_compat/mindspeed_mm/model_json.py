@@ -50,7 +50,7 @@ class ModelFile:
     """Store the content of a `model.json` as recipe settings."""
 
     family: str | None = None  # None: detected from the folder
-    folder: str | None = None  # init_from_hf_path
+    folder: str | None = None  # value of init_from_hf_path
     fields: dict[str, Any] = field(default_factory=dict)  # dotted keys of model.config
     freeze: list[str] = field(default_factory=list)
     layers: dict[str, list[int]] = field(
@@ -156,7 +156,7 @@ def _family(vision: Mapping[str, Any], audio: Mapping[str, Any], source: str) ->
 
 
 def _hearing_family(name: str, vision: str, source: str) -> str:
-    """Return the family with an audio encoder of this model_id, beside a vision encoder of the model_id `vision`."""
+    """Return the family whose audio encoder has the model_id `name` and whose vision encoder has `vision`."""
     family, beside = HEARING.get(name, ("", ()))
     if vision in beside:
         return family
@@ -207,7 +207,7 @@ def hears(family: str | None) -> bool:
 
 
 def family_of_id(name: Any) -> str | None:
-    """Return the family of a top-level model_id, which is the `model_type` of its folder; None if none has it."""
+    """Return the family of a top-level model_id, which is a `model_type` of transformers; None if it is unknown."""
     return _known_ids().get(str(name))
 
 

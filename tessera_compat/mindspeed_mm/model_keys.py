@@ -123,7 +123,7 @@ FAMILY_VISION_KEYS: dict[str, dict[str, KeyRule]] = {
     "qwen2_vl": {
         **_GRID,
         "hidden_size": sets("vision.embed_dim"),
-        "ffn_hidden_size": sets("vision.mlp_ratio"),  # `_set_mlp_ratio` divides it by the width of the encoder
+        "ffn_hidden_size": sets("vision.mlp_ratio"),  # first the width: `_set_mlp_ratio` divides it by `hidden_size`
     },
     "qwen2_5_vl": {
         **_GRID,
@@ -155,7 +155,7 @@ FAMILY_VISION_KEYS: dict[str, dict[str, KeyRule]] = {
         "tokens_per_second": unneeded("time positions per second are those of the model's folder"),
     },
 }
-# audio_encoder.audio_encoder
+# rules of the section audio_encoder.audio_encoder in model.json
 AUDIO_KEYS: dict[str, KeyRule] = {
     "num_layers": sets("audio.encoder_layers"),
     **all_of(sets("audio.d_model"), "hidden_size d_model"),

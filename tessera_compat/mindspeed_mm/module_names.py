@@ -143,5 +143,5 @@ def module_names(model: nn.Module) -> Names:
     parts = dict(model.named_children())
     if "text" in parts:
         names = VISION_LANGUAGE_NAMES if "vision" in parts else TEXT_NAMES
-        return {**names, "model": ("text",)} if "audio" in parts else names  # the decoder of a thinker
+        return {**names, "model": ("text",)} if "audio" in parts else names  # Qwen-Omni calls its decoder `model`
     return GENERATION_NAMES if "blocks" in parts else {}

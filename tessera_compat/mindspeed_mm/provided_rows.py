@@ -26,7 +26,7 @@ PROVIDER = "train_valid_test_datasets_provider"
 
 
 class RestartingIterator(Iterator[Any]):
-    """Yield the batches of a loader, again and again. The trainer takes the loader out, to request batches by index."""
+    """Yield the batches of a loader without end. The trainer uses `loader` instead, to request batches by index."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
@@ -55,7 +55,7 @@ class ProvidedRows(LoaderBatches):
 
     @property
     def rank_position(self) -> tuple[int, int]:
-        """Return the index of this rank among the ranks that read rows, and the number of these ranks."""
+        """Return the index of this rank among the ranks that read data, and the number of these ranks."""
         return self._position, self._ranks
 
     def bind(self, data: Any) -> None:
@@ -82,8 +82,9 @@ class ProvidedRows(LoaderBatches):
         replicas = self._ranks // self.cp
         if sampler is not None and (sampler.num_replicas, sampler.rank) != (replicas, self._position // self.cp):
             raise TesseraError(
-                f"the DistributedSampler of the {self.name} data is number {sampler.rank} of {sampler.num_replicas}, "
-                f"and this rank is number {self._position // self.cp} of {replicas} that read different batches",
+                f"the DistributedSampler of the {self.name} data has rank={sampler.rank} and "
+                f"num_replicas={sampler.num_replicas}, but this data-parallel rank is {self._position // self.cp} of "
+                f"{replicas}",
                 where=PROVIDER,
                 fix="make it with num_replicas=mpu.get_data_parallel_world_size(), rank=mpu.get_data_parallel_rank()",
                 code="job.sampler-ranks",

@@ -19,7 +19,7 @@ from tessera_compat.mindspeed_mm.module_names import VISION_LANGUAGE_NAMES
 from tessera_compat.mindspeed_mm.report import JobReport, part_of, put
 from tessera_compat.shards.files import LATEST
 
-KEEP_ALL = 10**6  # number of checkpoints to keep: all
+KEEP_ALL = 10**6  # value of checkpoint.keep that keeps all checkpoints
 COMMAND_LINE = "command line"
 _OPTIMIZERS = ("fused_adamw", "fused_torch_adamw", "fused_ema_adamw")
 # Name of a linear layer in Megatron or transformers -> its name in Tessera in the decoder, vision and audio encoder.
@@ -282,10 +282,10 @@ def is_foreign_checkpoint(folder: Path) -> bool:
 
 def foreign_checkpoint(folder: str, where: str, named: str = "as tokenizer in data.json") -> TesseraError:
     return TesseraError(
-        f"{folder} contains shards, which do not name their model",
+        f"{folder} contains shards without a config.json that describes the model",
         where=where,
-        fix=f"name the Hugging Face folder that they were converted from: {named}, or in place of "
-        "them (LOAD_PATH=ckpt/hf_path/...); or convert them back with mm-convert CONVERTER mm_to_hf",
+        fix="name the Hugging Face folder from which the shards were converted, "
+        f"{named} or in LOAD_PATH=ckpt/hf_path/...; or convert them back with mm-convert CONVERTER mm_to_hf",
         code="job.shards-without-model",
     )
 
@@ -298,7 +298,7 @@ def family_of_folder(folder: str | None) -> str | None:
 
 
 def compare_with_folder(folder: str, model: ModelFile) -> None:
-    """Raise if sizes in model.json differ from config.json of the weights. A folder elsewhere is not checked."""
+    """Raise if sizes in model.json differ from config.json in `folder`. Without a config.json nothing is checked."""
     described = any((Path(folder) / name).is_file() for name in ("config.json", "config.yaml"))
     if model.family is None or not described:
         return

@@ -111,11 +111,10 @@ class KeyRule:
     target: str = ""  # dotted recipe key that it sets
     allowed: tuple[Any, ...] = ()  # values that are supported
     note: str = ""
-    outcome: Outcome = (
-        "not needed"  # if `target` and `allowed` are empty; null, false, 0 and empty values are "not needed"
-    )
+    # Outcome for a key without `target` and `allowed`. Null, false, 0 and empty values are always "not needed".
+    outcome: Outcome = "not needed"
     convert: Callable[[Any], Any] | None = None
-    yields: bool = False  # another key that sets the same recipe key takes precedence
+    yields: bool = False  # whether another key for the same recipe key takes precedence over this one
 
 
 def sets(target: str, convert: Callable[[Any], Any] | None = None, *, yields: bool = False) -> KeyRule:

@@ -7,18 +7,21 @@ from collections.abc import Sequence
 import pytest
 import torch
 from parity import from_foreign, randomize, saved
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import (
     Qwen3MoeForCausalLM,
     Qwen3MoeSparseMoeBlock,
     load_balancing_loss_func,
 )
+from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeTalkerTextConfig
+from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeTalkerTextSparseMoeBlock
 
 from tessera.core.batch import IGNORE, Batch, Segments
 from tessera.core.cache import CacheRow, CacheStep
 from tessera.models import FAMILIES
 from tessera.nn.causal_lm import ROUTER_AUX, LanguageModel
+from tessera.nn.decoder import SharedExpert
 from tessera.nn.moe import Balance, MoE, MoEShape, RowIds, TokenRows, balance_loss
 from tessera.ops.moe import ExpertOrder, collect_rows, expert_mlp, grouped_linear, spread_rows, weigh_choices
 from tessera.runtime.rng import generator
@@ -30,9 +33,9 @@ from tests.toys import token_rows
 LIMIT = 1e-5
 
 
-def filled(shape: MoEShape, seed: int = 0) -> MoE:
+def filled(shape: MoEShape, seed: int = 0, shared: nn.Module | None = None) -> MoE:
     torch.manual_seed(seed)
-    moe = MoE(shape)
+    moe = MoE(shape, shared)
     with torch.no_grad():
         for parameter in moe.parameters():
             parameter.normal_(0, 0.3)
@@ -309,3 +312,23 @@ def test_reading_token_by_token_gives_what_reading_at_once_gives() -> None:
         step = CacheStep.of([CacheRow([0], cached, end - cached)], 16, "cpu")
         logits.append(decoder(part, logits="last", cache=cache, step=step)["logits"])
     torch.testing.assert_close(torch.cat(logits), whole[8:], rtol=1e-4, atol=1e-5)
+
+
+def test_a_shared_expert_is_that_of_transformers() -> None:
+    """Each token weighs the output of the expert that all tokens use."""
+    config = Qwen3OmniMoeTalkerTextConfig(
+        hidden_size=32, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2
+    )
+    config.shared_expert_intermediate_size = 20
+    theirs = Qwen3OmniMoeTalkerTextSparseMoeBlock(config)
+    ours = filled(MoEShape(32, 24, 4, 2, normalize=False), shared=SharedExpert(32, 20))
+    assert isinstance(ours.shared, SharedExpert)
+    with torch.no_grad():
+        theirs.gate.weight.copy_(ours.router.weight)
+        theirs.experts.gate_up_proj.copy_(torch.cat([ours.experts.gate, ours.experts.up], dim=1))
+        theirs.experts.down_proj.copy_(ours.experts.down)
+        theirs.shared_expert_gate.weight.copy_(ours.shared.weigher.weight)
+        for name in ("gate", "up", "down"):
+            getattr(theirs.shared_expert, f"{name}_proj").weight.copy_(getattr(ours.shared.mlp, name).weight)
+    x = torch.randn(9, 32)
+    close(ours(x)[0], theirs(x.unsqueeze(0)).squeeze(0))

@@ -45,7 +45,7 @@ class DcpFolder(StoredForm):
 
 
 def check_dcp(folder: Path, other: Sequence[str] = ()) -> None:
-    """Raise unless a folder is a DCP folder. `other`: descriptions of formats that are accepted as well."""
+    """Raise unless a folder is a torch DCP folder. `other`: descriptions of other supported formats, for the error."""
     if not folder.is_dir():
         raise no_such_folder(folder, "model.weights" if other else None)
     if not (folder / METADATA).is_file():

@@ -269,11 +269,11 @@ class Keys:
             raise ValueError("a key has too many digits")
         self._chosen += 1
         if self._chosen > MOST_CHOSEN_KEYS:
-            raise ValueError(f"more than {MOST_CHOSEN_KEYS:,} keys are neither strings nor numbers below {_SMALL:,}")
+            raise ValueError(f"more than {MOST_CHOSEN_KEYS:,} keys other than strings and numbers below {_SMALL:,}")
         return key
 
     def dictionary(self, values: list[Any]) -> dict[Any, Any]:
-        """Return a dictionary of a list with alternating keys and values."""
+        """Make a dictionary from a list of alternating keys and values."""
         return dict(zip(map(self, values[::2]), values[1::2], strict=True))
 
 

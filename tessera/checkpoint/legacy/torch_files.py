@@ -90,7 +90,7 @@ class StoredTensor:
     """First element in the storage."""
 
     def check_size(self) -> None:
-        """Raise if the tensor is larger than its storage: a stride of 0 could claim any amount of memory."""
+        """Raise if the tensor has more bytes than its storage: with a stride of 0 it could have any size."""
         if math.prod(self.shape) * self.dtype.itemsize > self.storage_bytes:
             raise damaged(self.file, "a tensor has more elements than its storage")
 
@@ -121,7 +121,7 @@ def read_torch_file(path: Path, classes: tuple[str, ...] = ()) -> Any:
 def read_torch_archive(opened: BinaryIO, path: Path, start: int, length: int, classes: tuple[str, ...] = ()) -> Any:
     """Return the content of the archive at `start` in an open file."""
     try:
-        # limited in size: tensors are read from the file itself
+        # zipfile may read at most `LARGEST_PICKLE` bytes; tensors are read from the file directly
         view = byte_ranges(opened, [(start, length)], LARGEST_PICKLE)
         with zipfile.ZipFile(view) as archive:
             entries = _entries(archive, path)
@@ -157,7 +157,7 @@ def _entries(archive: zipfile.ZipFile, path: Path) -> dict[str, zipfile.ZipInfo]
         raise damaged(path, "two entries have the same name")
     for entry in listed:
         plain = entry.compress_type == zipfile.ZIP_STORED and entry.file_size == entry.compress_size
-        if not plain or entry.flag_bits & 1 or entry.external_attr & 0x10:  # 0x10: a folder, which torch reads as zeros
+        if not plain or entry.flag_bits & 1 or entry.external_attr & 0x10:  # 0x10: a folder: torch would read zeros
             raise damaged(path, f"{entry.filename!r} is compressed, encrypted or marked as a folder")
     return entries
 
@@ -179,7 +179,7 @@ class TorchReader:
             raise damaged(self.path, "its content is nested more than 200 levels deep")
         if isinstance(described, (Described, list, tuple, dict)):
             if id(described) not in self.built:
-                self.built[id(described)] = None  # a container that contains itself has None there
+                self.built[id(described)] = None  # inside of itself, a container is replaced by None
                 self.built[id(described)] = (
                     self.build_described(described, depth)
                     if isinstance(described, Described)

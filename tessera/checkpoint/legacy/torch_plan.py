@@ -67,7 +67,7 @@ class _Archive:
         self.pieces.append((offset, data))
 
     def announce(self, name: str, size: int, checksum: int = 0) -> tuple[int, int, int]:
-        """Add an entry without its data; return its index, and the positions of its header and its data."""
+        """Add an entry and reserve space for its data; return (its index, position of its header, of its data)."""
         header, full = self.position, f"{_FOLDER}/{name}".encode()
         extra = struct.pack("<HHQQ", 1, 16, size, size) if size >= _LIMIT else b""
         padding = -(header + 30 + len(full) + len(extra) + 4) % ALIGNMENT

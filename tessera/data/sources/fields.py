@@ -51,6 +51,7 @@ _TAGS = {
     "function_tag": "assistant",
 }
 _KEYS = ("id", "messages", "role_tag", "content_tag", "system", "tools", "images", "videos", "audios", "objects")
+_SPEECH_KEYS = ("codes", "speaker")
 _ALPACA_KEYS = ("prompt", "query", "response", "history")
 # Keys of the formats with one question and one answer, where they differ from alpaca.
 _ASKED_BY: Mapping[RecordFormat, Mapping[str, str]] = {
@@ -61,9 +62,14 @@ _PAIR_KEYS = ("chosen", "rejected", "completion")
 _TEXT_KEYS = ("text", "content")
 _TRANSCRIPT_KEYS = ("text", "sentence", "transcription", "transcript", "normalized_text")
 _CAPTION_KEYS = ("cap", "caption", "text", "prompt", "content")
-_TEXTS_OF: Mapping[RecordFormat, tuple[str, ...]] = {"generation": _CAPTION_KEYS, "transcript": _TRANSCRIPT_KEYS}
+_TEXTS_OF: Mapping[RecordFormat, tuple[str, ...]] = {
+    "generation": _CAPTION_KEYS,
+    "transcript": _TRANSCRIPT_KEYS,
+    "speech": _TRANSCRIPT_KEYS,
+}
 _CLIP_KEYS = ("offset", "duration")
-COLUMNS = (*_KEYS, *_TAGS, *_ALPACA_KEYS, *_PAIR_KEYS, *_CLIP_KEYS, "label", "text", "path", "references")
+_RENAMED = (*_ALPACA_KEYS, *_PAIR_KEYS, *_CLIP_KEYS, *_SPEECH_KEYS, "path", "references")
+COLUMNS = (*_KEYS, *_TAGS, *_RENAMED, "label", "text")
 # Formats with one question and one answer.
 QUESTION_FORMATS: tuple[RecordFormat, ...] = ("alpaca", "query_response", "question_answer")
 WORSE_ANSWERS = ("rejected_response", "rejected_messages")
@@ -90,8 +96,10 @@ class ColumnMap:
     text: tuple[str, ...] = _TEXT_KEYS
     path: str = "path"  # path of an image or a video; the suffix decides which
     references: str = "references"  # images to edit
-    offset: str = "offset"  # seconds before the part of a recording that is transcribed
-    duration: str = "duration"  # seconds of this part
+    offset: str = "offset"  # start of the transcribed part of a recording, in seconds
+    duration: str = "duration"  # length of this part, in seconds
+    codes: str = "audio_codes"  # speech as codes: frames x codebooks
+    speaker: str = "speaker"  # name or number of the voice
     chosen: str = "chosen"
     rejected: str = "rejected"
     completion: str = "completion"  # an answer that is labelled good or bad
@@ -102,9 +110,7 @@ class ColumnMap:
 def column_map(record_format: RecordFormat, columns: Mapping[str, str]) -> ColumnMap:
     """Return the keys of a record format, renamed by `columns`. `check_columns` must have accepted these."""
     renamed: dict[str, Any] = {
-        key: columns[key]
-        for key in ("id", "system", "tools", "objects", *_ALPACA_KEYS, *_PAIR_KEYS, *_CLIP_KEYS, "path", "references")
-        if key in columns
+        key: columns[key] for key in ("id", "system", "tools", "objects", *_RENAMED) if key in columns
     }
     for ours, theirs in _ASKED_BY.get(record_format, {}).items():
         renamed.setdefault(ours, theirs)
@@ -153,7 +159,7 @@ def check_columns(columns: Mapping[str, str], where: str) -> None:
 class RecordSchema:
     """Detect the format of records by their keys, which `columns` may rename.
 
-    `answered` False: answers may be missing.
+    `answered`: whether a record needs an answer.
     """
 
     def __init__(self, columns: Mapping[str, str], answered: bool = True) -> None:
@@ -162,7 +168,7 @@ class RecordSchema:
         self._media_named = any(f"{kind}s" in columns for kind in MEDIA)
 
     def decide(self, record: Mapping[str, Any]) -> RecordFormat | None:
-        """Return the format of a record; None if its keys fit no format or several (a conversation without media)."""
+        """Return the format of a record; None if its keys fit none, or several: LLaVA and ShareGPT without media."""
         key = self.names["messages"].messages
         # `columns` may name one key for both `messages` and `conversations`: then the key of the speaker decides.
         if has(record, key) and ("messages" not in self.columns or not self._speaks(record[key])):
@@ -172,6 +178,8 @@ class RecordSchema:
                 if any(has(record, key) for keys in self.names[record_format].media.values() for key in keys):
                     return "sharegpt" if self._media_named else record_format
             return None
+        if self.fits(record, "speech"):
+            return "speech"
         if not self._is_illustrated(record) and self.fits(record, "transcript"):
             return "transcript"
         formats: tuple[RecordFormat, ...] = (*QUESTION_FORMATS, "text")
@@ -193,6 +201,8 @@ class RecordSchema:
         if record_format == "transcript":
             heard = any(has(record, key) for key in names.media["audio"])
             return heard and any(has(record, key) for key in names.text)
+        if record_format == "speech":
+            return has(record, names.codes) and any(has(record, key) for key in names.text)
         if record_format == "text":
             return any(has(record, key) for key in names.text)
         if record_format in QUESTION_FORMATS:
@@ -200,7 +210,7 @@ class RecordSchema:
         return "messages" in self.columns and has(record, names.messages)
 
     def _is_illustrated(self, record: Mapping[str, Any]) -> bool:
-        """Return whether a record is a question, or a text with other media or placeholders, not a transcription."""
+        """Return whether a record cannot be a transcript: it has images, videos, placeholders, or a question."""
         names = self.names["text"]
         others = any(has(record, key) for kind in ("image", "video") for key in names.media[kind])
         placed = any("<audio>" in text for key in names.text if isinstance(text := record.get(key), str))
@@ -324,7 +334,7 @@ def value_of(value: Any, key: str) -> Any:
     {"bytes", "path"} and {"array", "sampling_rate"} are forms of Hugging Face data sets.
     """
     if isinstance(value, dict) and value.get("array") is not None and "sampling_rate" in value:
-        return AudioSamples(value["array"], value["sampling_rate"])  # also if it names the file it was decoded from
+        return AudioSamples(value["array"], value["sampling_rate"])  # even if `value` has the path of a file, too
     if isinstance(value, dict) and ("bytes" in value or "path" in value):
         value = value["bytes"] if value.get("bytes") is not None else value.get("path")
     if isinstance(value, (bytes, ArchiveMember, Image.Image)) or hasattr(value, "__array__"):

@@ -9,6 +9,7 @@ question_answer  {"question": "ask", "answer": "answer", "image": "a.jpg"}
 text       {"text": "a document", "images": ["a.jpg"]}
 transcript {"audio_filepath", "audios" or "audio": "a.wav", "text", "sentence" or "transcription": "the words",
     "offset": 12.5, "duration": 4.75}, of which the last two name a part of a recording, in seconds
+speech     {"text": "the words", "audio_codes": [[12, 7, ...], ...], "speaker": 0}: codes of a codec, frames x codebooks
 preference a question with a chosen and a rejected answer: docs/how-to/train-from-preferences.md lists the spellings
 unpaired_preference  a conversation whose answer has a label, true for a good and false for a bad answer: listed there
 generation a caption with its image or video, or with a chosen and a rejected one, in one of these spellings:
@@ -41,6 +42,7 @@ from tessera.data.sources.fields import (
     value_of,
     values_of,
 )
+from tessera.data.sources.speech_codes import codes_part, numbered_speaker, parse_speech, speaker_of, speaker_of_turn
 from tessera.data.tool_calls import format_calls, format_spoken_calls, with_tools
 
 CHOSEN, REJECTED = "chosen", "rejected"  # roles of the two answers of a pair, or of an answer labelled good or bad
@@ -69,7 +71,7 @@ def _parse_messages(record: Mapping[str, Any], names: ColumnMap) -> tuple[Messag
             fail("data.not-a-text", f"{names.content} is a {type(content).__name__}, not a text or a list of parts")
         if calls:
             parts.append(Part("text", ("\n" if parts else "") + _checked(format_calls, calls)))
-        messages.append(Message(role, tuple(parts)))
+        messages.append(Message(role, tuple(parts), speaker_of_turn(turn, names)))
     media.check_used(messages)
     return _with_system(messages, record, names)
 
@@ -122,7 +124,7 @@ def _parse_text(record: Mapping[str, Any], names: ColumnMap) -> tuple[Message, .
 
 
 def _parse_transcript(record: Mapping[str, Any], names: ColumnMap) -> tuple[Message, ...]:
-    """Return the recording as the question, with the words of the user if there are any, and its text as the answer."""
+    """Return the recording, and the user's text if there is one, as the question, and the transcript as the answer."""
     text = next((record[key] for key in names.text if has(record, key)), None)
     if not isinstance(text, str) or not text.strip():
         fail("data.no-text", f"no text under {' or '.join(map(repr, names.text))}")
@@ -136,7 +138,8 @@ def _parse_transcript(record: Mapping[str, Any], names: ColumnMap) -> tuple[Mess
         recordings = [media_part("audio", recordings[0].value, (start, round(start + length, 9)))]
     instruction = record.get(names.prompt)
     words = (Part("text", text_of(instruction)),) if instruction else ()
-    return (Message("user", (*recordings, *words)), Message("assistant", (Part("text", text_of(text).strip()),)))
+    answer = Message("assistant", (Part("text", text_of(text).strip()),), speaker_of(record, names))
+    return (Message("user", (*recordings, *words)), answer)
 
 
 def _seconds(record: Mapping[str, Any], key: str) -> float:
@@ -172,7 +175,7 @@ def _parse_preference(record: Mapping[str, Any], names: ColumnMap) -> tuple[Mess
 def _with_answer(
     record: Mapping[str, Any], rest: dict[str, Any], answer: Any, names: ColumnMap
 ) -> tuple[dict[str, Any], RecordFormat, ColumnMap]:
-    """Return a record with only one of the two answers, the simpler record format that it has then, and its keys."""
+    """Return a pair's record with only one of its answers, and the format and keys of this simpler record."""
     if isinstance(answer, list) and _is_full_conversation(answer, names):
         return {**rest, names.messages: answer}, "messages", names
     sharegpt = column_map("sharegpt", {})
@@ -310,6 +313,7 @@ _PARSERS: dict[RecordFormat, Callable[[Mapping[str, Any], ColumnMap], tuple[Mess
     "question_answer": _parse_alpaca,
     "text": _parse_text,
     "transcript": _parse_transcript,
+    "speech": parse_speech,
 }
 
 
@@ -343,6 +347,8 @@ def _turns(record: Mapping[str, Any], key: str) -> Iterator[dict[str, Any]]:
 
 
 def _role(turn: dict[str, Any], names: ColumnMap) -> str:
+    if numbered_speaker(turn, names):
+        return "assistant"
     speaker = turn.get(names.role)
     if speaker is None:
         fail("data.no-role", f"a turn has no {names.role!r}: set columns: {{role_tag: one of {sorted(turn)[:6]}}}")
@@ -357,11 +363,13 @@ def _part(item: Any, media: RecordMedia) -> Part:
     named = item.get("type")
     if named == "text":
         return Part("text", text_of(item.get("text")))
+    if named == "codes":
+        return codes_part(item.get("codes"), "codes")
     if named == "input_audio":
         return _input_audio(item.get("input_audio"))
     kind = next((kind for kind in MEDIA if named in (kind, f"{kind}_url")), None)
     if kind is None:
-        fail("data.bad-part", f"unknown type of part {named!r} (known: text, {', '.join(MEDIA)}, input_audio)")
+        fail("data.bad-part", f"unknown type of part {named!r} (known: text, {', '.join(MEDIA)}, codes, input_audio)")
     value = _first(item, (kind, "path", "url", f"{kind}_url"))
     if value is None and media.listed.get(kind):
         return media.next(kind)  # a part without a path stands for the next file of the record's list

@@ -10,7 +10,7 @@ from torch import nn
 
 from tessera.config.reader import Section
 from tessera.core.model_plan import PipelineUnit, StageActivation, Stream, TensorStyle
-from tessera.nn.decoder import DecoderShape, TextDecoder
+from tessera.nn.decoder import DecoderShape, SharedExpert, TextDecoder
 from tessera.nn.layers import TiedHead
 from tessera.nn.moe import MoE, MoEShape
 from tessera.ops.pointwise import FrequencyScaling, LinearScaling, Rope, Scaling, YarnScaling, yarn_attention
@@ -27,6 +27,11 @@ class ExpertsConfig(Section):
     router_aux_loss_coef: float = Field(0.001, ge=0, description="weight of that loss")
     decoder_sparse_step: int = Field(1, gt=0, le=10**8, description="interval of layers with experts")
     mlp_only_layers: tuple[int, ...] = Field((), description="layers without experts")
+
+    @property
+    def shared_width(self) -> int:
+        """Return the width of the expert that all tokens use; 0 if there is none."""
+        return 0
 
     def in_layer(self, layer: int) -> bool:
         return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
@@ -206,7 +211,8 @@ def _experts(text: TextConfig, layer: int) -> MoE | None:
             top_k=experts.num_experts_per_tok,
             normalize=experts.norm_topk_prob,
             balance=experts.router_aux_loss_coef if experts.output_router_logits else 0.0,
-        )
+        ),
+        SharedExpert(text.hidden_size, experts.shared_width) if experts.shared_width else None,
     )
 
 
@@ -216,9 +222,10 @@ BLOCKS = "text.layers.{*}"
 PROJECTIONS = (
     "text.layers.{*}.attn.{q,k,v,o}.weight",
     "text.layers.{*}.mlp.{gate,up,down}.weight",
+    "text.layers.{*}.mlp.shared.mlp.{gate,up,down}.weight",
     "text.layers.{*}.mlp.experts.{gate,up,down}",
 )
-# Tensors with an entry for each token, in their last dimension (positions may be [3, T]).
+# The stream of tokens. Its tensors have an entry for each token in their last dimension (positions may be [3, T]).
 TEXT_STREAM = Stream(
     tensors=("tokens", "labels", "positions"), segments="text", dim=-1, positions=("trained",), index="token_index"
 )
@@ -244,6 +251,10 @@ def text_styles(text: TextConfig, tied: bool) -> dict[str, TensorStyle]:
         styles["text.layers.{*}.mlp.router.weight"] = "sequence"
         styles["text.layers.{*}.mlp.experts.{gate,up}"] = "column"
         styles["text.layers.{*}.mlp.experts.down"] = "row"
+        if text.experts.shared_width:
+            styles["text.layers.{*}.mlp.shared.weigher.weight"] = "sequence"
+            styles["text.layers.{*}.mlp.shared.mlp.{gate,up}.weight"] = "column"
+            styles["text.layers.{*}.mlp.shared.mlp.down.weight"] = "row"
     return styles if tied else {**styles, "head.weight": "vocab"}
 
 
@@ -266,7 +277,7 @@ def layer_weights(text: TextConfig) -> float:
         experts = text.experts_in(layer)
         width = text.intermediate_size
         if experts is not None:
-            width = experts.num_experts_per_tok * experts.moe_intermediate_size
+            width = experts.num_experts_per_tok * experts.moe_intermediate_size + experts.shared_width
         mlps += 3 * text.hidden_size * width
     return attention + mlps / text.num_hidden_layers
 
@@ -302,6 +313,10 @@ _PAIRS = (
     ("text.layers.{i}.mlp.up.weight", "layers.{i}.mlp.up_proj.weight"),
     ("text.layers.{i}.mlp.down.weight", "layers.{i}.mlp.down_proj.weight"),
     ("text.layers.{i}.mlp.router.weight", "layers.{i}.mlp.gate.weight"),
+    ("text.layers.{i}.mlp.shared.weigher.weight", "layers.{i}.mlp.shared_expert_gate.weight"),
+    ("text.layers.{i}.mlp.shared.mlp.gate.weight", "layers.{i}.mlp.shared_expert.gate_proj.weight"),
+    ("text.layers.{i}.mlp.shared.mlp.up.weight", "layers.{i}.mlp.shared_expert.up_proj.weight"),
+    ("text.layers.{i}.mlp.shared.mlp.down.weight", "layers.{i}.mlp.shared_expert.down_proj.weight"),
     ("text.norm.weight", "norm.weight"),
 )
 _BUFFERS = ("rotary_emb.inv_freq", "layers.{i}.self_attn.rotary_emb.inv_freq")

@@ -93,7 +93,7 @@ class ExaminedSet:
         self.bad, self.bad_count = list(bad_rows(index.tables)), index.bad_count
 
     def add_look(self, looked: Measured) -> None:
-        """Add the measures of `Look`. Records on which it failed are added to the bad records."""
+        """Add the measures of `Look`. Records that `Look` could not measure become bad records."""
         arrays = looked.arrays
         at = np.searchsorted(self.rows, arrays["row"])
         self.columns = {name: values[at] for name, values in self.columns.items()}
@@ -113,7 +113,7 @@ class ExaminedSet:
             return None
 
     def kind_of_bad(self, bad: BadRow) -> str:
-        """Return the kind of finding for a bad record: by its code, else by reading it again."""
+        """Return the kind of finding for a bad record, from its error code, or by reading the record again."""
         if bad.code in KIND_OF_CODE:
             return KIND_OF_CODE[bad.code]
         sample = self.read(bad.row)
@@ -265,7 +265,10 @@ def _set(findings: dict[str, Finding], kind: str, count: int, places: Iterable[S
 
 
 def _repeated(hashes: np.ndarray) -> tuple[int, list[tuple[int, int, int]]]:
-    """Return the number of repeated samples, and (first, second, number of copies) of the first few groups."""
+    """Return how many samples repeat an earlier one, and the first few groups of equal samples.
+
+    A group is (index of the first sample, index of the second, number of samples).
+    """
     order = np.argsort(hashes, kind="stable")
     ranked = hashes[order]
     starts = np.flatnonzero(np.concatenate([[True], ranked[1:] != ranked[:-1]])) if len(ranked) else np.empty(0, int)
@@ -320,9 +323,7 @@ class Rung:
 
 
 def ladder(length: int, longest: int) -> list[int]:
-    """Return the row lengths to compare: a quarter, half and multiples of `length`, up to a length that fits every
-    sample.
-    """
+    """Return the row lengths to compare: a quarter and half of `length`, and doublings until every sample fits."""
     rungs = [length // 4, length // 2, length]
     while rungs[-1] < longest and len(rungs) < 8:
         rungs.append(rungs[-1] * 2)

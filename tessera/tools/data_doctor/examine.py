@@ -109,7 +109,10 @@ def examine(
 
 
 def _in_format(section: SourceSection, processor: Processor | None) -> SourceSection:
-    """Return a data set section with the format that the processor needs. Without a processor, detect pairs."""
+    """Return a data set section with the format that the processor needs.
+
+    Without a processor, set the format `preference` if the records are preference pairs.
+    """
     if isinstance(processor, GenerationProcessor):
         return section.model_copy(update={"format": "generation"})
     if isinstance(processor, RatedProcessor):

@@ -30,7 +30,7 @@ _NUMBER_TESTS = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", 
 
 
 def matches(word: str, pattern: str) -> bool:
-    """Return whether a word matches a pattern of the shell."""
+    """Return whether a word matches a shell pattern, such as `*.sh`."""
     if len(pattern) > 200 or not re.search(r"[*?\[]", pattern):
         return word == pattern
     return fnmatch.fnmatchcase(word, pattern)

@@ -60,7 +60,7 @@ class Launch:
 
     @property
     def port(self) -> int:
-        """Return the value of --master_port; the usual port if it is missing or not known here."""
+        """Return the value of --master_port; the launcher's default if it is missing or its value is unknown."""
         usual, word = MSRUN_PORT if self.by_msrun else 29500, self._word_of(self.launcher, "master_port")
         return usual if word is None or is_unknown(word) else self._number_of("master_port", usual)
 

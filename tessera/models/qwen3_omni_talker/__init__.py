@@ -1,0 +1,66 @@
+"""Qwen3-Omni: the talker, which speaks the answers of a thinker. Its folders are those of the full model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tessera.models.family import preset, quickstart_preset
+from tessera.models.qwen3_omni import PRESETS as THINKERS
+from tessera.models.qwen3_omni_talker.model import TalkerFamily
+
+
+def _experts(count: int, chosen: int, width: int, shared: int) -> dict[str, Any]:
+    return {
+        "num_experts": count,
+        "num_experts_per_tok": chosen,
+        "moe_intermediate_size": width,
+        "shared_expert_intermediate_size": shared,
+    }
+
+
+def _decoder(fields: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
+    return {**fields["text"], **changes}
+
+
+# Codes 64 to 72 of the first codebook are control codes.
+_CODES = {
+    name: 64 + number
+    for number, name in enumerate(
+        (
+            "codec_pad_id",
+            "codec_bos_id",
+            "codec_eos_token_id",
+            "codec_nothink_id",
+            "codec_think_bos_id",
+            "codec_think_eos_id",
+        )
+    )
+}
+_SMALL = quickstart_preset(head_dim=32, rope_theta=1e4, max_position_embeddings=4096)
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "quickstart": {
+        "text": _decoder(_SMALL, vocab_size=80, mrope_section=(6, 5, 5), experts=_experts(4, 2, 96, 96)),
+        "predictor": _decoder(_SMALL, vocab_size=64, num_hidden_layers=2),
+        "thinker": THINKERS["quickstart"],
+        "num_code_groups": 4,
+        "accept_hidden_layer": 2,
+        "speaker_id": {"ethan": 70, "chelsie": 71},
+        **_CODES,
+        "im_start_token_id": 503,
+        "im_end_token_id": 504,
+        "tts_pad_token_id": 499,
+        "tts_bos_token_id": 500,
+        "tts_eos_token_id": 501,
+        "system_token_id": 0,
+        "user_token_id": 1,
+        "assistant_token_id": 2,
+    },
+    "30b-a3b": {
+        "text": _decoder(preset(3072, 1024, 2048, 20, (16, 2), head_dim=128, experts=_experts(128, 6, 384, 768))),
+        "predictor": _decoder(preset(2048, 1024, 3072, 5, (16, 8), head_dim=128)),
+        "thinker": THINKERS["30b-a3b"],
+        "speaker_id": {"chelsie": 2301, "ethan": 2302, "aiden": 2303},
+    },
+}
+TALKER = TalkerFamily().spec(PRESETS)

@@ -1,0 +1,299 @@
+"""Neural codecs: turn recordings into codes, and codes into recordings.
+
+A codec is a frozen module of transformers: Mimi, which encodes and decodes, and the decoder of Qwen3-Omni. It is loaded
+from a folder of its own, or from the folder of a model that contains it.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from tessera.core.model_plan import ModelPlan
+from tessera.core.spec import Component
+from tessera.errors import TesseraError, first_line, foreign_values
+from tessera.runtime.log import without_bars
+from tessera.weights.layouts import FolderLayout
+
+_LONGEST = 2000  # frames of one call: 160 s at 12.5 frames per second
+_MARGIN = 8  # frames before a chunk that the convolutions of a codec read at most
+
+
+class Codec(nn.Module, ABC):
+    """Encode mono sound at `rate` samples per second to codes, and decode them. `stride`: samples per frame.
+
+    Long recordings are computed in chunks that also read the `context` frames before them, and the `ahead` frames after
+    them. The result is that of one call, except for rounding.
+    """
+
+    encodes = True
+    ahead = 0  # frames that follow a frame and change its sound
+
+    def __init__(self, module: nn.Module, *, rate: int, stride: int, codebooks: int, size: int, context: int) -> None:
+        super().__init__()
+        self.module = module
+        self.rate, self.stride = rate, stride
+        self.codebooks, self.size = codebooks, size  # number of codebooks, and of codes in each of them
+        self.context = context
+        self.longest = max(_LONGEST, 2 * context)  # frames that are computed together
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+    @torch.no_grad()
+    def encode(self, sound: Tensor, codebooks: int | None = None) -> Tensor:
+        """Return codes [frames, codebooks] of a recording [samples]. The last frame may be incomplete."""
+        if not self.encodes:
+            raise TesseraError(
+                "this codec turns codes into sound, but not sound into codes",
+                where="codec",
+                fix="use the folder of a codec that encodes, such as hf://kyutai/mimi",
+                code="media.codec-only-decodes",
+            )
+        wanted = self.codebooks if codebooks is None else codebooks
+        if not 0 < wanted <= self.codebooks:
+            raise TesseraError(
+                f"the codec has {self.codebooks} codebooks, and {wanted} are needed",
+                where="codec",
+                fix="use the codec that the model was trained with",
+                code="media.codec-codebooks",
+            )
+        frames = math.ceil(len(sound) / self.stride)
+        parts = []
+        for first, start, end in self._chunks(frames):
+            values = sound[first * self.stride : end * self.stride].to(self.device, self.dtype)
+            parts.append(self._encode(values, wanted)[start - first :])
+        return torch.cat(parts) if parts else torch.empty(0, wanted, dtype=torch.int64)
+
+    @torch.no_grad()
+    def decode(self, codes: Tensor) -> Tensor:
+        """Return the sound [samples] of codes [frames, codebooks], on the host."""
+        check_codes(codes, self.codebooks, self.size)
+        parts = []
+        for first, start, end in self._chunks(len(codes)):
+            sound = self._decode(codes[first : end + self.ahead].to(self.device))
+            until = None if end == len(codes) else (end - first) * self.stride
+            parts.append(sound[(start - first) * self.stride : until].cpu())
+        return torch.cat(parts) if parts else torch.empty(0)
+
+    def _chunks(self, frames: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the first frame that is read, and the bounds of the frames whose result is used."""
+        start, end = 0, min(frames, self.longest)
+        while start < frames:
+            yield max(0, start - self.context), start, end
+            start, end = end, min(frames, end + self.longest - self.context)
+
+    @abstractmethod
+    def _encode(self, sound: Tensor, codebooks: int) -> Tensor: ...
+
+    @abstractmethod
+    def _decode(self, codes: Tensor) -> Tensor: ...
+
+
+def check_codes(codes: Tensor, codebooks: int, size: int) -> None:
+    """Raise unless the codes [frames, K] are codes of the first K of the codebooks."""
+    if codes.ndim != 2 or not 0 < codes.shape[1] <= codebooks:
+        raise TesseraError(
+            f"codes must be [frames, codebooks] with at most {codebooks} codebooks, not {tuple(codes.shape)}",
+            fix="use the codec that made the codes",
+            code="media.codes-shape",
+        )
+    if codes.numel() and not 0 <= int(codes.min()) <= int(codes.max()) < size:
+        raise TesseraError(
+            f"codes must be between 0 and {size - 1}, and these are between {int(codes.min())} and {int(codes.max())}",
+            fix="use the codec that made the codes",
+            code="media.codes-range",
+        )
+
+
+class MimiCodec(Codec):
+    """Use Mimi, whose decoder also accepts the first codebooks alone."""
+
+    def __init__(self, module: Any) -> None:
+        config = module.config
+        window = config.num_hidden_layers * config.sliding_window  # positions that attention reads, two per frame
+        super().__init__(
+            module,
+            rate=config.sampling_rate,
+            stride=config.frame_size,
+            codebooks=config.num_quantizers,
+            size=config.codebook_size,
+            context=math.ceil(window / config.latent_stride) + _MARGIN,
+        )
+
+    def _encode(self, sound: Tensor, codebooks: int) -> Tensor:
+        codes: Tensor = self.module.encode(sound[None, None], num_quantizers=codebooks).audio_codes  # type: ignore[operator]
+        return codes[0].T
+
+    def _decode(self, codes: Tensor) -> Tensor:
+        sound: Tensor = self.module.decode(codes.T[None]).audio_values  # type: ignore[operator]
+        return sound[0, 0]
+
+
+class WaveDecoder(Codec):
+    """Use the decoder of Qwen3-Omni. It needs the codes of all its codebooks.
+
+    Its transposed convolutions drop the end of the sound, so n frames give less than n times `stride` samples.
+    """
+
+    encodes = False
+    ahead = 4
+
+    def __init__(self, module: Any) -> None:
+        config = module.config
+        super().__init__(
+            module,
+            rate=24_000,
+            stride=int(module.total_upsample),
+            codebooks=config.num_quantizers,
+            size=config.codebook_size,
+            context=config.num_hidden_layers * config.sliding_window + _MARGIN,
+        )
+
+    def _encode(self, sound: Tensor, codebooks: int) -> Tensor:
+        raise NotImplementedError
+
+    def _decode(self, codes: Tensor) -> Tensor:
+        sound: Tensor = self.module(codes.T[None])
+        return sound[0, 0]
+
+
+# ---------------------------------------------------------------------------------------------- folders
+
+
+@dataclass(frozen=True)
+class CodecSource:
+    """Describe where a codec is stored in a folder: its key in config.json, and the prefix of its tensors."""
+
+    codec: Callable[[nn.Module], Codec]
+    classes: tuple[str, str]  # class of the configuration and of the module in transformers
+    key: str = ""  # "": the folder has nothing but the codec
+    prefix: str = ""
+
+
+_MIMI = ("MimiConfig", "MimiModel")
+_WAVE_CLASSES = ("Qwen3OmniMoeCode2WavConfig", "Qwen3OmniMoeCode2Wav")
+# By `model_type` of config.json.
+SOURCES: Mapping[str, CodecSource] = {
+    "mimi": CodecSource(MimiCodec, _MIMI),
+    "csm": CodecSource(MimiCodec, _MIMI, "codec_config", "codec_model."),
+    "qwen3_omni_moe": CodecSource(WaveDecoder, _WAVE_CLASSES, "code2wav_config", "code2wav."),
+}
+
+
+def has_codec(folder: Path) -> bool:
+    """Return whether config.json of a folder describes a codec."""
+    if not FolderLayout.detect(folder):
+        return False
+    config = FolderLayout(folder).config()
+    source = SOURCES.get(str(config.get("model_type")))
+    return source is not None and (not source.key or isinstance(config.get(source.key), dict))
+
+
+def load_codec(folder: Path) -> Codec:
+    """Return the codec of a folder, with its weights in float32, on the host."""
+    if not has_codec(folder):
+        raise TesseraError(
+            "the folder contains no codec",
+            where=str(folder),
+            allowed=list(SOURCES),
+            fix="name the folder of a codec, such as hf://kyutai/mimi, or of a model that contains its codec",
+            code="media.no-codec",
+        )
+    layout = FolderLayout(folder)
+    config = layout.config()
+    source = SOURCES[config["model_type"]]
+    try:
+        config_class, module_class = _classes(source.classes)
+    except (ImportError, AttributeError) as error:
+        raise TesseraError(
+            f"the codec needs {source.classes[1]} of transformers: {first_line(error)}",
+            where=str(folder),
+            fix="pip install tessera-mm[hf]",
+            code="environment.component-library-missing",
+        ) from None
+    with foreign_values(str(folder)):
+        settings = config_class.from_dict(dict(config[source.key] if source.key else config))
+        module = _filled(module_class, settings, _tensors(layout, source.prefix), folder)
+        return source.codec(module).requires_grad_(False).eval()
+
+
+def codec_component(folder: Path) -> Component:
+    """Return the codec of a folder as a frozen component, which the last pipeline stage has."""
+    return Component(
+        build=lambda _: load_codec(folder),
+        plan=lambda _: ModelPlan((), {}),
+        load=lambda _: load_codec(folder),
+        trained=False,
+        residence="device",
+        stage="last",
+    )
+
+
+def _classes(names: tuple[str, str]) -> tuple[Any, Any]:
+    import transformers
+
+    if names == _WAVE_CLASSES:  # not in the top module
+        from transformers.models.qwen3_omni_moe import configuration_qwen3_omni_moe, modeling_qwen3_omni_moe
+
+        return getattr(configuration_qwen3_omni_moe, names[0]), getattr(modeling_qwen3_omni_moe, names[1])
+    return getattr(transformers, names[0]), getattr(transformers, names[1])
+
+
+def _tensors(layout: FolderLayout, prefix: str) -> dict[str, Tensor]:
+    """Return the tensors of a folder whose names begin with `prefix`, without it."""
+    tensors: dict[str, Tensor] = {}
+    for path in layout.weight_files():
+        try:
+            with safe_open(path, framework="pt") as file:
+                names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118 - not a dict
+                tensors |= {name.removeprefix(prefix): file.get_tensor(name) for name in names}
+        except (SafetensorError, OSError) as error:
+            raise _incomplete(path, first_line(error)) from error
+    return tensors
+
+
+def _filled(module_class: Any, config: Any, tensors: dict[str, Tensor], folder: Path) -> nn.Module:
+    """Return the module with its weights. `from_pretrained` also renames tensors that were stored by older versions."""
+    import transformers
+
+    try:
+        with without_bars(transformers):
+            module, report = module_class.from_pretrained(
+                None,
+                config=config,
+                state_dict=tensors,
+                dtype=torch.float32,
+                output_loading_info=True,
+                trust_remote_code=False,
+                local_files_only=True,
+            )
+    except (RuntimeError, OSError) as error:
+        raise _incomplete(folder, first_line(error)) from error
+    if report["missing_keys"] or report["mismatched_keys"]:
+        lacking = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
+        raise _incomplete(folder, f"{len(lacking)} tensors are missing or have another shape, such as {lacking[0]}")
+    filled: nn.Module = module
+    return filled
+
+
+def _incomplete(path: Path, reason: str) -> TesseraError:
+    return TesseraError(
+        f"cannot read the weights of the codec: {reason}",
+        where=str(path),
+        fix="download or copy this folder again",
+        code="media.codec-unreadable",
+    )

@@ -1,0 +1,239 @@
+"""Tiny talkers of Qwen3-Omni in full models of transformers, and answers whose speech they are trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from parity import from_foreign, randomize, spread
+from torch import Tensor, nn
+from transformers import AutoConfig, Qwen3OmniMoeForConditionalGeneration
+
+from tessera.core.batch import Batch
+from tessera.models.qwen3_omni_talker import TALKER as SPEC
+from tessera.models.qwen3_omni_talker.config import TalkerConfig
+from tessera.models.qwen3_omni_talker.processor import TalkerProcessor
+from tessera.models.qwen3_omni_talker.sequence import TalkerIds, spoken_sequence
+from tessera.models.qwen3_omni_talker.thinker import WORDS
+from tessera.models.speech.processor import SpokenSample
+from tests.contract import qwen3_omni_cases
+
+NEWLINE, FIRST_WORD, WORDS_END = 9, 20, 80
+SYSTEM, USER, ASSISTANT = 10, 11, 12
+
+
+@dataclass(frozen=True)
+class Shape:
+    heads: int
+    kv_heads: int
+    head_dim: int
+    sections: tuple[int, int, int]
+    groups: int  # codebooks
+    experts: tuple[int, int]  # and how many of them a token goes to
+    hidden: int = 24
+    layers: int = 2
+    shared: int = 10
+    normalized: bool = True
+    codes: int = 30
+    depth_layers: int = 2
+    depth_heads: tuple[int, int] = (3, 1)
+    depth_head_dim: int = 8
+    thinker: int = 0  # of `qwen3_omni_cases.SHAPES`
+
+
+SHAPES = (
+    Shape(4, 2, 8, (2, 1, 1), 3, (4, 2)),
+    Shape(4, 4, 12, (2, 2, 2), 2, (5, 3), hidden=20, normalized=False, depth_layers=1, depth_heads=(2, 2), thinker=1),
+    Shape(6, 1, 8, (4, 0, 0), 5, (3, 1), layers=1, shared=32, normalized=False, codes=7, depth_head_dim=6, thinker=2),
+    Shape(3, 3, 16, (4, 2, 2), 4, (6, 2), hidden=36, layers=3, depth_heads=(4, 2), depth_head_dim=10, thinker=3),
+)
+
+
+def config_of(number: int, **changes: Any) -> TalkerConfig:
+    shape = SHAPES[number]
+    experts = {
+        "num_experts": shape.experts[0],
+        "num_experts_per_tok": shape.experts[1],
+        "moe_intermediate_size": 16,
+        "norm_topk_prob": shape.normalized,
+        "shared_expert_intermediate_size": shape.shared,
+    }
+    text = {
+        "vocab_size": shape.codes + 12,
+        "hidden_size": shape.hidden,
+        "intermediate_size": 28,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "mrope_section": shape.sections,
+        "experts": experts,
+    }
+    predictor = {
+        "vocab_size": shape.codes,
+        "hidden_size": shape.hidden,
+        "intermediate_size": 18,
+        "num_hidden_layers": shape.depth_layers,
+        "num_attention_heads": shape.depth_heads[0],
+        "num_key_value_heads": shape.depth_heads[1],
+        "head_dim": shape.depth_head_dim,
+    }
+    control = ("pad_id", "bos_id", "eos_token_id", "nothink_id", "think_bos_id", "think_eos_id")
+    fields = {
+        "text": text,
+        "predictor": predictor,
+        "thinker": qwen3_omni_cases.Qwen3Omni().config(shape.thinker).model_dump(),
+        "vocoder": vocoder(shape.codes, shape.groups),
+        "num_code_groups": shape.groups,
+        "accept_hidden_layer": 1,
+        "speaker_id": {"ethan": shape.codes + 8, "chelsie": shape.codes + 9},
+        **{f"codec_{name}": shape.codes + number for number, name in enumerate(control)},
+        "im_start_token_id": 13,
+        "im_end_token_id": 14,
+        "tts_pad_token_id": 15,
+        "tts_bos_token_id": 16,
+        "tts_eos_token_id": 17,
+        "system_token_id": SYSTEM,
+        "user_token_id": USER,
+        "assistant_token_id": ASSISTANT,
+        **changes,
+    }
+    return TalkerConfig.model_validate(fields)
+
+
+def vocoder(codes: int, groups: int) -> dict[str, Any]:
+    """The fields of a small code-to-wave model."""
+    return {
+        "codebook_size": codes,
+        "num_quantizers": groups,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 1,
+        "decoder_dim": 16,
+        "upsample_rates": [2, 2],
+        "upsampling_ratios": [2],
+    }
+
+
+def reference_of(config: TalkerConfig, seed: int, dtype: torch.dtype = torch.float32) -> Any:
+    """A full model of transformers with random weights, which are the same for every dtype."""
+    hf = AutoConfig.for_model(**config.to_hf())
+    model = Qwen3OmniMoeForConditionalGeneration._from_config(hf, attn_implementation="eager", dtype=torch.float32)
+    model.set_experts_implementation("eager")  # others take no float64
+    randomize(model, seed)
+    return model.to(dtype).train()
+
+
+def weights_of(reference: Any) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in spread(dict(reference.state_dict())).items() if "inv_freq" not in name}
+
+
+def pair(number: int, dtype: torch.dtype = torch.float32) -> tuple[TalkerConfig, Any, Any]:
+    config = config_of(number)
+    reference = reference_of(config, 7 + number, dtype)
+    model = from_foreign(SPEC, config, weights_of(reference)).to(dtype)
+    return config, reference, model
+
+
+# ---------------------------------------------------------------------------------------------- conversations
+
+
+@dataclass(frozen=True)
+class Conversation:
+    tokens: tuple[int, ...]  # to the end of the answer's text
+    codes: np.ndarray  # [frames, codebooks]
+
+
+def conversation(config: TalkerConfig, seed: int, frames: int, *, earlier: bool = False) -> Conversation:
+    """A question and an answer with speech; `earlier`: after a system message and another turn of both."""
+    chance = np.random.default_rng(seed)
+    start, end = config.im_start_token_id, config.im_end_token_id
+
+    def turn(role: int, count: int) -> list[int]:
+        words = chance.integers(FIRST_WORD, WORDS_END, count).tolist()
+        return [start, role, NEWLINE, *words, end, NEWLINE]
+
+    before = [*turn(SYSTEM, 3), *turn(USER, 4), *turn(ASSISTANT, 2)] if earlier else []
+    answer = turn(ASSISTANT, int(chance.integers(1, max(2, frames))))[:-2]
+    codes = chance.integers(0, config.predictor.vocab_size, (frames, config.num_code_groups))
+    return Conversation((*before, *turn(USER, int(chance.integers(2, 9))), *answer), codes)
+
+
+def conversations(config: TalkerConfig) -> list[Conversation]:
+    return [
+        conversation(config, 0, 9),
+        conversation(config, 1, 1),
+        conversation(config, 2, 6, earlier=True),
+    ]
+
+
+def sequence_of(config: TalkerConfig, talk: Conversation, speaker: str = "ethan") -> SpokenSample:
+    ids = TalkerIds.of_model(config)
+    return spoken_sequence("row", talk.tokens, talk.codes, ids, ids.speaker(speaker))
+
+
+def packed(config: TalkerConfig, talks: Sequence[Conversation], words: nn.Module, padding: int = 0) -> Batch:
+    """The conversations in one row. `words`: the thinker's embedding."""
+    samples = [sequence_of(config, talk) for talk in talks]
+    length = sum(len(sample.tokens) for sample in samples) + padding
+    processor = object.__new__(TalkerProcessor)
+    object.__setattr__(processor, "sizes", (config.predictor.vocab_size,) * config.num_code_groups)
+    object.__setattr__(processor, "_pad", 0)
+    batch = processor.collate([samples], length)
+    batch = replace(batch, seeds=(0,))
+    return batch.with_tensors(**{WORDS: words(batch["tokens"]).detach()})
+
+
+# ---------------------------------------------------------------------------------------------- transformers' side
+
+
+@dataclass(frozen=True)
+class Spoken:
+    """What transformers' modules compute for an answer: logits of the main head, and of each other codebook."""
+
+    logits: Tensor  # [T, codes]
+    others: Tensor  # [codebooks - 1, frames, codes]
+    loss: Tensor  # sum over frames and the end of speech
+    other_loss: Tensor  # mean over codebooks, summed over frames
+
+
+def theirs(config: TalkerConfig, model: Any, talk: Conversation, speaker: str = "ethan") -> Spoken:
+    """Teacher forcing, step by step as `generate` does it: the embeddings of a frame and of its text are added."""
+    talker, ids = model.talker, torch.tensor([talk.tokens])
+    embed = model.thinker.get_input_embeddings()
+    words = embed(ids).detach()
+    special = torch.tensor([[config.tts_bos_token_id, config.tts_eos_token_id, config.tts_pad_token_id]])
+    bos, eos, pad = talker.text_projection(embed(special).detach()).chunk(3, dim=1)
+    starts = [n for n, token in enumerate(talk.tokens) if token == config.im_start_token_id]
+    users = [
+        model._get_talker_user_parts(start, end, torch.zeros_like(ids, dtype=torch.bool), words, words)
+        for start, end in zip(starts, [*starts[1:], len(talk.tokens)], strict=True)
+        if talk.tokens[start + 1] == config.user_token_id
+    ]
+    header, _, trailing = model._get_talker_assistant_parts(
+        starts[-1], len(talk.tokens), config.speaker_id[speaker], words, pad, bos, eos
+    )
+    codes = torch.from_numpy(talk.codes)
+    tables = [talker.get_input_embeddings(), *talker.code_predictor.get_input_embeddings()]
+    frames = []
+    for step, frame in enumerate(codes):
+        embedding = torch.stack([table(code) for table, code in zip(tables, frame, strict=True)]).sum(0)
+        frames.append(embedding + (trailing[0, step] if step < trailing.shape[1] else pad[0, 0]))
+    inputs = torch.cat([*users, header, torch.stack(frames)[None]], dim=1)
+    hidden = talker.model(inputs_embeds=inputs, position_ids=torch.arange(inputs.shape[1]).expand(3, 1, -1))
+    states = hidden.last_hidden_state[0]
+    logits = talker.codec_head(states)
+    spoken = states[-len(codes) - 1 : -1]
+    read = torch.stack([table(codes[:, n]) for n, table in enumerate(tables[:-1])], dim=1)
+    predictor = talker.code_predictor
+    decoded = predictor.model(inputs_embeds=torch.cat([spoken[:, None], read], dim=1)).last_hidden_state
+    others = torch.stack([head(decoded[:, n]) for n, head in enumerate(predictor.lm_head, 1)])
+    labels = torch.cat([codes[:, 0], torch.tensor([config.codec_eos_token_id])])
+    loss = nn.functional.cross_entropy(logits[-len(labels) :], labels, reduction="sum")
+    other = sum(nn.functional.cross_entropy(o, codes[:, n], reduction="sum") for n, o in enumerate(others, 1))
+    return Spoken(logits, others, loss, other / len(others))

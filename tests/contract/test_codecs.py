@@ -1,0 +1,97 @@
+"""Codecs equal the classes of transformers, in one call and in chunks, from folders of their own and of models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tessera.errors import TesseraError
+from tessera.models.speech.codec import MimiCodec, WaveDecoder, codec_component, has_codec, load_codec
+from tests.contract.codecs import WAVE, mimi, mimi_folder, wave_decoder
+
+pytest.importorskip("transformers")
+
+
+def sound(seconds: float) -> torch.Tensor:
+    return 0.3 * torch.randn(round(24_000 * seconds), generator=torch.Generator().manual_seed(1))
+
+
+def test_codes_and_sound_equal_those_of_transformers(tmp_path: Path) -> None:
+    codec, stock = load_codec(mimi_folder(tmp_path)), mimi()
+    values = sound(2.01)
+    with torch.no_grad():
+        expected = stock.encode(values[None, None]).audio_codes
+        heard = stock.decode(expected).audio_values
+    codes = codec.encode(values)
+    assert codes.shape == (26, 8)  # the last frame is incomplete
+    assert len(codes.unique()) > 20
+    assert torch.equal(codes, expected[0].T)
+    assert torch.equal(codec.decode(codes), heard[0, 0])
+    assert torch.equal(codec.encode(values, 3), codes[:, :3])
+    assert codec.decode(codes[:, :3]).shape == heard[0, 0].shape
+    assert codec.encode(values[:0]).shape == (0, 8)
+
+
+def test_a_long_recording_in_chunks_equals_one_call() -> None:
+    codec = MimiCodec(mimi().double())
+    values = sound(5.03).double()
+    codes, heard = codec.encode(values), codec.decode(codec.encode(values))
+    codec.longest = codec.context + 5
+    assert torch.equal(codec.encode(values), codes)
+    torch.testing.assert_close(codec.decode(codes), heard)
+
+
+def test_codes_of_the_omni_talker_become_the_wave_of_transformers(tmp_path: Path) -> None:
+    stock = wave_decoder()
+    config = {"model_type": "qwen3_omni_moe", "code2wav_config": WAVE, "thinker_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = {f"code2wav.{name}": tensor.contiguous() for name, tensor in stock.state_dict().items()}
+    save_file({**tensors, "thinker.lm_head.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
+    codec = codec_component(tmp_path).loaded()
+    assert isinstance(codec, WaveDecoder)
+    codes = torch.randint(0, 32, (40, 4), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        expected = stock(codes.T[None])[0, 0]
+        chunked = stock.chunked_decode(codes.T[None], chunk_size=300)[0, 0]
+    assert torch.equal(codec.decode(codes), expected)
+    assert torch.equal(expected, chunked)
+    codec.longest = codec.context + 3
+    torch.testing.assert_close(codec.decode(codes), expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(TesseraError) as error:
+        codec.encode(sound(1))
+    assert error.value.code == "media.codec-only-decodes"
+
+
+def test_unusable_codes_and_folders_are_refused(tmp_path: Path) -> None:
+    codec = load_codec(mimi_folder(tmp_path / "codec"))
+    for codes, code in (
+        (torch.zeros(3, 9, dtype=torch.int64), "media.codes-shape"),
+        (torch.zeros(3, dtype=torch.int64), "media.codes-shape"),
+        (torch.full((3, 8), 64), "media.codes-range"),
+        (torch.full((3, 8), -1), "media.codes-range"),
+    ):
+        with pytest.raises(TesseraError) as error:
+            codec.decode(codes)
+        assert error.value.code == code
+    with pytest.raises(TesseraError) as error:
+        codec.encode(sound(1), 9)
+    assert error.value.code == "media.codec-codebooks"
+    assert not has_codec(tmp_path)
+    with pytest.raises(TesseraError) as error:
+        load_codec(tmp_path)
+    assert error.value.code == "media.no-codec"
+    file = tmp_path / "codec" / "model.safetensors"
+    tensors = load_file(file)
+    tensors.pop(sorted(tensors)[0])
+    save_file(tensors, file)
+    with pytest.raises(TesseraError) as error:
+        load_codec(tmp_path / "codec")
+    assert error.value.code == "media.codec-unreadable"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(TesseraError) as error:
+        load_codec(tmp_path / "codec")
+    assert error.value.code == "media.codec-unreadable"
