@@ -227,7 +227,7 @@ def _problem(section: type[Section], key: str, reports: Sequence[tuple[list[Any]
     literals = [report for _, report in reports if report["type"] == "literal_error"]
     words = [word for report in literals for word in _words(report["ctx"]["expected"])]
     reasons = list(dict.fromkeys(_reason(report) for _, report in reports))
-    if words and len(literals) == len(reports):  # list the words of all types together
+    if words and len(literals) == len(reports):  # list the allowed words of all types together
         reasons = [f"must be {_one_of(words)}"]
     if isinstance(value, (str, int, float)) and first["type"] != "missing":
         reasons[-1] += f", got {_spelled(value)}"

@@ -22,7 +22,7 @@ from tessera.nn.causal_lm import LanguageModel
 from tessera.nn.decoder import DecoderLayer, DecoderShape, TextDecoder
 from tessera.nn.layers import RMSNorm, TokenEmbedding
 
-CODES = "codes"  # batch tensor [codebooks, T]: codes that are read at each position; IGNORE: none
+CODES = "codes"  # batch tensor [codebooks, T]: input codes of each position; IGNORE: none
 NEXT_CODES = "next_codes"  # batch tensor [codebooks, T]: codes of the frame that follows; IGNORE: none
 CODED = "coded"  # batch tensor [N]: positions at which the codes of the next frame are trained on
 CODE_OUTPUTS = "codes.{*}"  # pattern of the names of outputs with the logits of a codebook
@@ -149,7 +149,7 @@ class SpeechModel(LanguageModel):
             return outputs
         coded, following = batch[CODED], batch[NEXT_CODES]
         states, read = hidden.index_select(0, coded), following.index_select(1, coded)[:-1]
-        if not coded.shape[0]:  # ranks with frames wait for this one in collectives
+        if not coded.shape[0]:  # other ranks may have frames and wait in a collective
             states, read = hidden[:1] * 0, following.new_zeros(following.shape[0] - 1, 1)
         decoded = self.depth(states, read)
         for number, head in enumerate(self.depth.heads, 1):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class AttentionLaunch(NamedTuple):
-    """Choose how the kernel is launched, the same for any number of rows. `bench/decode_kernels.py` compares some."""
+    """Hold launch settings of the kernel, for any number of rows. `bench/decode_kernels.py` compares some."""
 
     part: int  # tokens of a part
     most: int  # maximum number of parts of a row; in longer rows the parts are longer

@@ -157,8 +157,7 @@ def _made_by_caller(make: Callable[[list[dict[str, Any]]], Optimizer], groups: l
 
 
 def state_bytes(section: OptimSection, module: nn.Module) -> Callable[[str, int, Sequence[int]], int]:
-    """Return a function that computes the bytes of optimizer state of a parameter from its name, and its bytes and
-    shape on a rank.
+    """Return a function (name, bytes, shape of a parameter on a rank) -> bytes of its optimizer state on this rank.
 
     `module` is the unsharded model, on the meta device.
     """

@@ -82,7 +82,7 @@ class Reshape:
 
 
 class RowOrder(ABC):
-    """Base class of operations that only reorder rows. Applied to row indices, they give the source of each row."""
+    """Base class of operations that only reorder rows. Applied to row indices, they return the source of each row."""
 
     @abstractmethod
     def to_native(self, foreign: Sequence[Tensor]) -> Tensor: ...

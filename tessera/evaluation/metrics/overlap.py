@@ -52,7 +52,8 @@ def whisper_english(text: str) -> str:
     """
     for begin, end in _ASIDES:
         text = _without(text.lower(), begin, end)
-    text = re.sub(r"[<(\[]", " ", text)  # opening brackets without an end: transformers' patterns take quadratic time
+    # On opening brackets without an end and on runs of blanks, transformers' patterns take quadratic time.
+    text = re.sub(r"[<(\[\s]+", " ", text)
     try:
         return str(_english_normaliser()(text)).strip()
     except ValueError:  # Python refuses to convert numbers of thousands of digits
