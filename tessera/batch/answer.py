@@ -25,7 +25,7 @@ _BLOCK = 64  # number of consecutive rows that one rank answers
 
 
 class AnswersRows(Protocol):
-    """Declare what answers the rows of an input on one rank."""
+    """Declare the interface of objects that answer input rows on one rank."""
 
     def run(self, numbers: list[range], answered: np.ndarray, part: PartFile) -> None:
         """Answer the rows in `numbers` that are not answered, and write them."""

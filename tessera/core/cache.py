@@ -78,7 +78,7 @@ class CacheStep:
         )
 
     def refill(self, rows: Sequence[CacheRow]) -> None:
-        """Overwrite the tensors by those of other rows, in one transfer. The numbers of rows and new tokens are equal.
+        """Overwrite the tensors for other rows, in one transfer. Each row must have as many new tokens as before.
 
         Blocks beyond the width of the table are left out.
 

@@ -15,12 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from tessera.core.batch import IGNORE, Batch, Segments
+from tessera.core.cache import CacheStep
 from tessera.core.outputs import Outputs, Projection
+from tessera.nn.cache import KVCache
 from tessera.nn.causal_lm import LanguageModel
 from tessera.nn.decoder import DecoderLayer, DecoderShape, TextDecoder
 from tessera.nn.layers import RMSNorm, TokenEmbedding
 
-CODES = "codes"  # batch tensor [codebooks, T]: codes that are read at each position; IGNORE: none
+CODES = "codes"  # batch tensor [codebooks, T]: input codes of each position; IGNORE: none
 NEXT_CODES = "next_codes"  # batch tensor [codebooks, T]: codes of the frame that follows; IGNORE: none
 CODED = "coded"  # batch tensor [N]: positions at which the codes of the next frame are trained on
 CODE_OUTPUTS = "codes.{*}"  # pattern of the names of outputs with the logits of a codebook
@@ -95,6 +97,23 @@ class DepthDecoder(nn.Module):
         normed: Tensor = self.norm(x).view(frames, steps, -1)
         return normed
 
+    def embedded(self, codebook: int, codes: Tensor) -> Tensor:
+        """Return the embeddings [N, W] of codes [N] of a codebook."""
+        (table,) = self._codes
+        return nn.functional.embedding(codes + table.starts[codebook], table.weight)
+
+    def advance(self, x: Tensor, cache: KVCache, step: CacheStep) -> Tensor:
+        """Return the hidden states [N, D] at the last new position of N frames.
+
+        `x` [positions, W]: hidden states or embeddings at the new positions. Each frame has one block of the cache.
+        """
+        x = x if self.proj is None else self.proj(x)
+        angles = self.shape.rope.angles(step.slots % step.block_size)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, angles, step.segments, cache.layer(index, step))
+        normed: Tensor = self.norm(x.index_select(0, step.last))
+        return normed
+
 
 class SpeechModel(LanguageModel):
     """Compute a text decoder over text and speech, and a depth decoder over the codebooks.
@@ -134,7 +153,7 @@ class SpeechModel(LanguageModel):
             return outputs
         coded, following = batch[CODED], batch[NEXT_CODES]
         states, read = hidden.index_select(0, coded), following.index_select(1, coded)[:-1]
-        if not coded.shape[0]:  # ranks with frames wait for this one in collectives
+        if not coded.shape[0]:  # other ranks may have frames and wait in a collective
             states, read = hidden[:1] * 0, following.new_zeros(following.shape[0] - 1, 1)
         decoded = self.depth(states, read)
         for number, head in enumerate(self.depth.heads, 1):

@@ -82,7 +82,7 @@ class Reshape:
 
 
 class RowOrder(ABC):
-    """Base class of operations that only reorder rows. Applied to row indices, they give the source of each row."""
+    """Base class of operations that only reorder rows. Applied to row indices, they return the source of each row."""
 
     @abstractmethod
     def to_native(self, foreign: Sequence[Tensor]) -> Tensor: ...
@@ -251,8 +251,8 @@ class Stack:
 class TransposeIfNeeded:
     """Transpose the last two dimensions, unless the foreign tensor has the native shape [..., rows, columns].
 
-    Tensors are written transposed, unless `as_native`. Square matrices are never transposed: their shape does not show
-    whether they are.
+    In the reverse direction the native tensor is always transposed, unless `as_native`. Square matrices are not
+    transposed in either direction, because their shape does not show the layout.
     """
 
     rows: int
@@ -396,7 +396,7 @@ class TransposedMatrix(TensorChunk):
 
 
 def native_rows(op: Operation, foreign: Sequence[TensorRows]) -> TensorRows:
-    """Compute `op.to_native` on row blocks. Reordered rows are views, not copies."""
+    """Compute `op.to_native` for tensors in row blocks. Operations that only select or reorder rows return views."""
     rows = None
     if isinstance(op, Identity | StoredTwice):
         rows = foreign[0]
@@ -408,7 +408,7 @@ def native_rows(op: Operation, foreign: Sequence[TensorRows]) -> TensorRows:
 
 
 def foreign_rows(op: Operation, native: TensorRows) -> list[TensorRows]:
-    """Compute `op.to_foreign` on row blocks. Reordered rows are views, not copies."""
+    """Compute `op.to_foreign` for a tensor in row blocks. Operations that only select or reorder rows return views."""
     if isinstance(op, Identity):
         return [native]
     if isinstance(op, StoredTwice):

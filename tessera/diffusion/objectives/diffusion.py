@@ -140,7 +140,7 @@ class DiffusionTask(Task):
             )
 
     def _choose_encoders(self, config: RunConfig) -> EncoderOptions | None:
-        """Return the encoder options of the recipe. Without any, media data use the encoders in the model's folder."""
+        """Return the recipe's encoder options. Without any, runs on media use the encoders in the model's folder."""
         folder = None if config.model.path is None else pipeline_folder(config.model.path)
         chosen = "encoders" in self.options.model_fields_set
         if not chosen and folder is not None and (folder / VAE).is_dir() and reads_media(config):

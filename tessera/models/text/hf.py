@@ -115,7 +115,7 @@ class HFTextFormat:
                 )
         if "head_dim" in self.omitted_fields and text.head_size * text.num_attention_heads != text.hidden_size:
             raise TesseraError(
-                f"{text.num_attention_heads} heads of {text.head_size} do not equal hidden_size {text.hidden_size}, as "
+                f"{text.num_attention_heads} heads x {text.head_size} do not equal hidden_size {text.hidden_size}, as "
                 f"transformers requires for {self.model_type}",
                 where=f"{where}.head_dim",
                 code="model.not-exportable",

@@ -59,7 +59,7 @@ def load_processor(folder: Path, config: Mapping[str, Any] | None = None, image_
 
 
 def load_image_processor(folder: Path, backend: ImageBackend = "pil") -> Any:
-    """Return the folder's image preprocessor with this backend, even if the other one is installed too."""
+    """Return the folder's image preprocessor with the given backend, whichever backends are installed."""
     from transformers import AutoImageProcessor
 
     return AutoImageProcessor.from_pretrained(folder, backend=backend, local_files_only=True, trust_remote_code=False)
