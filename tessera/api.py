@@ -88,11 +88,11 @@ def plan(
     device: str | None = None,
     patterns: bool = True,
 ) -> DescribedPlan:
-    """Return the plan of a recipe: how it splits the model over `world` ranks. No training starts.
+    """Return the plan of a recipe: how it splits the model over `world` ranks. Nothing is trained.
 
-    `device`: a name (`h200`, `24g`) or a number of GiB. The memory of a step is then counted on fake tensors, and
-    `plan.device_fit` tells whether it fits, and which keys to change otherwise. `patterns` False: ignore all keys that
-    select modules, so that `plan.modules()` can list the module names although a pattern is wrong.
+    `device`: name (`h200`, `24g`) or GiB of a device. If set, the memory of a step is counted on fake tensors, and
+    `plan.device_fit` says whether the step fits, and if not, which recipe keys to change. `patterns` False: ignore all
+    keys that select modules, so that `plan.modules()` can list the module names even if a pattern is wrong.
     """
     config = load_local_config(recipe, overrides, weights=False)
     if not patterns:
@@ -103,7 +103,7 @@ def plan(
     notes = [precision_guess(config)]
     try:
         check_rows(config, result)
-    except TesseraError as error:  # a user may plan a layout before choosing the batch size
+    except TesseraError as error:  # only a note: a user may plan a layout before choosing the batch size
         notes.append(f"a run refuses this: {error.what}; possible: {', '.join(error.allowed or [])}")
     return replace(result, notes=tuple(note for note in notes if note))
 

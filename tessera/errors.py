@@ -102,7 +102,7 @@ def printable(text: str) -> str:
 
 @contextmanager
 def reported() -> Iterator[None]:
-    """Print a `TesseraError` of the block without its traceback, and exit with its code."""
+    """Print a `TesseraError` that the `with` block raises without its traceback, and exit with its code."""
     try:
         yield
     except TesseraError as error:
@@ -116,7 +116,7 @@ def reported() -> Iterator[None]:
 
 @contextmanager
 def with_fix(where: str, fix: str) -> Iterator[None]:
-    """Complete a `TesseraError` of the block by where it is and how to correct it, unless it says so itself."""
+    """Set `where` and `fix` of a `TesseraError` that is raised in the `with` block without them."""
     try:
         yield
     except TesseraError as error:
@@ -132,7 +132,7 @@ def with_fix(where: str, fix: str) -> Iterator[None]:
 
 @contextmanager
 def foreign_values(where: str) -> Iterator[None]:
-    """Turn errors of the block into a `TesseraError`: a value in a file has an unexpected type."""
+    """Turn Python errors in the `with` block into a `TesseraError` about a value of unexpected type in a file."""
     try:
         yield
     except (AttributeError, TypeError, ValueError, LookupError, ArithmeticError) as error:

@@ -81,9 +81,9 @@ def run_script(script: Path, arguments: Sequence[str] = ()) -> dict[str, object]
 
 
 def take_over(package: str) -> None:
-    """Provide the modules of Megatron and MindSpeed-MM to this process. The packages of a workspace call it at import.
+    """Provide the modules of Megatron and MindSpeed-MM to this process. The packages in a workspace call this function.
 
-    `package`: name of the package that is being imported. It is replaced by the provided package.
+    `package`: name of the workspace package that is being imported. Tessera's package replaces it.
     """
     log.setup(environment_ranks()[0])
     check_run(environment_ranks()[1])

@@ -96,7 +96,7 @@ def _init_process_group(device: torch.device, original: Callable[..., None]) -> 
         if names - usable:
             logger().info("backend %s is not on this machine; %s is used", backend, here)
             backend = here
-        kwargs.pop("device_id", None)  # it refers to a missing device
+        kwargs.pop("device_id", None)  # the device that the script passes is not on this machine
         original(backend, *args, **kwargs)
 
     return init_process_group

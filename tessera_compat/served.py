@@ -22,7 +22,7 @@ from tessera.errors import TesseraError, nearest
 from tessera.runtime.log import logger
 
 _OURS = "tessera_compat."
-TAKES_OVER = "from tessera_compat.run import take_over"  # line in the packages of a workspace
+TAKES_OVER = "from tessera_compat.run import take_over"  # line that marks a package as part of a workspace
 ROOTS = ("megatron", "mindspeed", "mindspeed_mm")
 USER_ROOT = "mindspeed_mm"  # a package to which users add files
 # Modules with the table of model classes (`ModelHub.MODEL_MAPPINGS`), to which users add theirs.

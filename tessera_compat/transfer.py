@@ -28,7 +28,7 @@ _TRANSFER = Transfer(_DEVICE)
 
 
 def start() -> None:
-    """Replace the names, as importing this module does. Raise if they are replaced already."""
+    """Replace functions of torch, as the import of this module does. Raise if they are already replaced."""
     if _DEVICE.type == FOREIGN:
         return
     _TRANSFER.start()
@@ -47,7 +47,7 @@ def touched() -> tuple[str, ...]:
 
 
 def undo() -> None:
-    """Restore the names of torch."""
+    """Restore the functions of torch."""
     _TRANSFER.undo()
 
 

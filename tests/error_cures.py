@@ -47,6 +47,7 @@ _CODES_BY_CURE = {
     "free space on the disk, or write elsewhere": "output.disk-full",
     "check permissions and the free space of the disk, or write elsewhere": "output.write-failed",
     "name another output file, or add --overwrite to answer all rows again": "output.changed output.other-settings",
+    "write a row for each recording, with its text": "data.several-recordings",
     "run the command again": "output.interrupted media.download-failed",
     "index the data again, and do not change files while a run reads them": """
         data.archive-changed data.sample-changed weights.source-changed""",

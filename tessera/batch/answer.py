@@ -20,12 +20,12 @@ from tessera.inference.prepare import PromptPool
 from tessera.runtime import distributed as dist
 from tessera.runtime.progress import TokenProgress
 
-_AT_ONCE = 512  # rows that are handed to the engine at once: the ones that it answers, and the next ones
-_BLOCK = 64  # consecutive rows of a rank
+_AT_ONCE = 512  # maximum number of rows that the engine has at once: those that it answers, and queued ones
+_BLOCK = 64  # number of consecutive rows that one rank answers
 
 
 class AnswersRows(Protocol):
-    """Declare what answers the rows of an input on one rank."""
+    """Declare the interface of objects that answer input rows on one rank."""
 
     def run(self, numbers: list[range], answered: np.ndarray, part: PartFile) -> None:
         """Answer the rows in `numbers` that are not answered, and write them."""
@@ -63,7 +63,7 @@ def answer_file(
             else:
                 output = BatchOutput.joined(out)
         answered = output.answered() | output.finished
-        # a rank that writes already would change the answers that other ranks are still reading
+        # wait here: a rank that starts to write would change files that other ranks are still reading
         dist.wait_for_all_ranks(world)
         numbers = [*_missing(answered, world)]
         if not answered.all():  # every rank loads the model, also one whose rows are answered: ranks load it together

@@ -118,7 +118,7 @@ class SampleRows:
             yield PromptRow(index, Sample(sample.id, messages), self.source.root, identity)
 
     def request(self, prompt: PromptRow, batch: Batch, stop_tokens: frozenset[int]) -> Request:
-        """Return what the engine is asked for a row."""
+        """Return the request of a row to the engine."""
         options = self.options
         sampling = replace(options.sampling, seed=derive(options.sampling.seed, "row", prompt.index))
         return Request(batch, sampling, options.max_new_tokens, stop_tokens=stop_tokens, stream=False)

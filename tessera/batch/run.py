@@ -61,7 +61,7 @@ def generate_answers(
         _check_packages()
         _refuse_options([name for name, value in set_here.items() if value is not None])
         bodies = BodyRows.open(Path(data), None if root is None else Path(root), seed)
-        from tessera.batch.service import service_answers  # needs the packages of the server
+        from tessera.batch.service import service_answers  # late: needs packages of the server
         from tessera.server.start import ModelOptions
 
         start = service_answers(bodies, Path(out), ModelOptions(folder, device, family=family, trust=bool(trust)))
@@ -109,9 +109,9 @@ def _check_packages() -> None:
 def _refuse_options(names: list[str]) -> None:
     if names:
         raise TesseraError(
-            f"{names[0]} has no effect on a file of requests, in which each row has its own",
+            f"{names[0]} has no effect on a file of requests, where each row sets its own options",
             where=names[0],
-            fix="write it into the rows, or leave it out",
+            fix="set it in the rows, or leave it out",
             code="generation.option-without-effect",
         )
 

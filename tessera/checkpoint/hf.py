@@ -192,7 +192,7 @@ def gathered(
     form: StoredForm = GatheredForm(tensors, prepare)
     if folder is not None and other_parts:
         form = WithOtherParts(form, folder, other_parts)
-    return NativeTensors(form, form.weight_map, {name: plan.shape for name, plan in form.tensors().items()}, {})
+    return NativeTensors(form, GatheredForm.weight_map, {name: plan.shape for name, plan in form.tensors().items()}, {})
 
 
 def _holders(ranks: Ranks, tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, PlannedTensor]]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from tessera.cli.run import Overrides, TrustFlag, check_output, write_output
 from tessera.errors import TesseraError
+
+if TYPE_CHECKING:
+    from tessera.tools.data_codes import Codes
+    from tessera.tools.data_features import Features
 
 data_app = typer.Typer(help="Examine, convert and encode data sets.", no_args_is_help=True)
 
@@ -105,33 +109,51 @@ def demo(
 
 @data_app.command("features")
 def features(
-    recipe: Annotated[Path, typer.Argument(help="YAML recipe of an image or video model: its data and encoders")],
+    recipe: Annotated[
+        Path, typer.Argument(help="YAML recipe of a model for images, videos or speech: its data and encoders")
+    ],
     folder: Annotated[Path, typer.Option("-o", "--out", help="folder to write, or to go on with")],
     overrides: Overrides = None,
     split: Annotated[str, typer.Option("--split", help="train or eval")] = "train",
-    shard: Annotated[int, typer.Option("--shard", min=1, help="samples of a file")] = 64,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="samples that are encoded together")] = 4,
+    shard: Annotated[int | None, typer.Option("--shard", min=1, help="samples of a file: 64; of speech: 1000")] = None,
+    batch: Annotated[int | None, typer.Option("--batch", min=1, help="samples that are encoded together: 4")] = None,
+    codec: Annotated[
+        str | None, typer.Option("--codec", help="speech: folder of the codec, if the model's folder has none")
+    ] = None,
 ) -> None:
-    """Encode a data set once to latents and text embeddings, and write them: training then skips the encoders.
+    """Encode a data set once to latents and text embeddings, or its speech to codes, which training then reads.
 
     The command continues an interrupted encoding. Under torchrun the ranks share the work.
     """
     from tessera.config.reader import parse_overrides
     from tessera.runtime import log
-    from tessera.tools.data_features import write_features
+    from tessera.tools.data_codes import write_codes
+    from tessera.tools.data_features import generates_media, write_features
 
     if split not in ("train", "eval"):
         raise TesseraError(
             f"unknown split {split!r}", where="--split", allowed=["train", "eval"], code="data.unknown-split"
         )
     log.setup()
-    done = write_features(
-        recipe,
-        folder,
-        parse_overrides(overrides or []),
-        split="train" if split == "train" else "eval",
-        shard=shard,
-        batch=batch,
-    )
+    settings = parse_overrides(overrides or [])
+    part: Literal["train", "eval"] = "train" if split == "train" else "eval"
+    sizes = {name: value for name, value in (("shard", shard), ("batch", batch)) if value is not None}
+    if generates_media(recipe, settings):
+        if codec is not None:
+            raise _no_effect("--codec", "this model generates images or videos")
+        done: Features | Codes = write_features(recipe, folder, settings, split=part, **sizes)
+    elif batch is not None:
+        raise _no_effect("--batch", "recordings are encoded one by one")
+    else:
+        done = write_codes(recipe, folder, settings, split=part, codec=codec, **sizes)
     for line in done.lines():
         typer.echo(line)
+
+
+def _no_effect(option: str, why: str) -> TesseraError:
+    return TesseraError(
+        f"{why}: {option} has no effect",
+        where=option,
+        fix="leave it out",
+        code="data.option-without-effect",
+    )

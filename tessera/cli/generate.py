@@ -33,7 +33,7 @@ Images = Annotated[
 # Argument names of this command: SHARED for all models, the others for one kind of model each.
 SHARED = ("model", "question", "image", "seed", "device", "trust", "family", "adapter", "strength")
 ANSWERS = ("video", "audio", "system", "max_new_tokens", "temperature", "top_k", "top_p")
-BATCH = (  # for the rows of --data
+BATCH = (  # options that work with --data
     *("model", "data", "out", "root", "overwrite", "nproc", "seed", "device", "trust", "family", "adapter", "strength"),
     *("system", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"),
 )
@@ -296,7 +296,7 @@ def _answer_file(options: Mapping[str, Any], adapters: Mapping[Path, float]) -> 
 
 
 def _make_suite(options: Mapping[str, Any], request: MediaRequest, loaded: Mapping[str, Any]) -> None:
-    """Sample for the prompts of --vbench, and continue if the folder has samples of the same settings."""
+    """Generate samples for the prompts of --vbench. Samples with the same settings in the folder are not repeated."""
     from tessera.evaluation.generation.sampling import sample_suite
 
     fields = request.model_dump(exclude_unset=True, exclude={"prompts", "images"})

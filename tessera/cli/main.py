@@ -249,7 +249,7 @@ def main() -> None:
             except TesseraError as error:
                 _tell_other_ranks(error)
                 raise
-            except RuntimeError as error:  # `import torch` loads the extensions of devices
+            except RuntimeError as error:  # raised by `import torch`, which loads extensions of devices
                 if not npu.autoload_failed(error):
                     raise
                 raise npu.explained(error.__cause__) from error

@@ -18,9 +18,9 @@ class Limit:
     """Name a key, the values that MindSpore supports, and what to set in place of others."""
 
     key: str
-    values: tuple[Any, ...]  # the first one is set where unsupported features are switched off
+    values: tuple[Any, ...]  # supported values; `without_unsupported` sets the first
     what: str
-    essential: bool = False  # whether the run would train something else without it: then it is never switched off
+    essential: bool = False  # whether the trained result depends on the key; it is then never changed
 
 
 LIMITS = (

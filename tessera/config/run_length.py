@@ -48,7 +48,7 @@ class Interval:
 
 
 def parse_interval(text: int | str) -> Interval:
-    """Return the interval of `500` or `500steps`, `10min`, `2h`, `1epoch`; raise a ValueError for anything else."""
+    """Parse an interval: `500` or `500steps`, `10min`, `2h`, `1epoch`. Raise a ValueError for anything else."""
     if isinstance(text, int):
         return Interval(text)
     if text.strip().isdigit():
@@ -108,7 +108,7 @@ class RunLength:
         if every.unit == "minutes" or not every:
             return False
         assert self.rows_per_epoch is not None, "epochs of data without a length are refused before"
-        # rows between two ends; 1e-9 in the next line absorbs rounding errors of fractions
+        # rows per interval; 1e-9 in the next line absorbs rounding errors of fractions
         between = every.amount * self.rows_per_epoch
         return math.floor(rows / between + 1e-9) > math.floor((rows - self.rows_per_step) / between + 1e-9)
 

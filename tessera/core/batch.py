@@ -22,8 +22,8 @@ class Segments:
     bounds: Tensor  # [S + 1] int32
     longest: int
     lengths: tuple[int, ...] = ()  # segment lengths; empty if they are not known on the host
-    # If not 0: the sequence has so many rows of equal length, each one segment followed by padding. Causal attention
-    # over full rows then gives the same outputs for the segments, with the same shapes in every step.
+    # If not 0: the sequence consists of this many rows of equal length, each with one segment and then padding. Causal
+    # attention over full rows then gives the same outputs for the segments, with the same shapes in every step.
     rows: int = 0
     # [3] int64, on the host: `longest`, `rows`, and the length of the first segment (0: unknown). Compiled code reads
     # this tensor: Python ints would cause a recompilation for every batch. `extent` is a dataclass field because FSDP
@@ -63,10 +63,10 @@ class Batch:
     # full samples, even if this rank has only a part of their tokens.
     shapes: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     sample_ids: tuple[str, ...] = ()
-    rows: tuple[tuple[int, int], ...] = ()  # (row index, number of its samples), in the order of `sample_ids`
+    rows: tuple[tuple[int, int], ...] = ()  # (row index, number of samples in the row), in the order of `sample_ids`
     counts: dict[str, int] = field(default_factory=dict)
     seeds: tuple[int, ...] = ()  # one per row, so that random numbers of a task do not depend on the layout
-    problems: tuple[BadSample, ...] = ()  # masked samples, for quarantine.jsonl
+    problems: tuple[BadSample, ...] = ()  # samples that are masked because they are damaged
     outputs: tuple[str, ...] = ()  # names of hidden states that the model should return (see `core.outputs`)
     flops: float = 0.0  # FLOPs of one forward and backward pass over the rows that this rank reports
 

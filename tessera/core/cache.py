@@ -28,7 +28,7 @@ class CacheRow(NamedTuple):
 
     blocks: Sequence[int]  # indices of its blocks, in the order of its tokens
     cached: int  # tokens that the cache holds before the call
-    new: int  # tokens that the call adds: one while decoding, a chunk of the prompt before
+    new: int  # tokens that the call adds: a chunk of the prompt, then one in each decoding step
     sampled: bool = True  # whether the logits of its last token are needed; False inside of a prompt
 
 
@@ -41,11 +41,11 @@ class CacheStep:
 
     segments: Segments  # one segment for the new tokens of each row
     lengths: Tensor  # [rows] int64: number of tokens of each row, including new ones
-    table: Tensor  # [rows, blocks of a row] int64: the blocks of each row; unused entries are any block
+    table: Tensor  # [rows, blocks of a row] int64: the blocks of each row; unused entries are arbitrary
     slots: Tensor  # [tokens] int64: where new keys and values are stored: block x block size + offset
     last: Tensor  # [sampled rows] int64: the tokens whose logits are needed
     block_size: int
-    # The following are on the host, so that reading them needs no synchronisation.
+    # The fields from here on are on the host, so that reading them needs no synchronisation.
     longest: int  # an upper bound of `lengths`
     single: int  # how many rows at the beginning have one new token
     prefill: bool  # True if no row has cached tokens: new tokens then attend to one another only
@@ -78,7 +78,7 @@ class CacheStep:
         )
 
     def refill(self, rows: Sequence[CacheRow]) -> None:
-        """Overwrite the tensors by those of other rows, in one transfer. The numbers of rows and new tokens are equal.
+        """Overwrite the tensors for other rows, in one transfer. Each row must have as many new tokens as before.
 
         Blocks beyond the width of the table are left out.
 
@@ -90,12 +90,12 @@ class CacheStep:
 
     @property
     def rows(self) -> int:
-        """Return the number of rows in the call."""
+        """Return the number of rows that the call processes."""
         return self.table.shape[0]
 
 
 def _indices(rows: Sequence[CacheRow], block_size: int, width: int) -> tuple[np.ndarray, ...]:
-    """Return the contents of bounds, lengths, table, slots and last, for a table with `width` columns."""
+    """Return the contents of the tensors bounds, lengths, table (with `width` columns), slots and last."""
     cached = np.array([row.cached for row in rows])
     new = np.array([row.new for row in rows])
     lengths, room = cached + new, block_size * np.array([len(row.blocks) for row in rows])

@@ -70,7 +70,7 @@ class TrainerHandle(Protocol):
 
     @property
     def eval_weights(self) -> Callable[[], AbstractContextManager[None]]:
-        """Return a function that makes a context in which the module has the weights to evaluate, such as EMA."""
+        """Return a function that returns a context in which the module has the weights to evaluate, such as EMA."""
         ...
 
     def tensors(self) -> dict[str, Tensor]:
@@ -104,7 +104,7 @@ class TrainerHandle(Protocol):
 
 
 class RewindHandle(TrainerHandle, Protocol):
-    """Declare the further members that `OptimizerStep.update` may use, to return to an earlier state."""
+    """Declare members of the trainer with which `OptimizerStep.update` may return to an earlier state."""
 
     def begin(self) -> None:
         """Fill the model with its initial weights."""
@@ -117,7 +117,7 @@ class RewindHandle(TrainerHandle, Protocol):
         """Restore all state except tensors from the result of `state_dict`."""
 
     def continue_from_here(self) -> None:
-        """Remove log records of steps after the current one, and let the data continue from this step."""
+        """Remove log records of later steps, and continue the data after the current step."""
 
 
 class AsyncScalars:
@@ -131,7 +131,7 @@ class AsyncScalars:
 
     @staticmethod
     def of(numbers: Mapping[str, Tensor], counted: Mapping[str, Tensor] | None = None) -> AsyncScalars:
-        """Begin to copy scalars to the host. `counted`: name -> whether to include it; default: yes."""
+        """Begin to copy scalars to the host. `counted`: name -> a flag on the device, false to leave the scalar out."""
         conditions = counted or {}
         wide = devices.sum_dtype(next(iter(numbers.values())).device)
         stacked = torch.stack([number.detach().to(wide) for number in (*numbers.values(), *conditions.values())])
@@ -160,7 +160,7 @@ class StepResult:
 
 
 class Callback:
-    """Base class of callbacks, whose methods do nothing. `name` is the key of the callback's state in checkpoints."""
+    """Base class of callbacks. Its methods do nothing. `name` is the key of the callback's state in checkpoints."""
 
     @property
     def name(self) -> str:
@@ -180,7 +180,7 @@ class Callback:
     def on_save(self, trainer: TrainerHandle, path: Path) -> None: ...
 
     def on_rewind(self, trainer: TrainerHandle) -> None:
-        """React to a rewind: training went back to `trainer.step`, and later steps will happen again."""
+        """React to a rewind: training went back to `trainer.step`, and later steps will be repeated."""
 
     def on_error(self, trainer: TrainerHandle, error: BaseException) -> None: ...
 

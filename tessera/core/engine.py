@@ -19,7 +19,7 @@ class TrainingEngine(Protocol):
     microbatch: int | None  # index of the current micro-batch; None if no micro-batch or several are being computed
 
     def encode(self, task: Task, microbatches: Sequence[Batch]) -> list[Batch]:
-        """Return micro-batches with the outputs of frozen encoders. All ranks take part."""
+        """Return micro-batches with the outputs of frozen encoders. All ranks must call it."""
         ...
 
     def step(self, task: Task, microbatches: Sequence[Batch]) -> LossTotals:
@@ -27,13 +27,13 @@ class TrainingEngine(Protocol):
         ...
 
     def evaluate(self, task: Task, batch: Batch, counts: bool) -> LossTotals:
-        """Return the losses without gradient. `counts` False: this rank adds zeros, but takes part in collectives."""
+        """Return the losses without gradient. `counts` False: run all collectives, but count zeros for this rank."""
         ...
 
     def settle(self, optimizer: torch.optim.Optimizer) -> None:
-        """Update copies of weights and optimizer state after they were loaded by name."""
+        """Copy loaded weights and optimizer state to their duplicates, such as a tied weight on another stage."""
         ...
 
     def collect(self, optimizer: torch.optim.Optimizer) -> None:
-        """Update weights and optimizer state, if copies of them are trained, before they are read by name."""
+        """Copy trained duplicates of weights and optimizer state, if there are any, to the originals before saving."""
         ...

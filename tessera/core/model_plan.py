@@ -36,7 +36,7 @@ class Stream:
     projector: str = ""  # path of the module that turns the encoder's outputs into elements of the main sequence
     slots: str = ""  # name of the tensor with the positions in the main sequence that the outputs replace
     windows: str = ""  # key in `Batch.segments` of attention windows, which lie inside of `segments`
-    positions: tuple[str, ...] = ()  # names of tensors with ascending positions in this sequence
+    positions: tuple[str, ...] = ()  # names of tensors that contain ascending indices into this sequence
     index: str = ""  # name of the tensor with the indices of this rank's elements, if the sequence is sharded
     own_segments: str = ""  # key in `Batch.segments` of this rank's elements, if the sequence is sharded
     per_slot: int = 1  # maximum number of neighbouring elements that become one output
@@ -45,11 +45,11 @@ class Stream:
 
     @staticmethod
     def sources(positions: str) -> str:
-        """Return the name of the tensor with the index, in the unsharded batch, of each slot or position on a rank."""
+        """Return the name of the tensor with the index in the unsharded batch of each slot or position of this rank."""
         return f"{positions}.sources"
 
     def selection(self, name: str) -> str:
-        """Return the batch key of a tensor that selects encoder features. `name`: `patches`, `index` or `weights`."""
+        """Return the name of a batch tensor that selects encoder features. `name`: `patches`, `index` or `weights`."""
         return f"{self.slots.removesuffix('_slots')}_{name}"
 
     def elements(self, batch: Batch) -> int:
@@ -90,12 +90,12 @@ class ModelPlan:
     blocks: tuple[str, ...]  # modules that are sharded, recomputed and compiled as a whole
     tensor: Mapping[str, TensorStyle]  # parameter pattern -> style; every parameter is matched exactly once
     units: tuple[PipelineUnit, ...] = ()  # what a pipeline assigns to stages, in order of execution
-    streams: Mapping[str, Stream] = field(default_factory=dict)  # by name, as in `parallel.encoders` and `units`
+    streams: Mapping[str, Stream] = field(default_factory=dict)  # stream name, as in `parallel.encoders` and `units`
     experts: tuple[str, ...] = ()  # modules that hold the stacked weights of experts, [experts, ...] each
     # Modules that compute attention alone, forward(q, k, v, segments): context parallelism wraps them.
     attention: tuple[str, ...] = ()
     heads: Mapping[str, int] = field(default_factory=dict)  # module pattern -> number of heads in its output features
-    decoder: str = ""  # path of the text decoder, for models whose encoders are not in `streams`
+    decoder: str = ""  # path of the text decoder, if `streams` does not declare the encoders
     # Modules that keep float32 weights and cast their inputs and outputs themselves. Inside of blocks they are small,
     # and every rank has them unsharded.
     float32: tuple[str, ...] = ()

@@ -17,13 +17,13 @@ from tessera.errors import TesseraError
 LOGITS = "logits"  # logits of the next token, from the main head
 REWARDS = "rewards"  # one number for each token: the reward of the sequence up to it
 LATENTS = "latents"  # the raw prediction of a generation model (a velocity, the noise or v), [N, channels x patch]
-HIDDEN = "hidden"  # the final hidden states; `hidden_of(path)` names those after a layer
+HIDDEN = "hidden"  # the final hidden states; for those after a layer see `hidden_of`
 # Outputs of families that use `nn.causal_lm` or `nn.multimodal`.
 LANGUAGE_OUTPUTS = (LOGITS, HIDDEN, f"{HIDDEN}.text.layers.{{*}}")
 
 
 class Projection(NamedTuple):
-    """Hold the input of a head, hidden states, and the head module.
+    """Hold a head module and the hidden states that are its input.
 
     A loss multiplies by the head's weight in chunks, so that the logits of a long row never exist at once.
     """
@@ -39,7 +39,7 @@ class AuxiliaryLoss(NamedTuple):
     weight: float
 
 
-# Only dictionaries and tuples, because FSDP searches these for tensors to add its backward hooks.
+# Only dictionaries and tuples: FSDP adds its backward hooks to tensors that it finds in these.
 Outputs = dict[str, Tensor | Projection | AuxiliaryLoss]
 
 
@@ -62,7 +62,7 @@ def projection(outputs: Mapping[str, Any], name: str) -> Projection:
 
 
 def tensor(outputs: Mapping[str, Any], name: str) -> Tensor:
-    """Return an output that is a tensor."""
+    """Return the output `name`, which must be a tensor."""
     output = _output(outputs, name)
     assert isinstance(output, Tensor), f"the output {name!r} is a {type(output).__name__}, not a tensor"
     return output

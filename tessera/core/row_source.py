@@ -22,12 +22,12 @@ class RowSource(ABC):
 
     @property
     def bad_samples(self) -> Sequence[BadSample]:
-        """Return samples that were left out before training began; a long list may be shortened."""
+        """Return samples that were left out before training began; the list may be truncated (see `bad_count`)."""
         return ()
 
     @property
     def bad_count(self) -> int:
-        """Return how many samples were left out before training began, also those that are not listed."""
+        """Return how many samples were left out before training began. `bad_samples` may list fewer."""
         return len(self.bad_samples)
 
     @property
@@ -41,7 +41,7 @@ class RowSource(ABC):
 
     @property
     def rows_per_step(self) -> int | None:
-        """Return the number of rows of a step if the source sets it (train.samples_per_step); None: the recipe does."""
+        """Return the rows per step if the source sets them (train.samples_per_step); None: the recipe sets them."""
         return None
 
     @property
@@ -60,7 +60,7 @@ class RowSource(ABC):
 
     @abstractmethod
     def batch(self, rows: Sequence[int]) -> Batch:
-        """Return one micro-batch of these rows, with `sample_ids`, `rows`, `counts`, `seeds` and `problems` filled."""
+        """Return one micro-batch of these rows. It must set `sample_ids`, `rows`, `counts`, `seeds` and `problems`."""
 
     def guarded(self, rows: Sequence[int], lost: Mapping[int, str], note: Callable[[int], None]) -> Batch:
         """Return `batch(rows)` in a worker process, which a sample may crash.

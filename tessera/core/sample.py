@@ -22,7 +22,7 @@ class StoredTensors(ABC):
     @property
     @abstractmethod
     def content(self) -> str:
-        """Return a text that identifies the tensors. Samples with different tensors have different texts."""
+        """Return a text that identifies the tensors, such as a hash: different tensors give different texts."""
 
     @abstractmethod
     def load(self) -> dict[str, Tensor]:
@@ -31,7 +31,7 @@ class StoredTensors(ABC):
 
 @dataclass(frozen=True)
 class Region:
-    """Hold a box (x1, y1, x2, y2) or a point (x, y) in an image of a sample; without numbers, the name of an object."""
+    """Hold a box (x1, y1, x2, y2) or a point (x, y) in an image. If `numbers` is empty, hold only an object's name."""
 
     numbers: tuple[float, ...] = ()
     label: str = ""  # name of the object; empty: unknown
@@ -39,7 +39,7 @@ class Region:
     scale: int = 0  # coordinate of the right and the lower edge of the image: 1 or 1000; 0: pixels of the upright image
 
     def pixels(self, size: MediaSize) -> tuple[float, ...]:
-        """Return the numbers in pixels of the image."""
+        """Return the coordinates in pixels of an image of this size."""
         if not self.scale:
             return self.numbers
         sides = (size.width, size.height)
@@ -51,9 +51,10 @@ REGION = re.compile("<(?:ref-object|bbox)>")  # placeholders of regions in a tex
 
 @dataclass(frozen=True)
 class Part:
-    """Hold one part of a message. `value`: text, or media as a path inside the data root, the location of its bytes in
-    another file, bytes, or a decoded object. `regions`: the regions that the placeholders (`REGION`) of a text stand
-    for.
+    """Hold one part of a message.
+
+    `value`: a text, or media: a path inside the data root, the location of bytes in another file, bytes, or a decoded
+    object. `regions`: boxes, points or object names, one for each placeholder (`REGION`) in a text.
     """
 
     kind: PartKind
@@ -61,7 +62,7 @@ class Part:
     regions: tuple[Region, ...] = ()
 
     def spelled(self) -> str:
-        """Return the text with its regions as in the data set, which is independent of the model, for display."""
+        """Return the text for display, with the coordinates and names of the data set in place of placeholders."""
         if not self.regions:
             return str(self.value)
         regions = iter(self.regions)
@@ -135,7 +136,7 @@ class VideoWithSound(NamedTuple):
 class EncodedStream:
     """Hold the input of one encoder for one sample, before packing. The fields follow `Stream` in the model's plan."""
 
-    tensors: dict[str, Tensor]  # by their names in a batch, with one entry per element: a patch or audio frame
+    tensors: dict[str, Tensor]  # name in a batch -> tensor with one entry per element: a patch or audio frame
     lengths: tuple[int, ...]  # number of elements of each sequence: an image, a video frame, a recording
     slots: Tensor  # [outputs] int64: positions of the tokens that the encoder's outputs replace
     windows: tuple[int, ...] = ()  # number of elements of each window, for encoders with window attention
@@ -154,7 +155,7 @@ class Encoded:
     tokens: Tensor  # [L] int64
     labels: Tensor  # [L] int64, IGNORE where not trained on
     positions: Tensor  # [L] or [3, L] int64
-    streams: dict[str, EncodedStream] = field(default_factory=dict)  # by the name of the stream in the model's plan
+    streams: dict[str, EncodedStream] = field(default_factory=dict)  # stream name in the model's plan -> its input
     counts: dict[str, int] = field(default_factory=dict)
 
     @property

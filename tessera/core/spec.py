@@ -23,8 +23,8 @@ from tessera.weights.map import WeightMap
 class Passes:
     """Hold how often a training step computes each kind of matrix product of a module.
 
-    Once in forward, once for the gradient of the input if an earlier module is trained, and once for the gradient of a
-    trained weight.
+    A product is computed once in the forward pass, once for the gradient of the input if an earlier module is trained,
+    and once for the gradient of the weight if that is trained.
     """
 
     weights: float = 3.0  # passes over products with weights
@@ -32,7 +32,7 @@ class Passes:
     first: float = 2.0  # passes over the first product of an encoder, whose input has no gradient
 
 
-# Part of the model ("text", "head", "vision", "projector") -> its passes. Missing parts are fully trained.
+# Part of the model ("text", "head", "vision", "projector") -> its passes. Parts without a key are fully trained.
 Training = Mapping[str, Passes]
 FULL = Passes()
 
@@ -49,7 +49,7 @@ class Processor(Protocol):
         """Return a sample ready to be packed: for conversations an `Encoded`, for other data another type.
 
         `media`: one decoded object per media part (PIL image, or uint8 frames [F, H, W, 3]), in order. `sizes`: the
-        sizes in their headers, which differ if images were made smaller while they were decoded.
+        sizes in the files' headers, which are larger if images were scaled down while they were decoded.
         """
         ...
 
@@ -149,12 +149,12 @@ class Component:
     # (config) -> the unsharded module with weights, on the host: from its own files, or as its constructor draws
     # them. If `load` is None or returns None, `initialize(name, tensor, generator)` of the module draws the weights.
     load: Callable[[Any], nn.Module | None] | None = None
-    residence: Residence = "sharded"  # used for frozen components with another `stage` than "split"
-    # Used for frozen components. "split": laid out like the trained model, whose initial weights it has.
+    residence: Residence = "sharded"  # of a frozen component whose `stage` is not "split"
+    # Of a frozen component. "split": sharded like the trained model, for a frozen copy of its initial weights.
     stage: Stage = "split"
 
     def loaded(self, config: Any = None) -> nn.Module:
-        """Return the module of `load`, with its weights."""
+        """Return the module with the weights that `load` reads."""
         module = None if self.load is None else self.load(config)
         assert module is not None, "a frozen component that is not split is loaded from its own files"
         return module
@@ -192,7 +192,7 @@ class ModelSpec:
     # attention counts half of the square. Recomputation, head positions without a label and unused gradients do not
     # count. The step line, benchmarks and the balancing of ranks use it.
     flops: Callable[..., float] | None = None
-    # (config, measures of samples by name, training: Training) -> FLOPs of each sample, by stream. They may be summed
+    # (config, what `measure` returned, training: Training) -> FLOPs of each sample, by stream. They may be summed
     # over the samples of a row.
     work: Callable[..., dict[str, np.ndarray]] | None = None
     # (config, tokens) -> an invented micro-batch with this number of tokens, for forecasts and dry runs.
@@ -211,7 +211,7 @@ class ModelSpec:
     outputs: tuple[str, ...] | None = None  # patterns of the names of the model's outputs; None: not declared
     # Values of "model_type" (transformers) or "_class_name" (diffusers) in config.json that mean this family.
     hf_types: tuple[str, ...] = ()
-    # The same for folders in the original format of a model's authors, with a function that translates config.json:
+    # `model_type` of folders in the original format of a model's authors -> a function that translates config.json:
     # (folder, original config.json) -> config.json of Hugging Face.
     originals: Mapping[str, Callable[[Path, Mapping[str, Any]], dict[str, Any]]] = field(default_factory=dict)
     frozen_input: FrozenInput | None = None  # used by tasks that train on speech

@@ -28,7 +28,7 @@ class StepSource(ABC):
     """
 
     def setup(self, module: nn.Module, task: Task, world: World) -> None:  # noqa: B027
-        """Take the trained model, the task and the ranks. The weights of the model are filled by the first `start`."""
+        """Store the trained model, the task and the ranks. The model has no weights until the first `start`."""
 
     @abstractmethod
     def start(self, step: int, row: int) -> None:

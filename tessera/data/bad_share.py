@@ -20,9 +20,9 @@ KEY = "data.max_bad_share"
 def check_measured(
     bad: int, total: int, limit: float, sections: Sequence[SourceSection], first: Sequence[BadSample] = ()
 ) -> None:
-    """Raise if too large a share of the measured samples is bad. A single bad sample never ends a run.
+    """Raise if more than the allowed share of samples is unusable. A single unusable sample never ends a run.
 
-    `sections`: the data sets of the samples. `first`: some of the bad samples.
+    `total`: number of samples that were read. `sections`: their data sets. `first`: some of the unusable samples.
     """
     if bad > max(1.0, limit * total):
         listed = "".join(f"\n    {bad_sample}" for bad_sample in first[:3])

@@ -37,7 +37,7 @@ def user_cache(kind: str) -> Path:
 
 
 def digest_of(facts: Any) -> str:
-    """Return a hash of JSON values. It is the name of a file that was made of them."""
+    """Return a hash of JSON values. A file that depends on these values is named after it."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
 

@@ -83,18 +83,20 @@ class Autoencoder(nn.Module):
         return next(self.vae.parameters()).dtype
 
     def spare_memory(self, *, tiling: bool, slicing: bool) -> None:
-        """Save memory: compute large frames in overlapping tiles, and the videos of a batch one by one. An option that
-        is False keeps the default of the VAE class. The module of a VAE has `enable_tiling` and `enable_slicing`, or
-        the options are refused."""
+        """Save memory: compute large frames in overlapping tiles, and the videos of a batch one by one.
+
+        An option that is False keeps the default of the VAE class. Raise if the VAE lacks `enable_tiling` or
+        `enable_slicing`.
+        """
         for chosen, name in ((tiling, "tiling"), (slicing, "slicing")):
             if not chosen:
                 continue
             enable = getattr(self.vae, f"enable_{name}", None)
             if enable is None:
                 raise TesseraError(
-                    f"the VAE of this model has no {name}",
+                    f"the VAE of this model does not support {name}",
                     where=f"{type(self.vae).__name__}.enable_{name}",
-                    fix=f"leave the option for VAE {name} out, or write this method",
+                    fix=f"remove the option for VAE {name}, or add this method to the VAE class",
                     code="generation.vae-option-not-supported",
                 )
             enable()

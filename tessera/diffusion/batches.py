@@ -13,8 +13,8 @@ from tessera.diffusion.family import GenerationFamily
 from tessera.diffusion.samples import EncodedMedia
 
 IMAGE_EMBEDS = "image_embeds"
-# Batch tensors for families whose empty caption differs between samples: its embeddings from row `empty_starts` on.
-# Earlier rows equal the embeddings of the sample's caption.
+# Batch tensors for families whose empty caption differs between samples: the rows of its embeddings from index
+# `empty_starts` on. Earlier rows equal those of the sample's caption.
 EMPTY_TEXT, EMPTY_STARTS = "empty_text", "empty_starts"
 _LATENTS = "latents"
 

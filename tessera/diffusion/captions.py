@@ -63,8 +63,8 @@ class Captions:
     tokenizer: str = "tokenizer"
     length: int = 512  # maximum number of tokens of a caption, without the first `skip`
     template: str = "{}"  # text to tokenize; {} stands for the caption
-    blank: str = ""  # replaces an empty caption
-    tidy: bool = False  # resolve HTML entities and runs of spaces in captions
+    blank: str = ""  # text in place of an empty caption
+    tidy: bool = False  # replace HTML entities by characters and runs of spaces by one space
     skip: int = 0  # number of embeddings to drop at the beginning: the template before the caption
     pad: int | None = None  # the id of padding tokens; None: `pad_token_id` of the encoder's config.json
     masked: bool = True  # whether the encoder gets an attention mask
@@ -159,8 +159,8 @@ class PaddedInputCaptions(Captions):
 class FrameCaptions(Captions):
     """Describe an encoder that also reads the first frame of a video.
 
-    The model reads some hidden states of the frame, then those of the caption. It does not read the header of the
-    assistant's turn: `closing` tokens, which end with the last `mark`.
+    The model reads every n-th hidden state of the frame (`every`), then those of the caption, without the header of
+    the assistant's turn: the last `mark` and the tokens before it, `closing` tokens in all.
     """
 
     word: str = "<image>"  # the word of the template that stands for the frame
@@ -300,7 +300,7 @@ class FrameTextEncoder(TextEncoder):
         embeddings = []
         for state, caption, at in zip(states, cut, places, strict=True):
             marks = (caption == self.mark).nonzero().flatten().tolist()
-            last = marks[-1] if len(marks) > 2 else len(caption) - 1  # truncation may remove the last `mark`
+            last = marks[-1] if len(marks) > 2 else len(caption) - 1  # no last `mark`: truncated
             text = state[more:]  # skip the extra frame tokens, so that caption positions index the states
             parts = [text[reader.skip : last + 1 - reader.closing], text[last + 1 : len(caption)]]
             frame = state[at : at + reader.frame_tokens : every]

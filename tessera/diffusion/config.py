@@ -22,7 +22,7 @@ WRITTEN_AS = "0.35.0"  # the diffusers release whose config.json format is writt
 
 
 class DiffusersConfig(Section):
-    """Read and write a diffusers config.json. Fields have the same names as there.
+    """Read and write a diffusers config.json. Fields have the names that they have in the file.
 
     Defaults are those of the diffusers class, because a config.json may lack fields.
     """
@@ -60,7 +60,7 @@ class DiffusersConfig(Section):
         return build(cls, {**{name: data[name] for name in names if name in data}, **native}, where)
 
     def generation(self) -> GenerationFamily:
-        """Return how the model reads latents and captions, and how samples are drawn."""
+        """Return how the model reads latents and captions, and how samples are generated."""
         raise NotImplementedError
 
     def proof_grid(self) -> Grid:

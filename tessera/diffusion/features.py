@@ -136,7 +136,7 @@ def keep_plan(folder: Path, facts: Mapping[str, Any]) -> None:
             stored = stored if isinstance(stored, dict) else {}
             other = sorted(name for name in {*stored, *facts} if stored.get(name) != facts.get(name))
             raise TesseraError(
-                f"the folder has features that were made with other settings; different are: {', '.join(other)}",
+                f"the folder has features that were made with other settings: {', '.join(other)}",
                 where=str(folder),
                 fix="choose another output folder, or remove this one",
                 code="data.features-made-otherwise",

@@ -37,7 +37,7 @@ def from_tokens(tokens: Tensor, patch: Grid, grid: Grid) -> Tensor:
 
 @dataclass(frozen=True)
 class GivenImages:
-    """Base class: no conditioning images. Subclasses read them; `required`: every sample must have one."""
+    """Describe a model without conditioning images. Subclasses read them. `required`: every sample must have one."""
 
     reads_first: ClassVar[bool] = False
     reads_last: ClassVar[bool] = False

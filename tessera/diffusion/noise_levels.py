@@ -107,7 +107,7 @@ class TimeOptions(Section):
 
 @dataclass(frozen=True)
 class NoiseLevel:
-    """Hold one noise level: time, shares of sample and noise, and weight in the loss."""
+    """Hold one noise level: its time, the factors of sample and noise in their sum, and its weight in the loss."""
 
     time: float  # from 0 to 1000
     clean_share: float
@@ -181,8 +181,10 @@ def _bell(sigma: float) -> float:
 
 @functools.lru_cache(maxsize=256)
 def _gaussian_scale(shift: float, steps: int) -> tuple[float, float]:
-    """Return the minimum of the loss weights over a schedule, and the mean of weights minus this minimum, as in
-    trainers of Wan."""
+    """Return the minimum of `_bell` over a schedule, and the mean of `_bell` minus the minimum.
+
+    They normalise the loss weights `gaussian`, as in trainers of Wan.
+    """
     bases = [1 - number / steps for number in range(steps)]
     heights = [_bell(shift * base / (1 + (shift - 1) * base)) for base in bases]
     lowest = min(heights)

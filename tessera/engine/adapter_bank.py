@@ -28,7 +28,7 @@ _TOKENS = 4096  # initial number of rows of `_others`, one for each token of a c
 
 
 class AdapterBank:
-    """Hold LoRA adapters by name, and apply a different one to each row of a batch.
+    """Hold LoRA adapters by name, and apply to each row of a batch the adapter that its request selects.
 
     If no adapter is loaded or selected, the model computes exactly what it computes without a bank. A layer gets
     storage for adapters when the first adapter for it is loaded, and keeps it. So loading and unloading adapters of the
@@ -141,7 +141,7 @@ class AdapterBank:
         """Store checked adapters in a free slot."""
         for path, factors in adapters.items():
             layer = self._layers[path] if path in self._layers else self._add_layer(path, factors.adapter)
-            # Twice as many slots as needed until now, so that few loads change addresses.
+            # Reserve the next power of two slots, so that few loads change addresses.
             count = min(1 << slot.bit_length(), len(self._slots))
             self.version += layer.slots.reserve(count, factors.adapter.rank)
         for layer in self._layers.values():

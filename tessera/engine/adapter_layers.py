@@ -20,12 +20,12 @@ from tessera.nn.moe import ExpertAdapter
 from tessera.ops.linear import without_slots
 from tessera.ops.moe import LowRank
 
-_RANKS = 8  # ranks are padded to a multiple: rows of 16 bytes in half precision, which fast kernels need
+_RANKS = 8  # pad ranks to a multiple of this: fast kernels need rows of 16 bytes, in half precision
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Hold which slots of adapters the tokens of a call use."""
+    """Hold which adapter slot each token of a model call uses."""
 
     start: int  # first slot that is computed
     stop: int  # the slot after the last one
@@ -41,7 +41,7 @@ class Selection:
 
 
 class Selects(Protocol):
-    """Declare the interface of a bank: it returns the selection of the current call to its layers."""
+    """Declare what layers need of a bank: the selection of the current call."""
 
     @property
     def selection(self) -> Selection | None:
@@ -49,7 +49,7 @@ class Selects(Protocol):
 
 
 class Slots:
-    """Store the matrices of one layer for several adapters, and replace them while the addresses stay the same.
+    """Store the matrices of several adapters for one layer. Replacing an adapter changes no memory address.
 
     `axis_a`, `axis_b`: position of the slots among the dimensions of A [slots, rank, in] and of B [slots, rank, out].
     Stacked experts have further dimensions, see `BankExperts`.
@@ -92,8 +92,8 @@ class Slots:
 
     @torch.no_grad()
     def fill(self, slot: int, a: Tensor, b: Tensor) -> None:
-        """Store the matrices of a slot: tensors like those of this object, without the dimension of slots."""
-        axis_a, axis_b = self.axes  # without the dimension of slots, the ranks are at this position
+        """Store the matrices of a slot. `a` and `b` have the dimensions of `self.a` and `self.b` without the slots."""
+        axis_a, axis_b = self.axes  # `select` removes the dimension of slots; then the ranks are at this position
         self.a.select(axis_a, slot).narrow(axis_a, 0, a.shape[axis_a]).copy_(a)
         self.b.select(axis_b, slot).narrow(axis_b, 0, b.shape[axis_b]).copy_(b)
 
@@ -122,7 +122,7 @@ class BankLinear:
         return factors.a, (factors.b.float() * factors.adapter.scale).T
 
     def add(self, layer: nn.Module, args: tuple[Any, ...], product: Tensor) -> Tensor | None:
-        """Return the output with adapters. `product`: the layer's own output; None: leave it as it is."""
+        """Add the adapters to `product`, the layer's output. Return None to leave the output unchanged."""
         selection = None if self.bank.selection is None else self.bank.selection.clipped(self.slots.count)
         if selection is None:
             return None
@@ -131,7 +131,7 @@ class BankLinear:
         x, others = args[0], selection.unused()
         if not isinstance(product, DTensor):
             return _added(x, product, a, b, others)
-        # A rank has some columns of the inputs, or some of the outputs (see `ops.adapted_linear`).
+        # With tensor parallelism, a rank has some of the input or output features (see `ops.adapted_linear`).
         assert isinstance(x, DTensor), "the input of a tensor-parallel layer is a DTensor"
         rank, local_x, local = product.device_mesh.get_local_rank(), x.to_local(), product.to_local()
         a = a.narrow(1, 0 if x.placements[0].is_replicate() else rank * local_x.shape[-1], local_x.shape[-1])
@@ -147,7 +147,10 @@ class BankLinear:
 
 
 def _added(x: Tensor, product: Tensor, a: Tensor, b: Tensor, others: Tensor | None) -> Tensor:
-    """Return `product` + b^T a `x`, where rows use the ranks of their slots. `a` [ranks, in], `b` [ranks, out]."""
+    """Return `product` + `x` a^T b. `a` [ranks, in] and `b` [ranks, out] have the ranks of all computed slots.
+
+    `others`: the slots that do not apply to a token; see `Selection`.
+    """
     low = F.linear(x.flatten(0, -2), a)
     if others is not None:
         assert low.shape[0] == others.shape[0], "encoders are called with one adapter: see `AdapterBank.select`"
@@ -156,10 +159,10 @@ def _added(x: Tensor, product: Tensor, a: Tensor, b: Tensor, others: Tensor | No
 
 
 class BankExperts(ExpertAdapter):
-    """Hold the adapters of stacked experts in a bank: A [experts, slots, rank, in], B [experts, N, out, slots, rank].
+    """Hold the adapters of stacked experts in a bank.
 
-    It is the child of a module of experts (see `nn.moe.Experts`). Its tensors are no parameters: they belong to no
-    model file.
+    A is [experts, slots, rank, in], B is [experts, weights, out, slots, rank]. This is a child of a module of experts
+    (see `nn.moe.Experts`). Its tensors are not parameters, so that they are not saved with the model.
     """
 
     def __init__(self, bank: Selects, weight: Tensor, weights: int) -> None:

@@ -28,15 +28,15 @@ _SECONDS, _GIB = 3, 4  # limits of CPU time and memory to compile a constraint
 _MOST_GRAMMARS = 32  # limit of compiled grammars in the cache
 _LARGEST_MULTIPLE = 50_000  # limit of `multipleOf`, whose automaton has this many states
 _MOST_LEXER_STATES = 50_000  # limit of lexer states per answer, which take 1 to 2 kB each
-_STEP_FUEL = 100_000  # limits a step to about 10 ms, and the memory of its expressions
+_STEP_FUEL = 100_000  # llguidance's limit of work per token: about 10 ms, and bounded memory
 # White space between the elements of JSON. Without a limit, a weak model may fill the rest of its answer with it.
 _BLANKS = {"whitespace_pattern": r"\n?[ ]{0,32}"}
-_LONGEST_MESSAGE = 300  # characters that are shown of an error of the library, which repeats the grammar
+_LONGEST_MESSAGE = 300  # maximum characters of an llguidance error in a message, since such errors repeat the grammar
 _TOO_LARGE = re.compile(r"too (?:big|large|many|complex|deep)|limit|max is|nest", re.IGNORECASE)
 
 
 class Grammars:
-    """Compile constraints for one model. The library and its view of the tokenizer are loaded at the first use."""
+    """Compile constraints for one model. The library llguidance and its tokenizer are loaded at the first use."""
 
     def __init__(self, tokenizer: ChatEncoder, vocabulary: int, stop_tokens: frozenset[int]) -> None:
         self._tokenizer = tokenizer
@@ -79,9 +79,9 @@ class Grammars:
         return matcher
 
     def _after_a_token(self, matcher: Any) -> Any:
-        """Return the state after a possible first token.
+        """Return the state after one of the allowed first tokens.
 
-        The first token causes much of the work: a grammar that is too large fails here, before its answer begins.
+        A first token causes much of the work, so a grammar that is too large already fails here, not during an answer.
         """
         trial = matcher.deep_copy()
         if trial.is_error():
@@ -139,7 +139,7 @@ class Matcher:
 
     @property
     def finished(self) -> bool:
-        """Whether the answer is complete, and nothing but a stop token may follow."""
+        """Return whether the answer is complete, and nothing but a stop token may follow."""
         return bool(self._matcher.is_stopped())
 
     def _check(self) -> None:
@@ -148,14 +148,14 @@ class Matcher:
 
 
 def is_quick(constraint: Constraint) -> bool:
-    """Return whether a constraint compiles in a tenth of a second: it is small, and combines no texts and schemas."""
+    """Return whether a constraint compiles in a tenth of a second: it is short, without slow constructs."""
     slow = {"json_schema": ("allOf", "pattern", "$ref", "\\"), "grammar": ("%json", "\\")}.get(constraint.kind, ())
     return len(constraint.text) <= _QUICK and not any(word in constraint.text for word in slow)
 
 
 def _check_effort(grammar: str) -> None:
     """Compile a grammar in another process, which ends when its limits of time and memory are reached."""
-    # -P: do not import the program's neighbours, whose names other modules have, too.
+    # -P: keep the program's folder out of sys.path, because files in it have the names of other modules.
     program = [sys.executable, "-P", str(Path(__file__).with_name("grammar_check.py")), str(_SECONDS), str(_GIB)]
     done = subprocess.run(program, input=grammar.encode(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     if done.returncode < 0:
@@ -184,7 +184,7 @@ def _grammar(library: Any, constraint: Constraint) -> str:
     if constraint.kind == "json_object":
         return _from_schema(library, '{"type": "object"}', _BLANKS)
     if constraint.kind == "json_schema":
-        schema = _json(text)  # parse it first: text that is not JSON could change the grammar
+        schema = _json(text)  # raise unless the text is JSON: other text could add rules to the grammar
         _check_schema(schema)
         return _from_schema(library, text, _BLANKS if isinstance(schema, dict) else None)
     if constraint.kind == "regex":
@@ -223,7 +223,7 @@ def _check_schema(schema: Any) -> None:
 
 
 def _check_schemas_of_grammar(text: str) -> None:
-    """Check the text after every `%json`, even inside of strings: the end of a string may not be where it seems."""
+    """Check the JSON schema after every `%json` of a grammar, even in string literals, which are not parsed here."""
     for match in re.finditer(r"%json\s*", text):
         try:
             _check_schema(json.JSONDecoder().raw_decode(text, match.end())[0])
@@ -262,7 +262,7 @@ def _multiples(schema: Any) -> Iterator[Fraction]:
 
 
 def _refusal(message: str) -> TesseraError:
-    """Return the error for a message of the library. Its text in quotes is a part of the grammar."""
+    """Return the error for a message of llguidance. After a quotation mark, the message quotes the grammar."""
     if "NoExtension" in message:
         return _invalid("no answer is possible")
     return _too_large(message) if _TOO_LARGE.search(message.partition('"')[0]) else _invalid(message)

@@ -1,6 +1,6 @@
 """Answer requests that join and leave at any step, with one model and one paged KV cache.
 
-A step plans and starts one call of the model, then reads the tokens of the call before: the device computes while the
+A step plans and starts one call of the model, then reads the tokens of the previous call: the device computes while the
 host handles text. So a row that has ended runs once more, and its last token is dropped.
 """
 
@@ -88,7 +88,7 @@ class Engine:
         self._flight: Flight | None = None
         self._deltas: list[Delta] = []  # deltas of requests ended between steps
         self._leaving: set[str] = set()  # adapters that are being unloaded
-        self._versions: dict[str | None, int] = {}  # how often adapters were loaded, and weights replaced (None)
+        self._versions: dict[str | None, int] = {}  # number of loads of each adapter; None: of weight replacements
         self._counters = _Counters()
 
     # ------------------------------------------------------------------------------------------ requests
@@ -105,8 +105,8 @@ class Engine:
         if needed > self._most_blocks:
             room = self._most_blocks * self.limits.block_size
             raise TesseraError(
-                f"the prompt has {tokens.numel()} tokens, up to {request.max_new_tokens} new ones follow, and the "
-                f"cache has room for {room}",
+                f"the prompt has {tokens.numel()} tokens and asks for {request.max_new_tokens} new ones, but the cache "
+                f"has room for {room} tokens",
                 fix="shorten the prompt, or ask for fewer new tokens",
                 code="generation.cache-full",
             )
@@ -126,7 +126,7 @@ class Engine:
         """Let a prepared request wait for its turn, and return its number."""
         self.check_room()
         adapter = state.request.adapter
-        self._check_adapter(state.request)  # it may have been unloaded or replaced since `prepare`
+        self._check_adapter(state.request)  # the adapter may have been unloaded or replaced since `prepare`
         state.root = f"{adapter} {self._versions.get(adapter, 0)} {self._versions.get(None, 0)}"
         self._states[state.number] = state
         if state.request.max_new_tokens == 0 and state.request.prompt_logprobs is None:
@@ -189,7 +189,7 @@ class Engine:
 
     @torch.no_grad()
     def step(self) -> list[Delta]:
-        """Run one call of the model, and return the deltas of all requests that the call before has extended."""
+        """Run one call of the model, and return the deltas of all requests that the previous call has extended."""
         try:
             self._step()
         except Exception as error:
@@ -197,7 +197,7 @@ class Engine:
             self._flight = None
             for state in [*self._scheduler.running]:
                 self._deltas.append(self._fail(state, call_failed(error)))
-            for state in self._scheduler.waiting:  # preempted requests sample the lost call's tokens again
+            for state in self._scheduler.waiting:  # preempted: sample tokens of the failed call again
                 state.pending = 0
         deltas, self._deltas = self._deltas, []
         return deltas
@@ -226,7 +226,7 @@ class Engine:
     def _sample(self, parts: Sequence[CallPart], logits: Tensor, masks: Mapping[RequestState, Tensor]) -> Flight:
         """Sample the next tokens, and count what the call has computed."""
         flight = Flight(parts, logits)
-        # Skip requests that ended when the previous call was read: they have left the sampler.
+        # `flight.sampled` lacks requests that ended when the previous call was read.
         rows = [part.state for part in flight.sampled]
         for state in rows:
             if not state.in_sampler:
@@ -235,7 +235,7 @@ class Engine:
                 state.in_sampler = True
         if rows:
             numbers = [state.row for state in rows if state.row is not None]
-            every = next(iter(masks.values()), None)  # unread placeholder for rows without a constraint
+            every = next(iter(masks.values()), None)  # also stacked for rows without a constraint, which do not read it
             stacked = None if every is None else torch.stack([masks.get(state, every) for state in rows])
             on_device = None if stacked is None else stacked.to(self.model.device, non_blocking=True)
             flight.take(self._sampler.sample(flight.logits, numbers, on_device))
@@ -244,7 +244,7 @@ class Engine:
             if not state.finished:
                 state.advance(part.new)
                 state.pending += part.sampled
-                if part.start < state.prompt_length:  # later blocks are published when the request ends
+                if part.start < state.prompt_length:  # blocks of the answer are published when the request ends
                     state.prompt_read |= part.with_logits and state.computed >= state.prompt_length
                     state.publish(self._pool)
         return flight
@@ -275,7 +275,7 @@ class Engine:
             state = result.state
             if state.finished:
                 continue
-            state.pending -= 1  # not 0: a later call may have sampled the next token already
+            state.pending -= 1  # may stay above 0: a later call may have sampled the next token already
             try:
                 if result.damaged:
                     raise not_finite_error()
@@ -288,7 +288,7 @@ class Engine:
                 self._deltas.append(self._end(state, "length"))
 
     def _extend(self, state: RequestState, token: int, logprob: TokenLogprob | None) -> Delta:
-        """Add a token to an answer, and return the delta, which ends it if the token does."""
+        """Add a token to an answer, and return the delta. End the answer if the token ends it."""
         request = state.request
         self._counters.generated += 1
         state.tokens.append(token)
@@ -344,7 +344,7 @@ class Engine:
             self._drop_unused()
 
     def _prompt_logprobs(self, state: RequestState) -> tuple[TokenLogprob | None, ...] | None:
-        """Return the log-probabilities of the prompt, once, when all are computed."""
+        """Return the log-probabilities of the prompt when all are computed, only once; otherwise None."""
         if state.request.prompt_logprobs is None or len(state.prompt_logprobs) < state.prompt_length:
             return None
         entries, state.prompt_logprobs = tuple(state.prompt_logprobs), []
@@ -387,14 +387,14 @@ class Engine:
     def replace_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copy new values, unsharded or sharded like the weights, into weights of the model by their native names.
 
-        Running requests continue with them. Each rank of a split model copies its shard. After an error, the weights
-        before the one that failed have been replaced.
+        Running requests continue with the new weights. Each rank of a split model copies its shard. If a tensor causes
+        an error, the weights before it are already replaced.
         """
         replace_tensors(model_tensors(self.model.module), tensors)
         self._versions[None] = self._versions.get(None, 0) + 1
         self._pool.forget_all()
         for state in self._scheduler.running:
-            state.published = NEVER_PUBLISHED  # its blocks were computed with the old weights
+            state.published = NEVER_PUBLISHED  # never publish its blocks, which were computed with the old weights
         self._runner.forget_media()
 
     def _check_adapter(self, request: Request) -> None:
@@ -418,7 +418,7 @@ class Engine:
         grammars = self._grammars.get(stop_tokens)
         if grammars is None:  # each set of stop tokens takes megabytes, and clients choose them
             while len(self._grammars) >= _MOST_GRAMMARS:
-                self._grammars.pop(next(iter([*self._grammars])), None)  # None: another thread may have removed it
+                self._grammars.pop(next(iter([*self._grammars])), None)  # default None: another thread may remove it
             grammars = self._grammars[stop_tokens] = Grammars(processor.encoder, self._vocabulary, stop_tokens)
         return grammars
 
@@ -428,7 +428,7 @@ class Engine:
         """Return how many blocks the cache may have. All ranks of a split model have the same number."""
         device = self.model.device
         share = _SHARE_OF_HOST if device.type == "cpu" else _SHARE_OF_DEVICE
-        blocks = int(share * devices.free_memory(device)) // max(block_bytes, 1)  # 0: a stage without a cache
+        blocks = int(share * devices.free_memory(device)) // max(block_bytes, 1)  # 0 bytes: a stage without cache
         if self.limits.blocks is not None:
             blocks = min(blocks, self.limits.blocks)
         if self.model.over_ranks:

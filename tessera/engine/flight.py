@@ -49,7 +49,7 @@ class _Logprobs:
 
 
 class Flight:
-    """Hold the parts of a call, and its results on the device."""
+    """Hold one call of the model: its parts, which each belong to a request, and its results on the device."""
 
     def __init__(self, parts: Sequence[CallPart], logits: Tensor) -> None:
         """`logits`: logits of the tokens that the parts need. Requests that have ended in the meantime are left out."""

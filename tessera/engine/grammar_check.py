@@ -18,7 +18,7 @@ def main(seconds: int, gib: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (gib << 30, gib << 30))
     import llguidance
 
-    # The size of a grammar does not depend on the vocabulary, so the vocabulary of bytes is enough.
+    # The effort of compiling a grammar does not depend on the vocabulary, so a vocabulary of single bytes is enough.
     matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), sys.stdin.read(), log_level=0)
     if not matcher.is_error():
         matcher.compute_bitmask()

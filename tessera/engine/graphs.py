@@ -27,7 +27,7 @@ from tessera.runtime import device as devices
 log = logging.getLogger("tessera")
 
 ROWS = (1, 2, 4, 8, *range(16, 129, 8), *range(144, 257, 16))
-_TOKENS = 512  # number of tokens that the smallest table covers; each further width doubles it
+_TOKENS = 512  # number of tokens that the narrowest block table covers; each wider table covers twice as many
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class DecodeGraphs:
     def clear(self) -> None:
         """Drop captured calls.
 
-        Needed after modules or the memory of weights were replaced, but not after new values.
+        Needed after modules or the memory of weights were replaced, but not after weights got new values.
         """
         self._captured.clear()
 
@@ -113,7 +113,7 @@ class DecodeGraphs:
         tokens = torch.zeros(count, dtype=torch.int64, device=self._device)
         positions = torch.zeros((3, count) if axes == 2 else count, dtype=kind, device=self._device)
         step = CacheStep.of([self._padding()] * count, self._cache.block_size, self._device, width)
-        # Captured calls serve all rows that fit into the table. They read the cache.
+        # A captured call must work for all rows that fit into the table, and attends to keys in the cache.
         step = replace(step, longest=width * self._cache.block_size, prefill=False)
         pool = next((other.graph.pool for other in self._captured.values()), None)
         graph = devices.Graph(self._device, lambda: self._call(tokens, positions, step), pool)

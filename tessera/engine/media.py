@@ -24,7 +24,7 @@ from tessera.errors import TesseraError
 from tessera.nn.multimodal import Encoder
 
 _TEXT = ("tokens", "labels", "positions", "trained")
-_HASHED_AT_ONCE = 1 << 18  # bytes
+_HASHED_AT_ONCE = 1 << 18  # number of bytes that an executor task hashes
 _LARGE = 1 << 18  # bytes of a tensor that is copied to the device by itself
 
 
@@ -37,11 +37,11 @@ class Piece:
     tensors: Mapping[str, Tensor]  # tensors of the encoder's elements
     lengths: tuple[int, ...]  # lengths of its attention segments
     windows: tuple[int, ...]  # lengths of its attention windows
-    patches: Tensor | None  # the elements that the projector gets, counted from the first of the piece
+    patches: Tensor | None  # indices, in the piece, of the elements that the projector gets
     # [outputs, K]: features that each output is interpolated from, counted from 1; 0: a learned embedding
     index: Tensor | None
     weights: Tensor | None
-    constants: Mapping[str, Tensor]  # further tensors, which are equal for all prompts of a model
+    constants: Mapping[str, Tensor]  # tensors that are equal for all prompts of a model
     hashes: Sequence[Future[bytes]] = ()  # hashes of the bytes of its tensors; see `hashed`
 
     @cached_property
@@ -52,7 +52,7 @@ class Piece:
         return blake2b(header.encode() + parts, digest_size=16).digest()
 
     def hashed(self, threads: Executor | None) -> Piece:
-        """Return the piece with hashes of its bytes, which threads compute; None: computed here."""
+        """Return the piece with hashes of its bytes. `threads`: executor that computes them; None: compute them now."""
         futures: list[Future[bytes]] = []
         for tensor in self._hashed_tensors.values():
             data: Any = tensor.contiguous().view(torch.uint8).flatten().numpy() if tensor.numel() else b""
@@ -64,7 +64,7 @@ class Piece:
 
     @property
     def _hashed_tensors(self) -> dict[str, Tensor]:
-        # The order of the outputs may differ from the order of the tokens.
+        # Hash the slots, too: outputs may be in another order than the tokens that they replace.
         slots = self.slots - self.first
         others = {"selected": self.patches, "index": self.index, "weights": self.weights, "slots": slots}
         return {**self.tensors, **{name: tensor for name, tensor in others.items() if tensor is not None}}
@@ -86,7 +86,7 @@ class Piece:
 def split_media(batch: Batch, encoders: Sequence[Encoder], threads: Executor | None = None) -> list[Piece]:
     """Return the media of a batch as pieces, in the order of the encoders and of the tokens.
 
-    `threads`: start to hash the pieces there. None: they are hashed when their digests are needed.
+    `threads`: executor that begins to hash the pieces. None: a piece is hashed when its digest is needed.
     """
     names = {name for encoder in encoders for name in _names(encoder.stream)}
     constants = {name: tensor for name, tensor in batch.tensors.items() if name not in names and name not in _TEXT}
@@ -192,7 +192,7 @@ def _pieces(batch: Batch, encoder: Encoder, constants: Mapping[str, Tensor]) -> 
 
 
 def _features(batch: Batch, encoder: Encoder, outputs: int, elements: int) -> tuple[Tensor, Tensor]:
-    """Return the first and the last feature that each output of an encoder depends on, [outputs] each."""
+    """Return two index tensors [outputs]: the first and the last feature that each encoder output depends on."""
     stream = encoder.stream
     patches, index, weights = (batch.get(stream.selection(part)) for part in ("patches", "index", "weights"))
     if index is None:
@@ -230,7 +230,7 @@ def _cuts(ends: Sequence[int], first: Tensor, last: Tensor) -> list[tuple[int, i
 
 
 def _used(index: Tensor, weights: Tensor | None) -> Tensor:
-    """Return whether each entry [outputs, K] is a feature with a weight: others are padding or learned embeddings."""
+    """Return a mask [outputs, K]: which entries of `index` are features, not padding or learned embeddings."""
     used = index.view(index.shape[0], -1) > 0
     return used if weights is None else used & (weights.view(index.shape[0], -1) != 0)
 

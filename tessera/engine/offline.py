@@ -1,5 +1,5 @@
-"""Answer prompts that are all known, with an engine of their own whose cache is dropped afterwards, or kept for the
-turns of a conversation."""
+"""Answer a fixed list of prompts with a private engine, whose cache is dropped afterwards or kept for the next turn of
+a conversation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def answers_to(
 ) -> list[Answer]:
     """Return the answers to the prompts of a batch. Raise the error of a request that failed.
 
-    `on_text` gets each new part of all texts. `turns`: runs the requests, in place of a new engine.
+    `on_text` is called with each new part of any answer. `turns`: runs the requests; None: a new engine does.
     """
     host, generator = batch.to("cpu"), model.generator
     prompts = split_prompts(host, generator.encoders if isinstance(generator, EncodesMedia) else ())
@@ -60,7 +60,7 @@ class ConversationEngine:
         blocks = blocks_for(requests, EngineLimits.block_size)
         engine, self.engine = self.engine, None
         if engine is None or engine.model is not model or blocks > (engine.limits.blocks or 0):
-            del engine  # free it before the new engine measures the free memory
+            del engine  # free the old engine's cache before the new engine measures the free memory
             engine = Engine(model, EngineLimits(blocks=2 * blocks))
         answers = [checked(answer) for answer in engine.run(requests, on_delta)]
         self.engine = engine
@@ -78,7 +78,7 @@ def blocks_for(requests: Sequence[Request], block_size: int) -> int:
 
 
 def checked(answer: Answer) -> Answer:
-    """Return an answer. Raise its error if it has one: nobody else sees the errors of a private engine."""
+    """Return the answer, or raise the error that ended it."""
     error = answer.finish.error
     if error is not None:
         raise error.__cause__ if isinstance(error.__cause__, Exception) else error

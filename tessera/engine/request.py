@@ -1,7 +1,7 @@
 """Define what a caller asks of the engine, and what the engine returns.
 
 A request has one prompt and its own sampling. Its tokens depend on its prompt and its seed alone, never on the requests
-that run beside it.
+that run at the same time.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class TokenLogprob:
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
-    rank: int = 0  # 1 and the number of tokens with a larger logit
+    rank: int = 0  # 1 + number of tokens with a larger logit
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,8 @@ class Delta(NamedTuple):
     request: int
     tokens: tuple[int, ...] = ()  # new tokens, without a stop token
     text: str = ""
-    logprobs: tuple[TokenLogprob, ...] = ()  # one per token in `tokens`, if they were requested
-    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # all in one delta; None for the first token
+    logprobs: tuple[TokenLogprob, ...] = ()  # one per token in `tokens`; () if not requested
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # of all prompt tokens; first token: None
     finish: Finish | None = None  # set in the last delta
 
 

@@ -69,7 +69,7 @@ class Runner:
         """
         if self._cache is None:
             self._cache = self.model.new_cache(blocks + 1, self.block_size)
-            if self.bank is None and isinstance(self._cache, KVCache):  # a bank chooses adapters before each call
+            if self.bank is None and isinstance(self._cache, KVCache):  # a bank selects adapters per call
                 self._graphs = DecodeGraphs(self.model, self._cache, PADDING_BLOCK, self.device)
         for part in _parts(self._cache):
             part.grow(blocks + 1)
@@ -154,7 +154,7 @@ class Runner:
     def call(self, parts: Sequence[CallPart], previous: Tensor | None, sources: Mapping[RequestState, int]) -> Tensor:
         """Return the logits that the parts need, [n, vocabulary].
 
-        `previous`: the tokens of the call before, on the device. `sources`: which of them belongs to a request.
+        `previous`: the tokens that the previous call sampled, on the device. `sources`: request -> index in `previous`.
         """
         rows = [part.row for part in parts]
         if self.bank is not None:
@@ -208,7 +208,7 @@ class Runner:
             start = end
         positions[..., after_at] = after
         if previous is not None and where == origin == [*range(len(previous))] and len(where) == len(tokens):
-            # The positions of all decoding rows increase by one together.
+            # Usual decoding: each row continues with its token of the previous call, so only positions are sent.
             return previous, positions_of(self._send(position_bits(positions)), kind)
         arrays = (tokens, position_bits(positions).ravel(), np.array(where, np.int64), np.array(origin, np.int64))
         numbers = self._send(np.concatenate(arrays))
@@ -219,7 +219,7 @@ class Runner:
         return on_device, positions_of(flat, kind).view(positions.shape)
 
     def _media(self, parts: Sequence[CallPart]) -> dict[str, Tensor]:
-        """Return the slots of a call that media fill, and their embeddings."""
+        """Return batch tensors for the media of a call: their slots in the call, and the embeddings for these slots."""
         slots: dict[str, list[int]] = {}
         embeddings: dict[str, list[Tensor]] = {}
         start = 0

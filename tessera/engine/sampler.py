@@ -3,7 +3,7 @@
 The host never waits for the device here: it skips work by what it knows from the requests alone. A random number is a
 hash of seed, index of the token in the answer, and token id, in integer arithmetic. It is the same on every device. All
 other operations are elementwise, a maximum, or sums of integers, whose results do not depend on the order. So a
-row with the same logits gets the same tokens alone, beside any other rows, and after preemption.
+row with the same logits gets the same tokens alone, together with any other rows, and after preemption.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tessera.engine.request import Request
 from tessera.errors import TesseraError, few_names
 
 _TOP_K_ROWS = 1024  # rows with a larger top_k are sorted fully
-_AT_ONCE = 64  # rows of [rows, vocabulary] temporaries, which limits their memory
+_AT_ONCE = 64  # rows processed at a time, to limit the memory of temporaries [rows, vocabulary]
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,15 @@ class Sampled:
 
     tokens: Tensor  # [n] int64
     not_finite: Tensor  # [n] bool: the logits have NaN or +inf, or are all -inf; the token is meaningless
-    logprobs: Tensor | None = None  # [n] float32; None: no row asked
-    top_values: Tensor | None = None  # [n, k] float32; None: no row asked
+    logprobs: Tensor | None = None  # [n] float32; None: no row needs them
+    top_values: Tensor | None = None  # [n, k] float32; None: no row needs them
     top_tokens: Tensor | None = None  # [n, k] int64
-    ranks: Tensor | None = None  # [n] float32: 1 and the number of tokens with a larger logit
+    ranks: Tensor | None = None  # [n] float32: 1 + number of tokens with a larger logit
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Name the rows of a call that need an operation."""
+    """Hold the rows of a call to which an operation applies."""
 
     at: Tensor | None  # [m] indices in the call; None: all rows of the call
     rows: Tensor  # [m] rows of the engine
@@ -57,10 +57,10 @@ class _Group:
 
 @dataclass(frozen=True)
 class _Limit:
-    """Hold top_k and top_p of the rows whose thresholds are computed by one search."""
+    """Hold top_k and top_p of rows whose score thresholds are computed together."""
 
     group: _Group
-    depth: int  # number of largest scores to search
+    depth: int  # number of largest scores of a row that are compared
     top_k: Tensor  # [m, 1] int64
     top_p: Tensor | None  # [m, 1] float32; None: no row has one
 
@@ -105,7 +105,8 @@ class Sampler:
             unknown = sorted(token for token in tokens if not 0 <= token < self._shape[1])
             if unknown:
                 raise TesseraError(
-                    f"{name} has tokens that the model does not have: {few_names([str(token) for token in unknown])}",
+                    f"{name} contains token ids outside of the vocabulary: "
+                    f"{few_names([str(token) for token in unknown])}",
                     where="sampling",
                     allowed=[f"0 to {self._shape[1] - 1}"],
                     code="generation.token-out-of-range",
@@ -220,10 +221,10 @@ class Sampler:
         )
 
     def _limits(self, rows: Sequence[int]) -> Iterator[_Limit]:
-        """Yield the searches for thresholds that some sampled rows need.
+        """Yield the limits of the rows that need a threshold.
 
-        With a small top_k the largest scores are enough. With top_p alone no fixed number of them is enough, and
-        reading the number from the device would be a synchronisation: these rows are sorted.
+        For rows with a small top_k, only the largest scores are sorted. Rows with top_p alone may need any number of
+        scores, and reading this number from the device would synchronise, so all of their scores are sorted.
         """
         vocabulary = self._shape[1]
         small: list[int] = []
@@ -240,7 +241,7 @@ class Sampler:
                 continue
             options = [request.sampling for request in group.requests]
             top_k = [s.top_k if 0 < s.top_k < vocabulary else vocabulary for s in options]
-            # 2 is above any rounded sum, so it means no limit
+            # sums of probabilities may round to slightly more than 1; 2 means no limit
             top_p = [[s.top_p if s.top_p < 1 else 2.0] for s in options]
             has_top_p = any(s.top_p < 1 for s in options)
             yield _Limit(
@@ -342,10 +343,10 @@ def _draw(scores: Tensor, plan: _Plan) -> Tensor:
 
 
 def _threshold(scores: Tensor, limit: _Limit) -> Tensor:
-    """Return the lowest scores, [m, 1], within top_k and then top_p. Equal scores are either all inside of the limits
-    or all outside.
+    """Return the lowest score of each row, [m, 1], that top_k and then top_p allow.
 
-    The scores' maximum is 0. Probabilities are integers here: their sums are the same in any order.
+    Tokens with equal scores are all allowed or all excluded. The maximum of each row's scores must be 0. Probabilities
+    are added as integers, so that sums do not depend on the order.
     """
     if limit.depth < scores.shape[1]:
         values = scores.topk(limit.depth, dim=-1).values
@@ -358,7 +359,7 @@ def _threshold(scores: Tensor, limit: _Limit) -> Tensor:
     ranked = _weights(values)
     before = ranked.cumsum(dim=-1) - ranked
     inside = (before < (limit.top_p * total).to(torch.int64)) & (values >= last)
-    # None is inside if top_p is 0, or if there is a NaN: the highest score remains.
+    # If top_p is 0, or a score is NaN, no score is inside. Then the threshold is the highest score.
     return values.gather(1, (inside.sum(dim=-1, keepdim=True) - 1).clamp(min=0))
 
 
@@ -423,9 +424,9 @@ def _with_logprobs(result: Sampled, logits: Tensor, group: _Group, top: int) -> 
 
 @torch.no_grad()
 def prompt_logprobs(logits: Tensor, tokens: Tensor, top: int) -> Sampled:
-    """Return the model's log-probabilities of tokens, [t], by the logits before each of them, [t, vocabulary].
+    """Return the model's log-probabilities of `tokens`, [t]. `logits` [t, vocabulary] predict each of them.
 
-    `top`: also return this many likeliest tokens.
+    `top`: number of likeliest tokens to return as well.
     """
     logprobs, values, indices, ranks, finite = [], [], [], [], []
     for part, ids in zip(torch.split(logits, _AT_ONCE), torch.split(tokens, _AT_ONCE), strict=True):

@@ -35,7 +35,7 @@ class CallPart(NamedTuple):
     start: int
     new: int
     sampled: bool  # whether the call samples the next token
-    pending: bool  # whether the host has not read the token yet
+    pending: bool  # whether the last input token was sampled by a call that the host has not read
     with_logits: bool  # whether the logits of all its tokens are needed, for log-probabilities of the prompt
 
     @property
@@ -53,8 +53,11 @@ class Scheduler:
         grow: Callable[[int], bool],
         leave_sampler: Callable[[int], None],
     ) -> None:
-        """`grow(count)`: enlarge the pool by `count` blocks or more, or return False. `leave_sampler(row)`: called when
-        a row that samples becomes free."""
+        """Create a scheduler without requests.
+
+        `grow(count)`: enlarges the pool by `count` blocks or more, or returns False. `leave_sampler(row)`: called when
+        a request leaves its row of the sampler.
+        """
         self.pool = pool
         self.limits = limits
         self.waiting: list[RequestState] = []
@@ -95,12 +98,12 @@ class Scheduler:
                 parts.append(self._part(state, 1, 1))
                 budget -= 1
         for state in chunks:
-            if budget and state.row is not None:  # it was not preempted in the loop above
+            if budget and state.row is not None:  # the loop above may have preempted it
                 parts.append(self._part(state, state.remaining, budget))
                 budget -= parts[-1].new
         while self.waiting and budget and self._rows and self.preemptions == preemptions:
             state = self.waiting[0]
-            # A preempted request may wait for a token of the call in flight.
+            # A preempted request can join only after the host has read its token from the call in flight.
             if state.pending or not self._join(state):
                 break
             parts.append(self._part(state, state.remaining, budget))
@@ -138,7 +141,7 @@ class Scheduler:
         """Let a waiting request run, if there are blocks for all its tokens so far."""
         size = self.pool.block_size
         length = len(state.tokens)
-        # At least one token is computed, whose logits give the next one.
+        # Leave at least one token to compute, whose logits give the next token.
         reusable = 0 if state.reads_prompt else (length - 1) // size
         blocks = self.pool.match(state.block_keys(reusable))
         # Keep one block free for each running request, which may soon need it.
@@ -158,7 +161,7 @@ class Scheduler:
         return True
 
     def _allocate(self, count: int, spare: int = 0) -> list[int] | None:
-        """Allocate blocks. Return None if fewer than `spare` would stay free."""
+        """Allocate blocks. Return None if fewer than `spare` free blocks would remain."""
         missing = count + spare - self.pool.available
         if missing > 0 and not self._grow(missing):
             return None

@@ -18,7 +18,7 @@ from tessera.engine.media import Piece
 from tessera.engine.request import Request, TokenLogprob
 from tessera.engine.text import AnswerText
 
-NEVER_PUBLISHED = 1 << 62  # value of `RequestState.published` with which no other request reuses the blocks
+NEVER_PUBLISHED = 1 << 62  # value of `RequestState.published`: do not let other requests reuse the blocks
 
 
 @dataclass(eq=False)
@@ -47,7 +47,7 @@ class RequestState:
     pending: int = 0  # number of tokens that calls in flight sample
     published: int = 0  # number of blocks that other requests can reuse
     cached_tokens: int | None = None  # number of prompt tokens whose blocks were reused at the first run
-    prompt_read: bool = False  # whether log-probabilities of the whole prompt are computed, if it asks for them
+    prompt_read: bool = False  # whether the requested log-probabilities of the whole prompt are computed
     embeddings: dict[Piece, Tensor] = field(default_factory=dict)  # embeddings of media that the next chunks need
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     finished: bool = False
@@ -56,14 +56,17 @@ class RequestState:
         positions = self.request.prompt["positions"]
         self.prompt_length = len(self.tokens)
         self.text_positions = positions.numpy()
-        # After the last token: a moment of a video before it may have a later position.
+        # Continue from the position of the last token, although a video frame before it may have a larger position.
         self.offset = positions[..., -1].max().item() + 1 - self.prompt_length
         self.needed = self.prompt_length + max(self.request.max_new_tokens, 1) - 1
         self.media_end = max((piece.end for piece in self.pieces), default=0)
 
     @cached_property
     def keys(self) -> BlockKeys:
-        """Return the keys of its blocks that are computed so far. The first call waits for the hashes of media."""
+        """Return the keys of the blocks of the prompt; `block_keys` adds tokens of the answer.
+
+        The first call waits for the hashes of media.
+        """
         media = np.zeros((self.prompt_length, 3), np.int64)
         for piece in self.pieces:
             slots = piece.slots.numpy()
@@ -107,7 +110,7 @@ class RequestState:
         target[..., inside:] = np.arange(start + inside, start + count) + self.offset
 
     def block_keys(self, count: int) -> list[bytes]:
-        """Return the keys of the first `count` blocks, which have tokens that the host has read."""
+        """Return the keys of the first `count` blocks. The host must have read all tokens of these blocks."""
         start = self.keys.tokens
         new = self.tokens[start : count * self.block_size]
         if new:
@@ -134,7 +137,7 @@ class RequestState:
             self.published = count
 
     def leave(self, pool: BlockPool) -> None:
-        """Release the blocks. A request that continues later computes its tokens again, or reuses the blocks."""
+        """Release the blocks. If the request runs again, it reuses those that still exist and computes the others."""
         pool.release(self.blocks)
         self.blocks, self.computed, self.published = array("q"), 0, 0
         self.row, self.in_sampler = None, False
@@ -142,7 +145,7 @@ class RequestState:
 
 
 def position_bits(positions: np.ndarray) -> np.ndarray:
-    """Return positions as integers: fractions, in fp32, by their bits."""
+    """Return positions as integers. Positions in float32, which may be fractions, are viewed as int32."""
     return positions if positions.dtype == np.int64 else positions.view(np.int32)
 
 

@@ -37,7 +37,7 @@ class AnswerText:
     def __init__(self, request: Request, decode: Callable[[Sequence[int]], str]) -> None:
         self._stops = sorted((stop for stop in request.stop if stop), key=len, reverse=True)
         self._borders = [_borders(stop) for stop in self._stops]
-        # for each stop string: number of its first letters at the end of the text
+        # for each stop string: how many of its first characters the text ends with
         self._matched = [0] * len(self._stops)
         self._include_stop = request.include_stop
         self._earliest = request.min_new_tokens
@@ -48,7 +48,7 @@ class AnswerText:
         # differently (its space), so the text of new tokens is the difference of two decoded texts.
         self._tokens: list[int] = []
         self._border = 0  # number of tokens before the last border
-        self._passed = 0  # characters in the text of the tokens that are in `_waiting` or were sent
+        self._passed = 0  # number of characters of the tokens' text that were sent or are in `_waiting`
         self._waiting = ""  # the possible beginning of a stop string
         self._ended = False
 
@@ -74,7 +74,7 @@ class AnswerText:
         self._tokens.append(token)
         text = self._decode(tuple(self._tokens))
         if len(text.rstrip(_UNFINISHED)) <= self._passed and not self._decode((token, token)):
-            self._tokens.pop()  # a special token without text: an incomplete character before it is still held back
+            self._tokens.pop()  # a special token without text does not end an incomplete character
             return ""
         stable = len(text.rstrip(_UNFINISHED)) if text.endswith(_UNFINISHED) else len(text)
         if len(self._tokens) - self._border > _LONGEST and stable < len(text):

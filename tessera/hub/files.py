@@ -104,7 +104,7 @@ def _refuse(id: HubId, wanted: str, names: Sequence[str]) -> NoReturn:
 
 @dataclass(frozen=True)
 class DataFiles:
-    """Hold the files to download, and the path or glob pattern that a recipe would use for them, below the folder."""
+    """Hold the files to download, and their path or glob pattern in a recipe, relative to the folder."""
 
     files: tuple[str, ...]
     path: str

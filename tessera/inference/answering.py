@@ -23,12 +23,12 @@ from tessera.inference.prepare import PromptPool
 T = TypeVar("T")
 
 _AHEAD = 64  # prompts that are prepared or being prepared, ahead of the engine
-_FEW = 256  # prompts that a thread of this process prepares: worker processes take seconds to start
+_FEW = 256  # up to this many prompts are prepared without worker processes, which take seconds to start
 _STOPS = ("environment.workers-killed", "generation.engine-failed")
 
 
 class AnswersRequests(Protocol):
-    """Declare what a loop over many requests needs of the engine."""
+    """Declare the methods of the engine that `answers_to_all` needs."""
 
     @property
     def busy(self) -> bool: ...
@@ -48,8 +48,8 @@ def answers_to_all(
 ) -> Iterator[tuple[T, Answer | BaseException]]:
     """Yield each item with its answer, or with its own error, in the order in which they end.
 
-    `at_once`: number of requests in the engine at a time, including those that wait there. `on_step` gets the number of
-    new tokens after each step. An error that is not due to one item is raised.
+    `at_once`: number of requests in the engine at a time, running or waiting. `on_step` is called after each step with
+    the number of new tokens. An error that is not due to a single item is raised.
     """
     source, more = iter(items), True
     preparing: dict[Future[Batch], T] = {}
@@ -79,7 +79,7 @@ def answers_to_all(
 
 
 def stops_all(error: BaseException) -> bool:
-    """Return whether an error is not due to a single request, so that all requests may be answered after a restart."""
+    """Return whether an error concerns all requests, not one: after a restart, they can be tried again."""
     return isinstance(error, TesseraError) and error.code in _STOPS
 
 
@@ -139,9 +139,9 @@ def numbered_answers(
 ) -> Iterator[tuple[int, T, Answer | BaseException]]:
     """Yield each numbered item with its answer, or with its own error, in the order in which they end.
 
-    The number of an item sets its seed. `context`: tokens of prompt and answer; a longer prompt is an error of its
-    item, and an answer ends where the context does. None: no limit. A class of transformers answers groups of
-    `at_once` items with its own method, and so does a model whose ranks must run the same calls.
+    The seed of an item follows from its number. `context`: maximum tokens of prompt and answer; a longer prompt is an
+    error of its item, and an answer ends at the limit. None: no limit. A transformers class, or a model that is split
+    over ranks, answers the items in groups of `at_once`, without a shared engine.
     """
     if model.spec.generate is not None or model.over_ranks:
         source = iter(items)
@@ -186,7 +186,7 @@ def _answers_of_group(
         lengths = batch.segments["text"].bounds.diff().tolist()
         rooms = [_room(length, max_new_tokens, context) for length in lengths]
         if len(group) > 1 and min(rooms) < max_new_tokens:
-            raise ValueError("the answers of this group have different limits")
+            raise ValueError("the answers of this group have different maximum lengths")
         max_new_tokens = min(rooms)
         if model.spec.generate is None:
             answers = answers_to(model, batch, inner.stop_tokens, max_new_tokens, sampling.nth(group[0][0]))
@@ -234,7 +234,7 @@ def _room(prompt: int, max_new_tokens: int, context: int | None) -> int:
 
 
 def _options(sampling: Sampling) -> dict[str, Any]:
-    """Return the arguments of `LoadedModel.generate`. At temperature 0 the others have no effect and are refused."""
+    """Return sampling arguments for `LoadedModel.generate`. At temperature 0 return none: they have no effect."""
     if not sampling.temperature:
         return {}
     return {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "seed")}

@@ -44,8 +44,8 @@ _log = logging.getLogger("tessera")
 class FolderTarget:
     """Describe a folder to write. `add_files` writes the tokenizer, chat template and preprocessor files.
 
-    `shards`: tensor name -> safetensors file, as in the source folder. `tied`: for tied weights, second name in the
-    module -> first name.
+    `shards`: tensor name -> safetensors file, as in the source folder. `tied`: other name of a tied weight in the
+    module -> its first name.
     """
 
     table: WeightMap
@@ -175,7 +175,7 @@ def _seal(staging: Path, spec: ModelSpec, config: Any, base: Path | None, prove:
 
 
 def _as_in_base(weight_map: WeightMap, spec: ModelSpec, base: Path | None) -> WeightMap:
-    """Return the weight map with the spelling of tensor names in the base folder."""
+    """Return the weight map with tensor names spelled as in the base folder, for example with or without a prefix."""
     if base is None or detect_layout(base) is None or is_original(spec, base) or not any(base.glob("*.safetensors")):
         return weight_map
     try:

@@ -69,7 +69,7 @@ def find_model(
     check_trusted(find_file(folder, CONFIG).parent, model_code(settings.model), trust)
     files = _processor_folder(folder if origin == "run" else folder.parent.parent, settings)
     limits = limits_of(settings.data)
-    if limits.urls is not None:  # settings of a downloaded run must not permit access to private networks
+    if limits.urls is not None:  # the run may be a download: do not let its settings permit URLs of private networks
         limits = replace(limits, urls=replace(limits.urls, private=False))
     kind = kind or DTYPES[settings.precision.weights]
     parts = parts_folder(settings)

@@ -124,7 +124,7 @@ def load(
     for path_of_adapters, strength in merged.items():
         merge_into(path_of_adapters, strength, tensors, meta.names, meta.weights, part_of(section.path))
     prepare = _processor_of(source, spec, meta.config, processor)
-    if source.origin not in ("run", "checkpoint"):  # runs are trained with the built-in chat template
+    if source.origin not in ("run", "checkpoint"):  # runs always use the built-in chat template
         warn_of_another_template(prepare, files)
     loaded = LoadedModel(module, spec, meta.config, prepare, run, trained, section.path, files, source.limits, saved)
     return loaded, LoadedProcessor(prepare, spec, source.limits)
@@ -268,7 +268,7 @@ def _filled(folder: Path, module: nn.Module) -> tuple[LoadedModel, LoadedProcess
     tensors = model_tensors(module)
     stored = (
         [] if detect_layout(folder) is not None else newest_names(folder)
-    )  # for a Hugging Face folder, `fill_from` checks the names
+    )  # [] for a Hugging Face folder, whose names `fill_from` checks
     if unknown := [name for name in stored if name not in tensors]:
         raise TesseraError(
             f"{type(module).__name__} lacks trained tensors: {few_names(unknown)}",
@@ -381,7 +381,7 @@ def _over_ranks(
     dtype: torch.dtype,
     family: GenerationFamily | None,
 ) -> tuple[nn.Module, Callable[..., Any]]:
-    """Return this rank's part of a model, allocated without values, and the callable that runs it on all ranks.
+    """Allocate this rank's part of a model without values. Return it, and a callable that runs the model on all ranks.
 
     `family`: family of a generation model; None for a language model.
     """
@@ -400,7 +400,7 @@ def _over_ranks(
             code="layout.quantized-over-ranks",
         )
     section = build(ParallelSection, dict(parallel), "parallel")
-    # Enough rows for every pipeline schedule, so that the plan accepts the layout.
+    # A number of rows with which the plan accepts every pipeline schedule.
     work = Workload(rows=dist.get_world_size() * (section.virtual or 2))
     plan = make_plan(
         section,

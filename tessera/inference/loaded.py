@@ -52,9 +52,11 @@ class LoadedModel(nn.Module):
         limits: Limits | None = None,
         trained_whole: Sequence[str] = (),
     ) -> None:
-        """Create the wrapper. `run`: callable to use instead of `module`, for a model that is split over ranks. `base`:
-        folder of the base model of adapters, if it is known. `files`: folder with tokenizer and chat template.
-        `trained_whole`: names of parameters that were trained in full beside adapters."""
+        """Create the wrapper.
+
+        `run`: callable to use instead of `module`, for a model that is split over ranks. `base`: folder of the base
+        model, if the model has adapters. `files`: folder with tokenizer and chat template. `trained_whole`: names of
+        parameters that were trained in full in addition to adapters."""
         super().__init__()
         self.over_ranks = run is not None
         self.trained_whole = trained_whole
@@ -69,7 +71,7 @@ class LoadedModel(nn.Module):
         self._limits = limits or Limits()
 
     def freeze(self) -> Self:
-        """Freeze all weights of a model that is not trained. Decoding may then store some of them side by side."""
+        """Freeze all weights of a model that is not trained, so that decoding may place some in adjacent memory."""
         self.module.requires_grad_(False)
         return self
 
@@ -86,8 +88,8 @@ class LoadedModel(nn.Module):
         """Return the callable that runs the model with a KV cache. Raise for models that an engine cannot run."""
         if self.spec.generate is not None:
             raise TesseraError(
-                f"the engine for many requests cannot run models of the family {self.spec.name}, which generate by a "
-                "method of their own",
+                f"the engine for many requests cannot run models of the family {self.spec.name}, which have their own "
+                "generation method",
                 fix="ask one question at a time (tessera generate, tessera chat), or use a family that Tessera has",
                 code="generation.model-generates-itself",
             )
@@ -103,7 +105,7 @@ class LoadedModel(nn.Module):
 
     @property
     def passes(self) -> PassRanks:
-        """Return the ranks that share the passes of classifier-free guidance."""
+        """Return the ranks over which the forward passes of classifier-free guidance are distributed."""
         return self._run.passes if isinstance(self._run, ModelOverRanks) else PassRanks()
 
     def forward(self, batch: Batch, logits: bool = True) -> Any:
@@ -128,8 +130,8 @@ class LoadedModel(nn.Module):
 
         `on_text` is called with each new part of the answer, for one prompt only. The engine answers all prompts
         together; a class of another library answers with its own method (see `OwnGeneration`). Each prompt samples with
-        a seed that follows from `seed` and its number (`Sampling.nth`). `turns`: keeps the cache for later prompts with
-        the same beginning.
+        a seed that follows from `seed` and its number (`Sampling.nth`). `turns`: reuses its KV cache for later prompts
+        that begin in the same way.
         """
         if self.spec.gives(REWARDS):
             raise _reward_model()
@@ -304,7 +306,7 @@ class LoadedProcessor:
         processor = _needed(self.processor, self.spec)
         if frames is not None:
             processor = self._sampling(frames)
-        if not isinstance(processor, ChatProcessor):  # its method raises an error with the reason
+        if not isinstance(processor, ChatProcessor):  # `prompt` raises an error with the reason
             return processor.prompt([sample for sample, _ in samples], [[] for _ in samples])
         read = [self._media(sample, root, processor) for sample, root in samples]
         items, media, sizes = [sample for sample, _ in samples], [m for m, _ in read], [s for _, s in read]

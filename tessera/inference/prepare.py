@@ -1,4 +1,4 @@
-"""Prepare prompts beside the process that drives the device: read and decode media, apply the chat template, tokenize.
+"""Prepare prompts while another thread drives the device: read and decode media, apply the chat template, tokenize.
 
 Conversations with media are prepared in worker processes with memory limits. An image that kills its worker costs only
 its own prompt. Conversations without media are prepared in threads: tokenizing takes less time than a message to
@@ -66,10 +66,10 @@ class _Prepare:
 class PromptPool:
     """Prepare prompts for the engine. All methods may be called from any thread.
 
-    `workers`: processes for conversations with media. 0: everything is prepared in threads of this process, where an
-    image that crashes its decoder ends the process. "auto": the CPUs of this rank, minus one, from 2 to 16: with two or
-    more, a slow video does not delay all other prompts. A prompt that takes longer than `timeout_s` fails. The first
-    conversation with media starts the processes, which takes seconds; `start` does it in advance.
+    `workers`: number of processes for conversations with media. 0: threads of this process prepare everything; then an
+    image that crashes its decoder ends the process. "auto": the number of CPUs of this rank minus one, at least 2 (so
+    that a slow video does not delay all other prompts) and at most 16. A prompt that takes longer than `timeout_s`
+    fails. The first conversation with media starts the processes, which takes seconds; `start` does it in advance.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class PromptPool:
             pool = Pool(self._work, self._workers, timeout_s=self._work.timeout_s)
         except Exception as error:
             if isinstance(error, TesseraError) and error.code == "environment.workers-killed":
-                raise  # the processor is not the cause: the next conversation with media starts another pool
+                raise  # not the processor's fault: the next conversation with media starts another pool
             _log.warning("prompts are prepared without worker processes: %s", first_line(error))
             with self._lock:
                 self._workers = 0

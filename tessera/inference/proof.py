@@ -44,7 +44,7 @@ from tessera.runtime.progress import human_bytes
 from tessera.weights.layouts import CLASS_NAME, folder_layout
 
 Prove = Literal["auto", "always", "never"]
-AUTO_BYTES = 4 << 30  # prove=auto does not compare outputs if the float32 weights have more bytes: it takes minutes
+AUTO_BYTES = 4 << 30  # prove=auto does not compare models with more float32 weights than this, which takes minutes
 _SHARE = 4  # prove=auto uses at most 1/4 of the free memory
 _ROUNDINGS = 8.0  # allowed difference, in multiples of the effect of one rounding of the weights
 _TEXT = "What is this? Say red, 12 or tall."
@@ -78,11 +78,11 @@ def check_choice(when: str) -> None:
 
 
 def prove_folder(folder: Path, spec: ModelSpec, config: Any, when: Prove = "auto") -> Proof:
-    """Compare config.json with the trained `config`, and logits or predicted latents with the other library.
+    """Compare a folder's config.json with the trained `config`, and outputs of the model with another library.
 
-    One rank calls this. `when` "auto": skip the comparison if the library has no class for the model, or if it would
-    take long or much memory; other obstacles (a missing package, a chat template that refuses the messages) are
-    warnings. "always": raise instead. "never": compare nothing.
+    The library is transformers (logits) or diffusers (latents). One rank calls this. `when` "auto": skip the library if
+    it has no class for the model, or if the comparison would take long or much memory; other obstacles (a missing
+    package, a chat template that refuses the messages) are warnings. "always": raise instead. "never": compare nothing.
     """
     library = "diffusers" if CLASS_NAME in folder_layout(folder).config() else "transformers"
     untrue = () if when == "never" else tuple(_untrue_fields(folder, spec, config))
@@ -115,7 +115,7 @@ def _untrue_fields(folder: Path, spec: ModelSpec, config: Any) -> list[str]:
     """Return descriptions of the fields of a folder's config.json that contradict the trained `config`."""
     if not spec.hf_types:  # a class of the user or of transformers: it has no config of Tessera to compare
         return []
-    # by the family's own function: a family of the user has an import path, not a name in a table
+    # `folder_config` also works for a family of the user, which is not in the table of families.
     stored = folder_config(spec, folder)
     trained = config.model_dump(mode="json")
     return [f"config.json: {one}" for one in config_differences(stored.model_dump(mode="json"), trained, "training")]
@@ -171,7 +171,7 @@ def _compare_logits(folder: Path, spec: ModelSpec, config: Any) -> Proof:
         difference = other_prompt(theirs["input_ids"][0].tolist(), tokens_of(batch).tolist())
         if difference is None:
             inputs = theirs
-        else:  # the tokens differ: give both models Tessera's tokens of the prompt without media
+        else:  # tokens differ: compare with Tessera's tokens, without media
             warnings.append(difference)
             batch = ours.prompt(proof_messages([]))
             inputs["input_ids"] = tokens_of(batch)[None]
@@ -194,7 +194,7 @@ def _judged(
     inputs_text: str,
     warnings: tuple[str, ...] = (),
 ) -> Proof:
-    """Compare the outputs of Tessera and of the library. The outputs with rounded weights give the tolerance."""
+    """Compare the outputs of Tessera and of the library. The tolerance is the effect of rounding the weights."""
     ours, moved, expected = results
     problems = [f"{library} finds no tensor for {few_names(stock.missing)}"] if stock.missing else []
     problems += [f"{library} has no use for {few_names(stock.unexpected)}"] if stock.unexpected else []
@@ -283,7 +283,7 @@ class OurModel:
         self.processor = processor if isinstance(processor, ChatProcessor) else None
 
     def media(self) -> list[Part]:
-        """Return an image and a recording, as far as the model takes them."""
+        """Return an image, a recording or both: inputs that the model supports."""
         processor = self.processor
         if processor is None:
             return []

@@ -51,7 +51,7 @@ class Question:
 
     @property
     def group(self) -> str:
-        """Return the number of images, and of recordings, as text. Accuracy is reported per group."""
+        """Return the group in which accuracy is reported: the number of images and recordings as text."""
         sounds = sum(part.kind == "audio" for part in self.sample.media())
         counts = {"image": len(self.sample.media()) - sounds, "recording": sounds}
         listed = [f"{count} {name}{'s' if count > 1 else ''}" for name, count in counts.items() if count]
@@ -110,7 +110,10 @@ def question_of(sample: Sample | RecordError, root: Path, processor: object = No
 
 
 def _with_regions(question: Question, answer: Message, processor: object) -> Question:
-    """Return a question with the boxes and points of its answer, which are regions, or text in the family's form."""
+    """Return a question with the boxes and points of its answer.
+
+    These are `regions` of the sample, or are read from the answer's text in the family's format.
+    """
     if not isinstance(processor, VisionProcessor):
         return question
     regions = [region for part in answer.parts for region in part.regions]

@@ -23,7 +23,7 @@ _FAULTS = ("load this folder", "compute with this folder")
 
 
 class UnreadableError(TesseraError):
-    """Report that a library cannot load or run a folder, although no package is missing."""
+    """Report that transformers or diffusers cannot load or run the model of a folder, and no package is missing."""
 
 
 class _Loaded:

@@ -56,7 +56,7 @@ def open_trained(path: Path, source: FoundModel, spec: ModelSpec, config: Sectio
 
 
 class TrainedForm(StoredForm):
-    """Read trained weights in one dtype, with merged adapters."""
+    """Read trained weights with adapters merged into them, converted to one dtype (except `wide`)."""
 
     weight_map = WeightMap((), same_names=True)  # tensors have the names of the module
 
@@ -123,7 +123,7 @@ class TrainedForm(StoredForm):
         assert weight_map is not None, "a family that reads folders has a weight map"
         folder = SafetensorsForm(base)
         inside = {weight_map.canonical(name) for name in folder.tensors()}
-        elsewhere = {*self._saved, *self._stored}  # the base folder may lack these, such as a new head
+        elsewhere = {*self._saved, *self._stored}  # not required in the base folder, such as a new head
         wanted = {n: s for n, s in self._shapes.items() if n not in elsewhere or _is_in(n, weight_map, inside)}
         self._base = NativeTensors(folder, weight_map, wanted, tied)
 

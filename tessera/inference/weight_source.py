@@ -36,12 +36,12 @@ _log = logging.getLogger("tessera")
 
 
 def run_exists(folder: Path) -> bool:
-    """Return whether a folder contains a run with checkpoints, also if --overwrite has moved its files aside."""
+    """Return whether a folder contains a run with checkpoints, or one that --overwrite has moved to a subfolder."""
     return any(any((folder / aside / "checkpoints").glob("step-*")) for aside in ("", *ASIDE))
 
 
 def with_checkpoints(path: Path) -> Path:
-    """Return a checkpoint itself, and of a run the folder with its checkpoints, see `find_file`."""
+    """Return `path` if it is a checkpoint; if it is a run, the folder that contains its `checkpoints` (`find_file`)."""
     return path if (path / MANIFEST).is_file() else find_file(path, "checkpoints").parent
 
 
@@ -162,7 +162,7 @@ def _nothing_here(path: Path) -> TesseraError:
     if path.is_file():
         refuse_pickle(path)
         return TesseraError(
-            f"{path} is a file, and a folder is needed",
+            f"{path} must be a folder, but is a file",
             fix="name the folder that contains the file",
             code="weights.file-not-folder",
         )

@@ -42,7 +42,7 @@ def save_adapters(
 
     `saved`: fully trained parameters to write as well. `forms`: the formats to write. `language` and `reward` select
     PEFT's task type: a language model, or a reward model. `takes_tokens`: whether the class of transformers takes
-    `input_ids`, as PEFT expects of these types; without, the type is left out.
+    `input_ids`, as PEFT expects of these task types; otherwise the task type is left out.
     """
     check_forms(forms, weight_map, language, str(folder))
     assert weight_map is not None, "checked"
@@ -76,7 +76,7 @@ def save_adapters(
         for form in dict.fromkeys(forms):
             if form in ("peft", "diffusers"):
                 modules = to_foreign(native, weight_map, str(folder))
-                # `tensors` may be one pipeline stage: other stages have modules with the same name endings.
+                # `tensors` may be those of one pipeline stage: other stages also have modules with these name endings.
                 others = all_modules(tensors, weight_map)
                 kind = "SEQ_CLS" if reward else "CAUSAL_LM" if language and takes_tokens else None
                 config = make_config(modules, others, base, dropout, kind, modules_to_save, experts, every_expert)

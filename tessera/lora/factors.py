@@ -184,7 +184,7 @@ def _same_input(members: Sequence[Factors]) -> bool:
 
 
 def side_by_side(members: Sequence[Factors | None], rows: Sequence[int]) -> tuple[Adapter, Tensor, list[Tensor]]:
-    """Concatenate adapters: return an adapter with the sum of ranks, its matrix A, and each layer's block of B.
+    """Join the adapters of several layers: return an adapter with the sum of their ranks, its A, and B of each layer.
 
     `rows`: the number of outputs of each layer. A layer without an adapter gets a block of zeros.
     """
@@ -281,7 +281,7 @@ def _with_norms(weight: Tensor, magnitude: Tensor) -> Tensor:
     norms = torch.linalg.vector_norm(whole_tensor(weight), dim=1, dtype=torch.float32)
     ratio = (whole_tensor(magnitude).float() / norms.clamp(min=1e-38)).to(weight.dtype).unsqueeze(1)
     if isinstance(weight, DTensor):
-        ratio = DTensor.from_local(ratio, weight.device_mesh, run_check=False)  # replicated
+        ratio = DTensor.from_local(ratio, weight.device_mesh, run_check=False)  # a replicated tensor
     scaled: Tensor = weight * ratio
     return scaled
 

@@ -86,7 +86,7 @@ class LoraLinear(nn.Linear):
 
 
 class QuantizedLoraLinear(LoraLinear):
-    """Compute an adapted linear layer with a quantized weight: two buffers (values, scales) in full on every rank.
+    """Compute an adapted linear layer with a quantized weight: two buffers (values, scales), unsharded.
 
     Scales are fp32 values stored as int32 bits, so that a cast of the module does not change them.
     """

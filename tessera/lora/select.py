@@ -104,7 +104,7 @@ def tensor_shapes(path: str, adapter: Adapter, weight: Sequence[int]) -> dict[st
 
 
 def expert_paths(parameters: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """Return path of a possible adapter of stacked experts -> names of the weights that it adapts."""
+    """Return a mapping: path of a possible adapter of stacked experts -> names of the weights that it adapts."""
     names = set(parameters)
     owners = [name.removesuffix(".down") for name in parameters if name.endswith(".down")]
     needed = [weight for weights in EXPERT_WEIGHTS.values() for weight in weights]
@@ -177,7 +177,7 @@ def choose(
 def _check_refused(
     pattern: str, refused: Mapping[str, str], experts: Mapping[str, tuple[str, ...]], where: str
 ) -> None:
-    """Raise if a pattern that matches no layer matches a module without adapter support, or a part of experts.
+    """Explain why `pattern` matches no layer: raise if it names a module without adapter support, or a part of experts.
 
     `refused`: module path -> why it cannot have an adapter."""
     for path, weights in experts.items():

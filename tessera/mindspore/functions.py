@@ -114,7 +114,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     length, heads, size = q.shape
     shared = k.shape[1]
-    grouped = ops.transpose(q.reshape(length, shared, heads // shared, size), (1, 2, 0, 3))  # [KV, G, L, D]
+    # [KV, G, L, D], with G query heads for each key-value head
+    grouped = ops.transpose(q.reshape(length, shared, heads // shared, size), (1, 2, 0, 3))
     keys = ops.transpose(k, (1, 2, 0)).expand_dims(1)  # [KV, 1, D, L]
     values = ops.transpose(v, (1, 0, 2)).expand_dims(1)  # [KV, 1, L, D]
     scores = ops.matmul(grouped, keys) / math.sqrt(size)

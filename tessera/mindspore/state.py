@@ -20,9 +20,9 @@ class DeviceState:
     """Hold the tensors of MindSpore. The torch module and optimizer hold the same tensors on the host."""
 
     def __init__(self, module: nn.Module) -> None:
-        """Take the torch module of the run. `load` fills this state from it."""
+        """Store the torch module of the run. `load` copies its tensors to this state."""
         self._module = module
-        self.weights: dict[str, Tensor] = {}  # trained ones are parameters, for `mindspore.value_and_grad`
+        self.weights: dict[str, Tensor] = {}  # `Parameter` if trained, for `mindspore.value_and_grad`
         self.moments: dict[str, tuple[Tensor, Tensor]] = {}
         self.gradients: dict[str, Tensor] = {}  # gradients of the current step
 

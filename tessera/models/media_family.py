@@ -42,17 +42,17 @@ from tessera.weights.map import WeightMap
 
 @dataclass(frozen=True)
 class Tower:
-    """Describe an encoder and its projector. Paths and names are those of its `media.stream`."""
+    """Describe an encoder and its projector. `media.stream` has their paths in the model."""
 
     media: MediaStream
     encoder: Encoder
-    build: Callable[[], Mapping[str, nn.Module]]  # makes the encoder and the projector, by path
+    build: Callable[[], Mapping[str, nn.Module]]  # returns a new encoder and projector, by path
     blocks: str  # pattern of the blocks that are computed
     heads: Mapping[str, int]  # see `ModelPlan.heads`
     styles: Mapping[str, TensorStyle]
     units: tuple[PipelineUnit, ...]
     work: Callable[[Measures, Training], np.ndarray]  # returns the FLOPs of encoder and projector for each sample
-    text_layers: int = 0  # number of first text layers that read more than its embeddings (DeepStack)
+    text_layers: int = 0  # number of first text layers that add features of this encoder (DeepStack)
 
 
 class MediaFamily(ABC):
@@ -83,7 +83,7 @@ class MediaFamily(ABC):
         return None
 
     def towers(self, config: Any) -> dict[str, Tower]:
-        """Return the encoders by the names of their streams, in order of execution."""
+        """Return the encoders in order of execution. Keys: names of their streams."""
         return {}
 
     def styles(self, config: Any) -> dict[str, TensorStyle]:
@@ -143,8 +143,10 @@ class MediaFamily(ABC):
 
 
 def _units(towers: Sequence[Tower]) -> list[PipelineUnit]:
-    """Return the pipeline units of all encoders. Embeddings of earlier encoders travel with the features of a later
-    one: at most one for each token."""
+    """Return the pipeline units of all encoders.
+
+    Stages of a later encoder also pass on the embeddings of earlier encoders: at most one for each token.
+    """
     units: list[PipelineUnit] = []
     width = 0
     for tower in towers:

@@ -52,7 +52,7 @@ class AudioShape:
 
     @property
     def reach(self) -> int:
-        """Return the number of mel frames before and after its middle frame that an element reads."""
+        """Return how many mel frames an element reads before its middle frame, and as many after it."""
         return 7 if self.channels else 2
 
     @property
@@ -67,7 +67,7 @@ class AudioShape:
 
     @property
     def conv_products(self) -> tuple[int, ...]:
-        """Return the number of multiply-adds per element of each convolution, and of the projection after them."""
+        """Return the multiply-adds per element of each convolution, and of the projection after 2D convolutions."""
         if not self.channels:
             return 9 * self.bins * self.hidden, 3 * self.hidden**2
         rows, channels = _halved(self.bins, 3), self.channels
@@ -76,7 +76,7 @@ class AudioShape:
 
 
 def _halved(size: int, times: int) -> list[int]:
-    """Return a size after each of several convolutions of stride 2."""
+    """Return the size after each of `times` convolutions of stride 2."""
     sizes = []
     for _ in range(times):
         size = (size + 1) // 2
@@ -92,12 +92,12 @@ def sinusoids(index: Tensor, width: int) -> Tensor:
 
 
 def stored_sinusoids(table: Tensor) -> Tensor:
-    """Return the initial values of a table of position embeddings [positions, width]."""
+    """Return the initial values of `StoredPositions`: sinusoids of the shape of `table` [positions, width]."""
     return sinusoids(torch.arange(table.shape[0], device=table.device), table.shape[1])
 
 
 class WindowConv(nn.Linear):
-    """Compute a convolution of kernel size 3 whose inputs are cut into windows. Columns: channel, then time."""
+    """Compute a convolution of kernel size 3 on extracted windows. Weight columns: by channel, then by time."""
 
     def __init__(self, channels: int, outputs: int) -> None:
         super().__init__(3 * channels, outputs)
@@ -140,7 +140,7 @@ class MelConv2d(nn.Module):
 
 
 def _zero_outside(x: Tensor, first: Tensor, length: Tensor, dim: int) -> Tensor:
-    """Set outputs of a convolution to zero outside of its chunk, as padding of the next convolution does.
+    """Set outputs of a convolution beyond the bounds of a chunk to zero, the padding of the next convolution.
 
     `first` [P]: positions in the chunk of the first outputs along `dim`. `length` [P]: number of outputs of the chunk.
     """

@@ -15,12 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from tessera.core.batch import IGNORE, Batch, Segments
+from tessera.core.cache import CacheStep
 from tessera.core.outputs import Outputs, Projection
+from tessera.nn.cache import KVCache
 from tessera.nn.causal_lm import LanguageModel
 from tessera.nn.decoder import DecoderLayer, DecoderShape, TextDecoder
 from tessera.nn.layers import RMSNorm, TokenEmbedding
 
-CODES = "codes"  # batch tensor [codebooks, T]: codes that are read at each position; IGNORE: none
+CODES = "codes"  # batch tensor [codebooks, T]: input codes of each position; IGNORE: none
 NEXT_CODES = "next_codes"  # batch tensor [codebooks, T]: codes of the frame that follows; IGNORE: none
 CODED = "coded"  # batch tensor [N]: positions at which the codes of the next frame are trained on
 CODE_OUTPUTS = "codes.{*}"  # pattern of the names of outputs with the logits of a codebook
@@ -32,7 +34,7 @@ def code_output(codebook: int) -> str:
 
 
 class CodeEmbedding(TokenEmbedding):
-    """Sum the embeddings of the codes at each position. The tables of all codebooks are one table."""
+    """Sum the embeddings of the codes at each position. One table contains the rows of all codebooks."""
 
     def __init__(self, sizes: Sequence[int], hidden: int) -> None:
         super().__init__(sum(sizes), hidden)
@@ -48,7 +50,7 @@ class CodeEmbedding(TokenEmbedding):
         return total
 
     def rows(self, codes: Tensor) -> Tensor:
-        """Return the rows of the table [K, N] for codes [K, N] of the first K codebooks."""
+        """Return the embedding indices [K, N] of codes [K, N] of the first K codebooks."""
         starts = torch.tensor(self.starts[: codes.shape[0]], device=codes.device)
         return codes + starts.unsqueeze(1)
 
@@ -60,10 +62,14 @@ class DepthDecoder(nn.Module):
     codebook g; position 0 predicts nothing, because the main head does.
     """
 
-    def __init__(self, shape: DecoderShape, sizes: Sequence[int], codes: CodeEmbedding, projected: bool) -> None:
-        """`sizes`: numbers of codes of all codebooks. `projected`: inputs are projected to the decoder's width."""
+    def __init__(
+        self, shape: DecoderShape, sizes: Sequence[int], codes: CodeEmbedding, projected: bool, shared: bool = True
+    ) -> None:
+        """`sizes`: number of codes in each codebook. `projected`: inputs are projected to the decoder's width.
+        `shared`: `codes` is the table of the text decoder; otherwise it is a parameter of the depth decoder."""
         super().__init__()
-        self._codes = (codes,)  # in a tuple, so that it is not registered as a submodule; see `TiedHead`
+        self._codes = (codes,)  # in a tuple, so that a shared table is not registered as a submodule; see `TiedHead`
+        self.codes = None if shared else codes
         self.shape = shape
         self.proj = nn.Linear(codes.embedding_dim, shape.hidden, bias=False) if projected else None
         self.layers = nn.ModuleList(DecoderLayer(shape) for _ in range(shape.layers))
@@ -71,8 +77,10 @@ class DepthDecoder(nn.Module):
         self.heads = nn.ModuleList(nn.Linear(shape.hidden, size, bias=False) for size in sizes[1:])
 
     def forward(self, hidden: Tensor, codes: Tensor) -> Tensor:
-        """Return the hidden states [N, K + 1, D] after the hidden states [N, W] of N frames and their first K codes
-        [K, N]."""
+        """Return the decoder's hidden states [N, K + 1, D] for N frames.
+
+        `hidden` [N, W]: hidden states that predict the first code of each frame. `codes` [K, N]: its first K codes.
+        """
         (table,) = self._codes
         read = nn.functional.embedding(table.rows(codes).T, table.weight)
         x = torch.cat([hidden.unsqueeze(1).to(read.dtype), read], dim=1)
@@ -87,6 +95,23 @@ class DepthDecoder(nn.Module):
         for layer in self.layers:
             x = layer(x, angles, segments)
         normed: Tensor = self.norm(x).view(frames, steps, -1)
+        return normed
+
+    def embedded(self, codebook: int, codes: Tensor) -> Tensor:
+        """Return the embeddings [N, W] of codes [N] of a codebook."""
+        (table,) = self._codes
+        return nn.functional.embedding(codes + table.starts[codebook], table.weight)
+
+    def advance(self, x: Tensor, cache: KVCache, step: CacheStep) -> Tensor:
+        """Return the hidden states [N, D] at the last new position of N frames.
+
+        `x` [positions, W]: hidden states or embeddings at the new positions. Each frame has one block of the cache.
+        """
+        x = x if self.proj is None else self.proj(x)
+        angles = self.shape.rope.angles(step.slots % step.block_size)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, angles, step.segments, cache.layer(index, step))
+        normed: Tensor = self.norm(x.index_select(0, step.last))
         return normed
 
 
@@ -115,7 +140,7 @@ class SpeechModel(LanguageModel):
     def _embed(self, batch: Batch) -> Tensor:
         assert self.codes is not None
         x, codes = super()._embed(batch), batch.get(CODES)
-        if codes is None:  # the sum keeps collectives of the codes' table in step with ranks that have codes
+        if codes is None:  # look up no code: other ranks may have codes and wait in a collective
             codes = torch.full((len(self.codes.starts), 1), IGNORE, device=x.device)
         if self.replaces:
             x = x * (codes == IGNORE).all(0).unsqueeze(1)
@@ -128,7 +153,7 @@ class SpeechModel(LanguageModel):
             return outputs
         coded, following = batch[CODED], batch[NEXT_CODES]
         states, read = hidden.index_select(0, coded), following.index_select(1, coded)[:-1]
-        if not coded.shape[0]:  # ranks with frames wait for this one in collectives
+        if not coded.shape[0]:  # other ranks may have frames and wait in a collective
             states, read = hidden[:1] * 0, following.new_zeros(following.shape[0] - 1, 1)
         decoded = self.depth(states, read)
         for number, head in enumerate(self.depth.heads, 1):

@@ -50,11 +50,11 @@ class CrossDecoderShape:
 
 
 class MemoryCache(KVCache):
-    """Hold the KV cache of a decoder, and the keys and values of the encoder's outputs, which are computed once."""
+    """Hold the KV cache of a decoder, and keys and values of the encoder's outputs (`memory`), computed only once."""
 
     def __init__(self, blocks: int, block_size: int) -> None:
         super().__init__(blocks, block_size)
-        self.memory: dict[int, tuple[Tensor, Tensor]] = {}  # of each layer: keys and values, [M, heads, head size]
+        self.memory: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> keys, values [M, heads, head size]
 
 
 class CausalAttention(nn.Module):
@@ -82,7 +82,7 @@ class CausalAttention(nn.Module):
 
 
 class KeysAndValues(nn.Module):
-    """Project the outputs of the encoder. It is one module, so that tensor parallelism sums their gradient once."""
+    """Project the encoder's outputs to keys and values: in one module, so that tensor parallelism sums one gradient."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()

@@ -80,7 +80,7 @@ class GatedMLP(FusedLayers):
 
 
 class SharedExpert(nn.Module):
-    """Compute an MLP that all tokens use beside their experts. Each token weighs its output by a sigmoid."""
+    """Compute an MLP that all tokens use beside their experts. A sigmoid of each token scales its output."""
 
     def __init__(self, hidden: int, intermediate: int) -> None:
         super().__init__()
@@ -122,10 +122,7 @@ class DecoderLayer(nn.Module):
         return out if used is None else (out, used)
 
     def projections(self) -> list[list[nn.Linear]]:
-        """Return the groups of linear maps that have the same input; none if a module does more than it was built for.
-
-        Adapters, sharding and mixtures of experts replace modules, classes, or tensors.
-        """
+        """Return groups of linear maps with the same input; empty if adapters, sharding or experts changed them."""
         attn, mlp = self.attn, self.mlp
         if attn.calls_layers or (isinstance(mlp, GatedMLP) and mlp.calls_layers):
             return []
@@ -140,7 +137,7 @@ class DecoderLayer(nn.Module):
         return groups if plain else []
 
     def decode_weights(self) -> LayerWeights | None:
-        """Return the weights for `decode_layers`, or None if the layer is not plain or its weights are not joined."""
+        """Return the weights for `decode_layers`, or None if the layer has adapters, is sharded or not joined."""
         groups = self.projections()
         weights = [adjacent([linear.weight for linear in group]) for group in groups]
         if not groups or any(weight is None for weight in weights):
@@ -251,7 +248,7 @@ class TextDecoder(nn.Module):
                 join([linear.bias for linear in linears if linear.bias is not None])
 
     def _decode(self, x: Tensor, angles: Angles, cache: KVCache, step: CacheStep) -> Tensor | None:
-        """Return hidden states by `decode_layers`; None if the call, the device or a layer does not fit."""
+        """Return hidden states by `decode_layers`; None if it does not support the call, the device or a layer."""
         shape = self.shape
         if step.single < step.rows or x.shape[-1] != shape.hidden or self.norm is None or not can_decode(x):
             return None

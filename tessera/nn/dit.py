@@ -61,7 +61,7 @@ class FeedForward(nn.Module):
 
 
 class TimeEmbedding(FeedForward):
-    """Embed timesteps [S], in the dtype of its weights."""
+    """Embed timesteps [S]. The result has the dtype of the weights."""
 
     def __init__(self, features: int, hidden: int) -> None:
         super().__init__(features, hidden, hidden, F.silu)
@@ -116,14 +116,17 @@ def spread(values: Tensor, index: Tensor | None) -> Tensor:
 
 
 class Modulation(nn.Module):
-    """Add a learned table of `count` vectors to the modulation of the timestep, in fp32."""
+    """Add a learned table of `count` vectors to the modulation that depends on the timestep. The sum is fp32."""
 
     def __init__(self, count: int, hidden: int) -> None:
         super().__init__()
         self.table = nn.Parameter(torch.empty(count, hidden))
 
     def forward(self, values: Tensor, index: Tensor | None) -> tuple[Tensor, ...]:
-        """Return the vectors of every token ([T, D], or [1, D] for all), from `values` [S, count, D] or [S, 1, D]."""
+        """Return `count` tensors [T, D] with a vector for each token ([1, D]: the same vector for all tokens).
+
+        `values` [S, count, D] or [S, 1, D]: modulation of each timestep. `index`: see `spread`.
+        """
         return tuple(spread(part, index) for part in (self.table.float() + values.float()).unbind(1))
 
 
@@ -153,7 +156,7 @@ class WideLayerNorm(nn.LayerNorm):
 
 
 class FeatureRMSNorm(FeatureStatistics):
-    """Compute the RMS norm over all heads of a token, also if a rank has only some of the heads."""
+    """Compute the RMS norm of a token over all heads. Under tensor parallelism the ranks add their statistics."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -233,7 +236,7 @@ class CrossAttention(nn.Module):
         self.out = nn.Linear(inner, size)
 
     def forward(self, x: Tensor, context: Tensor, segments: Segments, context_segments: Segments) -> Tensor:
-        """Return the output for tokens `x`, of all ranks or of this rank. `segments`: bounds of the samples in `x`."""
+        """Return the output for tokens `x`. `context`: the second sequence. `segments`: bounds of samples in `x`."""
         q = by_head(self.q(x), self.q_norm, self.head_dim)
         attended = self.attend(q, self.kv(context), self.k_norm, segments, context_segments)
         out: Tensor = self.out(attended.flatten(1))

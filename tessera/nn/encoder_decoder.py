@@ -16,7 +16,7 @@ from tessera.nn.causal_lm import CausalLMBase
 from tessera.nn.cross_decoder import CrossDecoder, MemoryCache
 from tessera.nn.multimodal import with_input
 
-MEMORY = "memory"  # key in `Batch.segments`: number of outputs of the encoder for each segment of tokens
+MEMORY = "memory"  # key in `Batch.segments` of the encoder outputs that belong to each segment of tokens
 
 
 class EncoderDecoder(CausalLMBase):

@@ -17,8 +17,8 @@ from tessera.ops.pointwise import Angles, rotate
 from tessera.ops.registry import AUTO
 from tessera.ops.rows import permute_rows
 
-# What a double block does with text after attention. "computed": output projection and MLP; "kept": nothing, but it has
-# frozen weights for exports; "absent": nothing, and it has no weights for it.
+# What a double block does with text after attention. "computed": output projection and MLP; "kept": nothing, but
+# the block has frozen weights of these layers, for exports; "absent": nothing, and the block lacks these weights.
 TextRest = Literal["computed", "kept", "absent"]
 
 
@@ -158,8 +158,8 @@ class JointAttention(nn.Module):
 class LatentAttention(nn.Module):
     """Attend over the latents of each sample only.
 
-    Text stays in the sequence as zeros in separate segments, so that ranks that share a sequence can share this
-    attention like any other.
+    Queries, keys and values of text are zeros, in segments of their own. The sequence then has its full length, so
+    context parallelism works as for any other attention.
     """
 
     def __init__(self, shape: JointShape) -> None:

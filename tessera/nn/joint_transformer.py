@@ -27,7 +27,7 @@ from tessera.ops.pointwise import axes_angles
 
 TIME_FEATURES = 256
 THETA = 10_000.0
-GUIDANCE_UNIT = 1000.0  # guidance scales are embedded like timesteps, times 1000
+GUIDANCE_UNIT = 1000.0  # guidance scales are multiplied by this and embedded like timesteps
 INITIAL_RANGE = 0.02
 
 
@@ -133,7 +133,7 @@ class JointTransformer(nn.Module):
     """
 
     def __init__(self, shape: TransformerShape, embed: nn.Module | None = None) -> None:
-        """Build the model. `embed` replaces the embeddings: it returns latents, text and conditions of a batch."""
+        """Build the model. `embed`: a module in place of `Embeddings`, with the same outputs."""
         super().__init__()
         self.shape = shape
         self.embed: nn.Module | None = Embeddings(shape) if embed is None else embed

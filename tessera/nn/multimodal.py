@@ -32,7 +32,7 @@ class Encoder:
 
     stream: Stream
     width: int  # width of an embedding
-    # Suffix of a parameter's name -> its initial value, or a function that makes initial values of the same shape.
+    # Suffix of a parameter's name -> initial value, or a function that turns the empty tensor into initial values.
     initial: Mapping[str, float | Callable[[Tensor], Tensor]] = field(default_factory=dict)
 
     @property
@@ -103,7 +103,7 @@ class MultimodalModel(CausalLMBase):
         """
         x = carry
         if any(self._module(path) is not None for e in self.encoders for path in (e.stream.module, e.stream.projector)):
-            # Generation skips encoders without input, because no other rank waits for them.
+            # In generation encoders without input need not run: no other rank waits for them.
             idle = [e for e in self.encoders if step is not None and not _has_input(batch, e)]
             embeddings, features = self._encode(batch, carry, idle)
             if len(embeddings) < len(self.encoders):  # encoders continue in the next stage
@@ -123,7 +123,7 @@ class MultimodalModel(CausalLMBase):
         return self.unpacked(batch, self.encode_stage(batch, None))
 
     def encode_stage(self, batch: Batch, carry: Tensor | None) -> Tensor:
-        """Return what `encode` has computed after this pipeline stage. `carry`: the same of the previous stage."""
+        """Run the part of `encode` in this pipeline stage. `carry`: the output of the previous stage."""
         if all(self._module(path) is None for e in self.encoders for path in (e.stream.module, e.stream.projector)):
             assert carry is not None
             return carry
@@ -205,13 +205,13 @@ def _slots(batch: Batch, stream: Stream) -> Tensor:
 
 
 def _projected(features: Tensor, batch: Batch, encoder: Encoder) -> Tensor:
-    """Return the features that the projector gets, without class tokens and padding."""
+    """Return the features that are projected: all but those of class tokens and padding."""
     index = batch.get(f"{encoder.prefix}_patches")
     return features if index is None else features.index_select(0, index)
 
 
 def _select(embeddings: Tensor, batch: Batch, encoder: Encoder) -> Tensor:
-    """Return an embedding for each slot of the batch."""
+    """Return an embedding for each slot of the batch: one of `embeddings`, or a weighted mean of several."""
     stream = encoder.stream
     index, weights = batch.get(f"{encoder.prefix}_index"), batch.get(f"{encoder.prefix}_weights")
     if index is not None:

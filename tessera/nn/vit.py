@@ -148,7 +148,7 @@ class EncoderMLP(FusedLayers):
         return out
 
     def _gated(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Return activation(gate) * up, without gradients by the kernel of SwiGLU, which rounds once."""
+        """Return activation(gate) * up. Without gradients SiLU uses the kernel of SwiGLU, which rounds only once."""
         if self.activation is F.silu and not torch.is_grad_enabled():
             return swiglu(gate, up)
         return self.activation(gate) * up
@@ -214,7 +214,7 @@ class PatchPositions(nn.Module):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         index, weights = batch["patch_index"], batch.get("patch_weights")
-        if self.class_token is not None:  # a placeholder in `pixels` becomes the class token
+        if self.class_token is not None:  # the class token replaces the placeholder patch
             x = torch.where((index == 0).unsqueeze(-1), self.class_token.to(x.dtype), x)
         if weights is None:
             return x + self.weight.index_select(0, index).to(x.dtype)

@@ -101,8 +101,8 @@ def vector_linear(
 ) -> Tensor:
     """Return the linear map [1, N] of `x` [1, K] by `weight` [N, K], plus `bias` and `residual` [1, N].
 
-    `norm`: weight and epsilon of an RMS norm of `x` before. `gate`: `weight` [2 N, K] is that of gate, then of up, and
-    the output silu(gate) * up.
+    `norm`: weight and epsilon of an RMS norm that is applied to `x` first. `gate`: `weight` [2 N, K] contains the rows
+    of the gate, then those of up, and the output is silu(gate) * up.
     """
     assert x.shape[0] == 1
     assert all(tensor.is_contiguous() for tensor in (x, weight))
@@ -166,7 +166,10 @@ def rotate_and_store_kernel(
     WIDTH: tl.constexpr,
     REST: tl.constexpr,
 ):
-    """Compute one head of a row. WIDTH is HALF, REST the number of unrotated dimensions, as powers of two (or 0)."""
+    """Compute one head of a row.
+
+    WIDTH: HALF rounded up to a power of two. REST: the same for the number of unrotated dimensions (may be 0).
+    """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots_at + row)
     source = qkv_at + (row * (heads + 2 * kv_heads) + head) * SIZE

@@ -34,7 +34,7 @@ class LayerWeights:
 
 
 def can_decode(x: Tensor) -> bool:
-    """Return whether `decode_layers` works for embeddings like `x` here: it has no gradients."""
+    """Return whether `decode_layers`, which has no backward pass, works for the device and dtype of `x` here."""
     fits = x.dtype in (torch.bfloat16, torch.float16, torch.float32)
     idle = torch.is_grad_enabled() or torch.compiler.is_compiling() or devices.supports(x.device, "no_values")
     return fits and not idle and devices.supports(x.device, "triton")
@@ -42,7 +42,7 @@ def can_decode(x: Tensor) -> bool:
 
 @torch.no_grad()
 def join(parameters: Sequence[Tensor]) -> None:
-    """Copy frozen parameters, which differ at most in their first size, to adjacent memory, and let them use it."""
+    """Move frozen parameters to adjacent memory. Their shapes may differ only in the first dimension."""
     if len(parameters) > 1 and adjacent(parameters) is None and not any(p.requires_grad for p in parameters):
         joined = torch.cat([parameter.detach() for parameter in parameters])
         parts = torch.split(joined, [len(parameter) for parameter in parameters])
@@ -51,7 +51,7 @@ def join(parameters: Sequence[Tensor]) -> None:
 
 
 def adjacent(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Return a view of tensors that lie one after another in one memory, joined along the first dimension; or None."""
+    """Return tensors that are adjacent in memory as a view, joined along the first dimension; None if they are not."""
     first, at = tensors[0], tensors[0].data_ptr()
     for tensor in tensors:
         same = tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() and tensor.dtype == first.dtype

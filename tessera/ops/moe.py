@@ -24,7 +24,7 @@ _ALIGNMENT = 16  # required alignment of a row in grouped kernels, in bytes
 
 @dataclass(frozen=True)
 class ExpertOrder:
-    """Hold the permutation that sorts choices by expert. The choices of token t are t * k ... t * k + k - 1."""
+    """Hold the permutation that sorts choices by expert. Token t has the choices t * k to t * k + k - 1."""
 
     order: Tensor  # [N] int64: argsort by expert: index of the (token, expert) choice at each sorted position
     inverse: Tensor  # [N] int64: sorted position of each choice
@@ -60,14 +60,15 @@ class LowRank(NamedTuple):
     """Hold an adapter of stacked experts, which adds `scale` b[e] @ a[e] to the weights of expert e.
 
     Under tensor parallelism these are the local matrices: rows of b for row shards of the weights, columns of a for
-    column shards. The adapter's output is then a part of the rank's own output.
+    column shards. The adapter's output then has the placement of the layer's output on the rank.
     """
 
     a: Tensor  # [E, rank, in]
     b: Tensor  # [E, W, out, rank], for W weights that share `a`
     scale: float
     dropout: float = 0.0  # dropout of the input, with torch's default generator
-    # If the ranks belong to several slots, [T, slots] bool: the slots that a token does not use; None: all are used.
+    # If the low-rank dimension contains several adapters (slots): [T, slots] bool, True for slots that a token does not
+    # use. None: all are used.
     others: Tensor | None = None
 
     def local(self) -> LowRank:
@@ -151,7 +152,7 @@ def _eager(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 def _grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     if x.dtype != torch.bfloat16 and torch.compiler.is_compiling():
-        from tessera.ops.uncompiled import grouped_product  # its decorator imports the compiler
+        from tessera.ops.uncompiled import grouped_product  # late, because its decorator imports the compiler
 
         outside: Tensor = grouped_product(x, weight, ends)
         return outside

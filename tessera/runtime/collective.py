@@ -44,7 +44,7 @@ class CollectiveError(RuntimeError):
 
 
 def raise_together(failures: list[Failure]) -> None:
-    """Raise a `TesseraError` unchanged, and any other error with the rank that it came from."""
+    """Raise the first `TesseraError` of these failures; otherwise raise a `CollectiveError` that names the ranks."""
     if not failures:
         return
     for failure in failures:
@@ -55,7 +55,7 @@ def raise_together(failures: list[Failure]) -> None:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Run functions on the ranks of a process group: the default group, or a separate group for a thread."""
+    """Run functions on the ranks of a process group, and exchange their results and errors."""
 
     rank: int
     world: int

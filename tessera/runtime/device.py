@@ -170,16 +170,16 @@ def binds_cores_itself() -> bool:
 # Accelerator -> capabilities that dry runs on a CPU assume: they determine which tensors a step keeps.
 _COUNTED_ABILITIES = {
     "cuda": ("flash_attention", "tensor_cores", "wide_sums", "fused_optimizer", "grouped_mm", "triton", "compiler"),
-    "npu": ("compiler",),  # depends on the packages installed on that machine
+    "npu": ("compiler",),  # other capabilities depend on packages of that machine
 }
 _COUNTED: ContextVar[str | None] = ContextVar("counted", default=None)
 
 
 @contextlib.contextmanager
 def counted_as(name: str) -> Iterator[None]:
-    """Let `supports` return the capabilities of another device for CPU tensors, inside the block.
+    """Inside of the `with` block, let `supports` return the capabilities of the device `name` for CPU tensors.
 
-    For dry runs, whose tensors have no memory: operations choose the implementation of that device.
+    With this, operations of a dry run on fake CPU tensors use the implementation for that device.
     """
     token = _COUNTED.set((_accelerator() or "cpu") if name == "auto" else name.partition(":")[0])
     try:
@@ -191,7 +191,8 @@ def counted_as(name: str) -> Iterator[None]:
 def counted_for(device: torch.device) -> str | None:
     """Return the accelerator that `counted_as` simulates on the CPU; None outside of a dry run.
 
-    Also None in compiled code: dry runs do not compile, and reading a context variable would break the graph.
+    In compiled code return None without reading the context variable, which would break the graph: dry runs do not
+    compile.
     """
     if device.type != "cpu" or torch.compiler.is_compiling():
         return None
@@ -201,7 +202,7 @@ def counted_for(device: torch.device) -> str | None:
 
 def supports(device: torch.device, what: str) -> bool:
     """Return whether a device has a capability, such as "cudnn_attention"; raise for an unknown one."""
-    if what == "no_values":  # only tensors of a dry run have no values
+    if what == "no_values":  # True in a dry run, whose tensors have no values
         return device.type == "cpu" and not torch.compiler.is_compiling() and _COUNTED.get() is not None
     counted = counted_for(device)
     if counted is not None:
@@ -308,7 +309,7 @@ def free_memory(device: torch.device) -> int:
 
 @contextlib.contextmanager
 def own_stream(device: torch.device, after: Any) -> Iterator[None]:
-    """Run the block on a new stream, after the event `after`, which `queued` returned in another thread."""
+    """Run the `with` block on a new stream that waits for the event `after`, which another thread got from `queued`."""
     if device.type == "cpu":
         yield
         return
@@ -320,7 +321,7 @@ def own_stream(device: torch.device, after: Any) -> Iterator[None]:
 
 
 def queued(device: torch.device) -> Any:
-    """Record and return an event after all work that this thread has queued on an accelerator; None for the CPU."""
+    """Return an event that completes after all work queued so far on this thread's stream; None for the CPU."""
     if device.type == "cpu":
         return None
     module: Any = torch.get_device_module(device)
@@ -389,7 +390,7 @@ def send_to(target: torch.Tensor, values: Sequence[float] | np.ndarray) -> None:
 
 
 class Graph:
-    """Hold the kernels that a function launches on a device that supports "graphs", and launch them again at once."""
+    """Capture the kernels that a function launches as a CUDA graph, and launch them all again by one call."""
 
     def __init__(self, device: torch.device, run: Callable[[], torch.Tensor], pool: Any = None) -> None:
         """Run the function twice: to compile its kernels, then to capture them. `pool`: memory pool of

@@ -75,7 +75,7 @@ def world(
     config: str = "",
     folder: Path | None = None,
 ) -> Iterator[World]:
-    """Join the process group that the environment variables describe, and leave it after the block.
+    """Join the process group that the environment variables describe, and leave it after the `with` block.
 
     A single process has a group of one rank, without a port. An existing process group is used and not destroyed. Raise
     an error that lists the ranks that do not join within `join_timeout_s`, have another `config` or cannot write into
@@ -105,7 +105,7 @@ def world(
 
 
 def rank_on_machine() -> int:
-    """Return the local rank: LOCAL_RANK, or else from the host names of all ranks. Then all ranks must call this."""
+    """Return the local rank: LOCAL_RANK, or if it is not set, computed from the host names that all ranks exchange."""
     if "LOCAL_RANK" in os.environ:
         return environment_ranks()[2]
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -167,7 +167,7 @@ def gather_over_ranks(values: torch.Tensor) -> torch.Tensor:
 def agree_on_step(step: int, count: int, *flags: bool) -> tuple[bool, list[bool]]:
     """Return whether `count` is equal on all ranks, and for each flag whether it is true on any rank.
 
-    Raise `OutOfStep` if ranks are at different steps. Their collectives would still match, and mix the values of two
+    Raise `OutOfStep` if ranks are at different steps: their collectives would match, and add up values of different
     steps.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -210,12 +210,15 @@ def is_peer_error(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def main_rank_first(world: World) -> Iterator[None]:
-    """Run the block on rank 0 first, then on the other ranks. They poll the store: a barrier would time out."""
+    """Run the `with` block on rank 0 first, then on the other ranks.
+
+    These poll the store until rank 0 is done, which may take longer than the timeout of a barrier.
+    """
     if world.size == 1:
         yield
         return
     store = PrefixStore("main-rank-first", default_store())
-    done = f"done/{store.add(f'turns/{world.rank}', 1)}"  # index of this call, equal on all ranks
+    done = f"done/{store.add(f'turns/{world.rank}', 1)}"  # this call's index is equal on all ranks
     if world.is_main:
         try:
             yield
@@ -232,7 +235,7 @@ def main_rank_first(world: World) -> Iterator[None]:
 
 
 def wait_for_all_ranks(world: World) -> None:
-    """Wait until every rank has called this function. The ranks poll the store: a barrier would time out."""
+    """Wait until every rank has called this function, by polling the store: a barrier could time out."""
     if world.size == 1:
         return
     store = PrefixStore("wait-for-all-ranks", default_store())
@@ -243,7 +246,7 @@ def wait_for_all_ranks(world: World) -> None:
 
 
 def wait_for(works: Iterable[dist.Work | None]) -> None:
-    """Wait for started collectives. The watchdog knows that a rank in this function waits for other ranks."""
+    """Wait for started collectives. If this function is on a rank's stack, the watchdog knows that the rank waits."""
     for work in works:
         if work is not None:
             work.wait()

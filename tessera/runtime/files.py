@@ -139,7 +139,7 @@ def read_json_mapping(path: Path, limit: int = MAX_JSON_BYTES) -> dict[str, Any]
     data = read_json(path, limit)
     if not isinstance(data, dict):
         raise TesseraError(
-            f"the file contains a {type(data).__name__}, and a mapping is expected",
+            f"the file must contain a mapping, but contains a {type(data).__name__}",
             where=str(path),
             code="environment.not-a-mapping",
         )
@@ -226,9 +226,10 @@ def read_metrics(path: Path) -> list[Row]:
 
 
 def rows_from_end(path: Path) -> Iterator[tuple[int, Row | None]]:
-    """Yield (offset after the line, row) from the last line to the first, and read the file in blocks from its end.
+    """Yield (offset of the line's end, row) for each line, from the last to the first.
 
-    The row of a line that cannot be parsed, or of a last line without a newline, is None.
+    The file is read in blocks from its end. A row is None if the line cannot be parsed, or is a last line without a
+    newline.
     """
     if not path.exists():
         return
@@ -316,14 +317,14 @@ def write_jsonl(path: Path, rows: Iterable[Row]) -> None:
 def replacing(path: Path) -> Iterator[Path]:
     """Yield the name of a temporary file beside `path`, unique among all processes and machines.
 
-    At the end of the block it replaces `path`. If the block fails, it is removed.
+    At the end of the `with` block, the temporary file replaces `path`. If the block raises, the file is removed.
     """
     fresh = path.with_name(f"{path.name}.{os.getpid()}-{os.urandom(4).hex()}.part")
     try:
         yield fresh
         os.replace(fresh, path)
     finally:
-        with suppress(OSError):  # `os.replace` keeps both names if they are links to the same file
+        with suppress(OSError):  # if both names are links to one file, `os.replace` removes neither
             fresh.unlink(missing_ok=True)
 
 

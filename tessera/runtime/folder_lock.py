@@ -32,7 +32,7 @@ log = logging.getLogger("tessera")
 
 
 class FolderInUse(TesseraError):
-    """Report that another run uses the folder. The exit code means a temporary failure: that run may end soon."""
+    """Report that another run uses the folder. The exit code lets schedulers retry, since that run may end soon."""
 
     exit_code = 75  # EX_TEMPFAIL of sysexits.h
 
@@ -134,9 +134,9 @@ class FolderLock:
 
 @contextlib.contextmanager
 def claimed(folder: Path, output: Path) -> Iterator[None]:
-    """Create and lock the folder in which a command keeps what it writes to `output`, its option `--out`.
+    """Create and lock the folder that a command writes to. `output`: the command's option `--out`, for error messages.
 
-    A folder in which nothing was written is removed again.
+    At the end, remove the folder if nothing was written.
     """
     lock = FolderLock(folder)
     try:

@@ -78,8 +78,7 @@ def fragment(body: Iterable[str]) -> str:
     rules = re.sub(r"([^{}]+)\{", _inside_notebook, _PARTS)
     colors = f".{NOTEBOOK}{{{_LIGHT};color:var(--ink);font:14px/1.5 system-ui,sans-serif;max-width:1000px}}"
     dark = f"@media(prefers-color-scheme:dark){{.{NOTEBOOK}{{{_DARK}}}}}"
-    # Set a background: the theme of a notebook may differ from the system's colour scheme, by which these colours are
-    # chosen.
+    # Set a background, because text colours follow the system's colour scheme, and the notebook's theme may differ.
     ground = f".{NOTEBOOK}{{background:var(--page);padding:10px;border-radius:10px}}"
     return f'<div class="{NOTEBOOK}"><style>{colors}{dark}{ground}{rules}</style>{"".join(body)}</div>'
 

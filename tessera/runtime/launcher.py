@@ -28,7 +28,8 @@ _INTERVAL_S = 0.5
 def read_msrun(environment: MutableMapping[str, str]) -> None:
     """Set the variables of torchrun for a rank that msrun started, unless they are set.
 
-    The store of torch is at the port after that of MindSpore's scheduler, unless MASTER_PORT names a third port.
+    Torch's store uses MASTER_PORT if it is set to another port than MindSpore's scheduler, otherwise the scheduler's
+    port + 1.
     """
     rank, size = environment.get("RANK_ID"), environment.get("RANK_SIZE")
     port = environment.get("MS_SCHED_PORT", "")
@@ -43,7 +44,7 @@ def read_msrun(environment: MutableMapping[str, str]) -> None:
 
 
 def is_scheduler(environment: Mapping[str, str]) -> bool:
-    """Return whether msrun started this process to serve its ranks: it runs the command of the ranks, too."""
+    """Return whether msrun started this process as its scheduler, with the same command as the ranks."""
     return environment.get("MS_ROLE") == "MS_SCHED"
 
 
@@ -88,7 +89,7 @@ class _LauncherWatch(threading.Thread):
         while self.launcher.alive():
             if self.ended.wait(_INTERVAL_S):
                 return
-        if not self.ended.is_set():  # `outlive_launcher` may have been called just before the launcher ended
+        if not self.ended.is_set():  # set by `outlive_launcher`, maybe just before the launcher ended
             self.end_rank()
 
     def end_rank(self) -> NoReturn:
@@ -119,7 +120,7 @@ def outlive_launcher() -> None:
 
 @contextlib.contextmanager
 def launcher_blamed() -> Iterator[None]:
-    """Watch the launcher. If the block raises after the launcher has ended, end this rank with this reason instead."""
+    """Watch the launcher. If the `with` block raises after the launcher has ended, report the end, not the error."""
     watch_launcher()
     try:
         yield

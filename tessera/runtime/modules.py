@@ -42,7 +42,10 @@ class AttentionCore(nn.Module):
 
 
 class RowStatistics(nn.Module):
-    """Base class of modules that need sums over all tokens of a row. `row_total` adds the sums of all its ranks."""
+    """Base class of modules that need sums over all tokens of a row.
+
+    `row_total` adds up the sums of all ranks that share the row.
+    """
 
     row_total: nn.Module
 
@@ -57,9 +60,9 @@ class FeatureStatistics(nn.Module):
 
 
 class FusedLayers(nn.Module):
-    """Base class of modules whose linear layers may be fused: their weights are read, and they are not called.
+    """Base class of modules that may read the weights of their linear layers to fuse them, without calling the layers.
 
-    `calls_layers` True: they are called, so that their forward hooks run.
+    `calls_layers`: set to True to call the layers, so that their forward hooks run.
     """
 
     calls_layers = False
@@ -80,8 +83,8 @@ EXPERT_WEIGHTS: Mapping[str, tuple[str, ...]] = {"gate_up_proj": ("gate", "up"),
 class StackedExperts(nn.Module):
     """Base class of modules with stacked expert weights [experts, ...]. Each token uses `top_k` experts.
 
-    `dispatch` sends tokens to experts and has no weights; expert parallelism replaces it. `adapted_weights`: name of a
-    child module that may be added as a LoRA adapter -> the weights that it adapts.
+    `dispatch` sends tokens to experts and has no weights; expert parallelism replaces it. `adapted_weights`: name that
+    a LoRA adapter has as a child module -> the weights that this adapter changes.
     """
 
     dispatch: nn.Module
@@ -127,7 +130,7 @@ def without_weights(make: Callable[[], nn.Module]) -> nn.Module:
 
 @contextlib.contextmanager
 def seeded(*words: object) -> Iterator[None]:
-    """Seed torch's host generator as a function of `words` inside the block, and restore it afterwards."""
+    """Seed torch's host generator as a function of `words` inside the `with` block, and restore it afterwards."""
     with torch.random.fork_rng(devices=[]):
         # `torch.manual_seed` would also seed the accelerators.
         torch.default_generator.manual_seed(derive(*words))

@@ -81,7 +81,7 @@ class Process:
 
 @contextlib.contextmanager
 def open_files(count: int) -> Iterator[None]:
-    """Raise the limit of open files by `count` during the block, up to the hard limit. Shells often set 1024."""
+    """Raise the limit of open files by `count` during the `with` block, up to the hard limit. Shells often set 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = soft + count if hard == resource.RLIM_INFINITY else min(soft + count, hard)
     if soft != resource.RLIM_INFINITY:
@@ -115,4 +115,4 @@ def _stat(pid: int) -> list[str]:
         text = (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return [""] * (_STARTED + 1)
-    return text[text.rindex(")") + 2 :].split()  # the name before it may contain spaces and parentheses
+    return text[text.rindex(")") + 2 :].split()  # the process name may contain spaces and parentheses

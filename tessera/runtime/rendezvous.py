@@ -124,7 +124,7 @@ def serve_store(address: str, port: int, timeout: datetime.timedelta, size: int 
         except OSError as error:
             raise dist.DistNetworkError(f"port {port}: {error.strerror}") from None
         listening.listen(socket.SOMAXCONN)
-        # The store closes this duplicate when it is deleted.
+        # Duplicate the descriptor, because the store closes it when the store is deleted.
         listening_fd = os.dup(listening.fileno())
     return TCPStore(
         address, port, size, True, timeout, wait_for_workers=False, multi_tenant=True, master_listen_fd=listening_fd
@@ -160,9 +160,7 @@ def _address(size: int, env: Mapping[str, str]) -> tuple[str, int]:
 
 
 def reach(address: str, port: int, timeout_s: float, otherwise: str) -> None:
-    """Wait until the port accepts connections; after `timeout_s` raise an error whose message begins with
-    `otherwise`.
-    """
+    """Wait until the port accepts connections. After `timeout_s`, raise an error that begins with `otherwise`."""
     deadline = time.monotonic() + timeout_s
     reason = "no answer"
     while (remaining := deadline - time.monotonic()) > 0:
@@ -173,7 +171,7 @@ def reach(address: str, port: int, timeout_s: float, otherwise: str) -> None:
             reason = error.strerror or "no answer"
             time.sleep(min(0.2, remaining))
     raise TesseraError(
-        f"{otherwise}: nothing answered {socket.gethostname()} at {address}:{port} within {timeout_s:g} s "
+        f"{otherwise}: {socket.gethostname()} got no answer from {address}:{port} within {timeout_s:g} s "
         f"({reason.lower()})",
         fix="check that the first machine was started, that the address belongs to it, and that no "
         "firewall blocks the port",
@@ -196,7 +194,7 @@ def check_ranks(
         try:
             exchange.gather("folder", _try_folder(folder, token, deadline), _folder_problems(folder, infos), deadline)
         finally:
-            if info.rank == 0 and token:  # with an empty token, this would delete the run folder
+            if info.rank == 0 and token:  # `folder / ""` would be the run folder
                 shutil.rmtree(folder / token, ignore_errors=True)
     return infos
 
@@ -313,7 +311,7 @@ def _differences(texts: Sequence[str]) -> str:
 
 
 def _make_token(folder: Path) -> str:
-    """Make a folder inside of the run folder and return its name; "" on failure, which `_try_folder` reports."""
+    """On rank 0, create a folder in the run folder and return its name; "" if that fails (see `_try_folder`)."""
     name = f".start-{secrets.token_hex(8)}"
     try:
         (folder / name).mkdir(parents=True)
@@ -323,7 +321,7 @@ def _make_token(folder: Path) -> str:
 
 
 def _try_folder(folder: Path, token: str, deadline: float) -> str:
-    """Return why this rank cannot write into the folder that rank 0 has made (`_make_token`); "" if it can."""
+    """Return why this rank cannot write into the folder from `_make_token`; "" if it can."""
     if not token:
         return "rank 0 cannot write there"
     shared = folder / token

@@ -48,7 +48,7 @@ __all__ = [
 def default_store() -> dist.Store:
     """Return the store of the default process group.
 
-    Public alternative: the store that was passed to `init_process_group`, if the caller did not make the group.
+    Public alternative: pass our own store to `init_process_group`, which is impossible if the caller made the group.
     """
     return _get_default_store()
 
@@ -151,7 +151,7 @@ def local_chunks(tensor: Tensor) -> list[ChunkStorageMetadata]:
 
 
 def tensor_of_chunk(tensor: Tensor, offsets: torch.Size) -> Tensor:
-    """Return the local data of a DTensor at the offsets that `local_chunks` names; of any other tensor, itself.
+    """Return the chunk of a DTensor at offsets that `local_chunks` returned; any other tensor is returned itself.
 
     Public alternative: none; torch's own checkpoint planners use it.
     """

@@ -72,7 +72,7 @@ class Mailbox:
                 self._loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
-        self._scheduled = False  # reset it before the queue is emptied, so that a later delta schedules another call
+        self._scheduled = False  # first reset, so that a delta that arrives now schedules a call
         while self._waiting:
             deliver, delta = self._waiting.popleft()
             deliver(delta)
@@ -83,7 +83,7 @@ class Submitters:
     """Hold threads that pass requests to the engine, so that other requests do not wait while a constraint compiles."""
 
     plain: Executor
-    quick: Executor  # for constraints that compile quickly
+    quick: Executor  # for requests whose constraint compiles quickly
     slow: Executor
 
     def of(self, request: Request) -> Executor:
@@ -97,9 +97,9 @@ class Submitters:
 
 
 class AnswerGroup:
-    """Run the answers to one prompt. At the end of the block, incomplete answers are aborted, also after an error.
+    """Run the answers to one prompt. Incomplete answers are aborted at the end of the `with` block.
 
-    Deltas that wait because the client reads slowly are merged, so a slow client costs no more than its answers.
+    Deltas that wait because the client reads slowly are merged, so they take no more memory than the answers.
     """
 
     def __init__(self, engine: EngineAccess, mailbox: Mailbox, submitters: Submitters) -> None:
@@ -141,7 +141,7 @@ class AnswerGroup:
                 self._numbers[index] = number
 
     def _abort_late(self, queued: Future[int]) -> None:
-        # Called in the thread that has queued the request, also when the event loop is closed by then.
+        # Callback of the future: runs in the thread that queued the request, even if the event loop is closed.
         if not queued.cancelled() and queued.exception() is None:
             self._engine.abort(queued.result())
 

@@ -1,7 +1,7 @@
-"""Read the JSON of a body. The number of its values is limited before any of them is made.
+"""Read the JSON of a body. The number of its values is checked before they are parsed.
 
-A body of some megabytes can hold millions of tiny values, such as `[{},{},...]`. Each costs a hundred times its
-characters, and a message about its mistake. All clients would wait meanwhile.
+A body of some megabytes can hold millions of tiny values, such as `[{},{},...]`. A value costs a hundred times as much
+as a character, and each wrong value gets an error message. All clients would wait meanwhile.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tessera.server.errors import ApiError
 # limit of texts, keys, lists and objects, which take about half a second to parse in the event loop
 _MOST_VALUES = 200_000
 _MOST_ITEMS = 4_000_000  # limit of all entries, numbers included: a prompt may be a list of tokens
-# Matches a text (also one without its end), the beginning of a list or an object, or the characters between them.
+# Matches a string (maybe unterminated), the opening bracket of a list or an object, or characters between these.
 _PIECE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\Z)|[\[{]|[^"\[{]++', re.DOTALL)
 
 
@@ -34,7 +34,7 @@ def read_object(body: bytes) -> dict[str, Any]:
 
 def _check_values(body: bytes) -> None:
     marks = body.count(b"[") + body.count(b"{") + body.count(b'"') // 2
-    # this count includes the marks inside of texts, so the number of values is not higher
+    # `marks` also counts brackets inside of strings, so it is at least the number of values.
     if marks <= _MOST_VALUES and body.count(b",") <= _MOST_VALUES:
         return
     values = items = 0

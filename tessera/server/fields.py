@@ -53,7 +53,7 @@ REFUSED: dict[str, str] = {
     "verbosity": "ask for it in a message",
     "web_search_options": "there is no web search",
 }
-# for these fields an empty object has a meaning, so it is not left out
+# fields that are kept if they are empty objects, because {} has a meaning there
 _MEANINGFUL = ("guided_json", "web_search_options")
 
 

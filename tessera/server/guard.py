@@ -94,7 +94,7 @@ class RequestGuard:
             self._metrics.requests.labels(path, str(status or 499)).inc()
 
     def _check(self, scope: Scope, headers: Headers, origin: str | None, allowed: bool) -> None:
-        # a proxy may use the other of the two lengths
+        # With two lengths, a proxy in front of the server may use the other one (request smuggling).
         if "content-length" in headers and "transfer-encoding" in headers:
             raise ApiError(400, "the request states its length in two ways", code="invalid_length")
         host = headers.get("host", "")
@@ -164,7 +164,7 @@ class Admission:
 
     @contextmanager
     def answers(self, count: int) -> Iterator[None]:
-        """Count answers while the block runs. Raise if there are too many."""
+        """Count answers while the `with` block runs. Raise if there are too many."""
         if self._answers and self._answers + count > self._settings.max_requests:
             raise ApiError(
                 429,
@@ -179,7 +179,7 @@ class Admission:
 
     @contextmanager
     def body(self) -> Iterator[_Body]:
-        """Count the bytes of a body while the block runs."""
+        """Count the bytes of a body while the `with` block runs."""
         body = _Body(self)
         try:
             yield body

@@ -48,11 +48,11 @@ class Metrics:
     def text(self, stats: Stats | None) -> bytes:
         """Return the page of /metrics. `stats`: None if the engine does not answer in time."""
         self._engine.stats = stats
-        return generate_latest(_WithoutTimes(self.registry))  # `generate_latest` calls only `collect`
+        return generate_latest(_WithoutTimes(self.registry))  # needs only a method `collect`
 
 
 class _WithoutTimes:
-    """Return the metrics of a registry without their creation times, which would be one more gauge for each metric."""
+    """Leave out the creation time that prometheus_client adds as a gauge to each metric of a registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry

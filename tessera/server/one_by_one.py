@@ -38,8 +38,8 @@ class _Ended(Exception):
 class OneByOne:
     """Run a model that the engine cannot run, with the interface `EngineAccess`.
 
-    A thread computes one answer after another. The text of an answer is sent when it is complete. An aborted answer
-    ends where the method of the model reports the next token.
+    A thread computes one answer after another, and sends the text of an answer when it is complete. An aborted answer
+    ends as soon as the model's generation method reports its next token.
     """
 
     def __init__(self, model: LoadedModel, processor: LanguageProcessor) -> None:
@@ -112,7 +112,7 @@ class OneByOne:
         name = next((name for name in wrong if wrong[name]), None)
         if name is not None:
             raise TesseraError(
-                f"this model generates by a method of its own, without {name}",
+                f"this model has its own generation method, which does not support {name}",
                 where=name,
                 fix=f"leave {name} out",
                 code="generation.option-without-effect",

@@ -19,7 +19,7 @@ _FAMILIES = {"qwen3": False, "qwen3_omni": False, "qwen3_vl": False, "internvl":
 def reasoning_for(family: str, prompt: str) -> ReasoningSplitter | None:
     """Return a splitter for the answer to a prompt, or None for families that do not reason.
 
-    `prompt`: the text of the prompt, or its end. Some templates already open the reasoning there.
+    `prompt`: the text of the prompt, or its end. Some chat templates end it with the opening tag of the reasoning.
     """
     if family not in _FAMILIES:
         return None
@@ -27,7 +27,7 @@ def reasoning_for(family: str, prompt: str) -> ReasoningSplitter | None:
 
 
 class ReasoningSplitter:
-    """Split text into reasoning and content. Any split of the text gives the same result.
+    """Split text into reasoning and content. The result does not depend on the parts in which the text arrives.
 
     Reasoning counts only at the beginning of an answer. Tags and the whitespace around them are left out.
     `opened`: the prompt ends with `<think>`. `answer_tags`: leave out `<answer>` tags around the content.

@@ -13,7 +13,7 @@ from tessera.server.errors import ApiError
 @dataclass(frozen=True)
 class _Entry:
     response: Mapping[str, Any]
-    items: Sequence[Mapping[str, Any]]  # the input of this response, without earlier ones
+    items: Sequence[Mapping[str, Any]]  # input items of this response only, not of earlier ones
     size: int
 
 

@@ -85,7 +85,7 @@ Content = Annotated[Annotated[_Text, Tag("<text>")] | Annotated[_Parts, Tag("<li
 
 
 class _Item(_Body):
-    """Declare the fields of every item. They have no effect: they come from the answer that the item was part of."""
+    """Declare fields that every item may have. Clients copy them from an earlier answer; they have no effect."""
 
     id: _Id | None = None
     status: str | None = None

@@ -90,7 +90,7 @@ class ResponsesApi:
         return self._send(request, self._stream(body, events, first, result))
 
     async def retrieve(self, request: Request) -> Response:
-        """Answer GET /v1/responses/ID. A stream that is not complete is returned as far as it is."""
+        """Answer GET /v1/responses/ID. An incomplete stream is returned with its content so far."""
         if request.query_params.get("stream", "").lower() in ("true", "1"):
             raise ApiError(400, "stored responses cannot be streamed", param="stream", code="unsupported_parameter")
         id = request.path_params["id"]
@@ -149,7 +149,7 @@ class ResponsesApi:
 
 
 def _json(value: Mapping[str, Any]) -> Response:
-    """Return a JSON body. Halves of characters, which a model may write, are escaped."""
+    """Return a JSON body. Unpaired surrogates, which a model may write, are escaped."""
     return Response(json.dumps(value), media_type="application/json")
 
 

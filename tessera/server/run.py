@@ -59,7 +59,7 @@ class _Http(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._timer is None:
-            self._wait_for_headers()  # an idle connection begins its next request
+            self._wait_for_headers()  # the first data of the next request
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
             self._stop_waiting()

@@ -99,7 +99,7 @@ class Service:
         continues: bool,
         frames: int | None = None,
     ) -> TokenPrompt:
-        """Return the prompt of a conversation. `answer`: end with the header of the answer.
+        """Return the prompt of a conversation. `answer`: whether it ends with the header of the answer.
 
         `frames`: number of frames to sample from each video; None: as the processor does.
         """
@@ -143,7 +143,7 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(threads, encode)
 
     async def text_of(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens. There may be as many as the context has."""
+        """Return the text of tokens, of at most as many as the context has."""
         self.check_tokens(tokens, "tokens")
         if len(tokens) > self.settings.max_length:
             raise self._too_long(len(tokens), "tokens")
@@ -202,7 +202,7 @@ class Service:
         if forced is not None:
             requests = [replace(single, constraint=forced) for single in requests]
         names = [tool.function.name for tool in tools]
-        # the prompt may end with an opening tag of the reasoning
+        # Some chat templates end the prompt with the opening tag of the reasoning.
         end = self.tokens.decode(prompt.tokens[-8:], skip_special=False)
 
         def splitter() -> AnswerParts:
@@ -212,14 +212,17 @@ class Service:
         return AnswerJob(requests, [prompt] * len(requests), request.model or self.settings.name, splitter)
 
     def _forced_calls(self, request: ChatRequest) -> Constraint | None:
-        """Return the constraint of `tool_choice`, which excludes other constraints."""
+        """Return the constraint of `tool_choice`. Raise if the request has another constraint as well."""
         choice = request.tool_choice
         named = choice if choice is None or isinstance(choice, str) else choice.model_dump()
         tools = [tool.model_dump(exclude_none=True) for tool in request.tools]
         constraint = constraint_for(tools, named, parallel=request.parallel_tool_calls)
         if constraint is not None and _constraint(request) is not None:
             raise ApiError(
-                400, "a forced tool call cannot have another form", param="tool_choice", code="invalid_value"
+                400,
+                "tool_choice cannot be combined with another constraint of the answer",
+                param="tool_choice",
+                code="invalid_value",
             )
         return constraint
 

@@ -21,8 +21,8 @@ from typing import Any, TypeAlias
 from tessera.engine.request import Constraint
 from tessera.errors import TesseraError, nearest
 
-_SPACE, _NAME, _TOOL = "space", "name", "tool"  # any whitespace; the name of a function; the name of an offered tool
-_Atoms: TypeAlias = tuple[str | tuple[str, ...], ...]  # a literal is in a tuple, together with its alternatives
+_SPACE, _NAME, _TOOL = "space", "name", "tool"  # atoms: whitespace, any function name, the name of an offered tool
+_Atoms: TypeAlias = tuple[str | tuple[str, ...], ...]  # a tuple atom lists alternative literals
 
 _OPEN, _CLOSE, _LINE = "<tool_call>", "</tool_call>", "\n"
 _NAME_RUN = re.compile(r'[^"\\\x00-\x1f]{0,256}')
@@ -79,10 +79,10 @@ def parser_for(family: str, names: Collection[str] = ()) -> ToolParser:
 
 
 class ToolParser:
-    """Split the text of an answer into plain text and tool calls. Any split of the text gives the same result.
+    """Split the text of an answer into plain text and tool calls, however the text is divided on arrival.
 
-    The name of a call is returned as soon as its arguments begin, and the arguments as they arrive. Text that does not
-    become a complete head of a call is plain text. Whitespace around calls is left out.
+    The name of a call is returned as soon as its arguments begin, and the arguments as they arrive. Text that begins
+    like a call but does not reach its arguments is plain text. Whitespace around calls is left out.
     """
 
     def __init__(self, forms: Sequence[_Form], names: frozenset[str]) -> None:
@@ -211,7 +211,7 @@ class _Match:
 
 
 def _match(atoms: _Atoms, text: str, position: int, names: frozenset[str]) -> _Match:
-    """Match the text from a position against all atoms, in order."""
+    """Match the text from a position on against a sequence of atoms: whitespace, names and literals."""
     name = ""
     for atom in atoms:
         if atom == _SPACE:
@@ -239,12 +239,12 @@ def _match(atoms: _Atoms, text: str, position: int, names: frozenset[str]) -> _M
 
 def _end(pattern: re.Pattern[str], text: str, position: int) -> int:
     run = pattern.match(text, position)
-    assert run is not None  # both patterns match empty text
+    assert run is not None  # both patterns also match empty text, so there is always a match
     return run.end()
 
 
 def _next_candidate(text: str, position: int) -> int:
-    """Return the next position at which a tag, or whitespace before a tag, may begin; else the length of the text."""
+    """Return the next position where a tag, or whitespace before it, may begin; if there is none, the text's length."""
     tag = text.find("<", _end(_SPACE_RUN, text, position) + 1)
     end = len(text) if tag < 0 else tag
     return max(position + 1, len(text[:end].rstrip()))

@@ -30,12 +30,12 @@ _REFUSED = {
     "known_speaker_references[]": "speakers are not told apart",
     "stream": "ask /v1/chat/completions for a stream, with input_audio",
 }
-_MOST_BYTES = 48 << 20  # limit of an audio file: in base64 it has the largest allowed size of a text
+_MOST_BYTES = 48 << 20  # limit of an audio file, whose base64 text is limited to 64 MiB
 _STAMP = re.compile(r"<\|(\d{1,6}(?:\.\d{1,3})?)\|>")
 
 
 class TranscriptionRequest(Body):
-    """Declare the fields of /v1/audio/transcriptions beside the file."""
+    """Declare the fields of /v1/audio/transcriptions, except the file."""
 
     model: str | None = None
     language: str | None = Field(None, pattern=r"^[A-Za-z-]{2,32}$")

@@ -32,7 +32,7 @@ from tessera.tasks import REFERENCE_MODEL
 
 REFERENCE = "reference_log_probs"
 PAIRS = "pairs"  # key of the number of pairs that losses are averaged over
-_KINDS = {  # kind of data with answers -> tasks for it
+_KINDS = {  # data.kind -> tasks that train on it
     "preference": "train.task=dpo, orpo, simpo or reward",
     "unpaired_preference": "train.task=kto",
 }
@@ -123,9 +123,9 @@ class ReferencedTask(AnswerTask):
         super().check(config, module)
         if config.model.lora is not None and config.model.lora.modules_to_save and not self.reference_free:
             raise TesseraError(
-                f"{self.name} compares with the model without its adapters, which modules_to_save would train as well",
+                f"the reference of {self.name} is the model without adapters, and modules_to_save would change it",
                 where="model.lora.modules_to_save",
-                fix="leave it out; simpo and orpo need no reference",
+                fix="remove model.lora.modules_to_save, or use simpo or orpo, which need no reference",
                 code="task.modules-to-save",
             )
 

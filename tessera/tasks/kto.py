@@ -91,7 +91,7 @@ def _read_samples(batch: Batch) -> Tensor:
 
 
 def _moved(ratios: Tensor, batch: Batch) -> Tensor:
-    """Return z of each sample: the mean of `ratios` over the mismatched answers of its row, at least 0."""
+    """Return the reference point z of each sample: the mean of `ratios` of its row's mismatched answers, at least 0."""
     row = batch["pair_row"]
     has = (answer_lengths(batch).view(-1, 2)[:, 1] > 0).to(ratios)
     rows = max(1, len(batch.seeds), ratios.shape[0])  # upper bound of the row index, known without reading the device

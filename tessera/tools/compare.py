@@ -107,7 +107,7 @@ def compare(
     record = read_record(folder)
     if record is None:
         compared = "the folder has no tessera_export.json: its bytes are not checked"
-    elif problems := changes_since(folder, record):  # stop here: a damaged folder may be unreadable
+    elif problems := changes_since(folder, record):  # do not load a changed folder: it may be damaged
         meant = f"the folder was changed after its export; if you meant to change it, remove {folder / MARK}"
         return Agreement([], tuple(problems), (meant,))
     else:
@@ -147,7 +147,7 @@ def _answers(
     model, processor = load(folder, family=family)
     processor = replace(
         processor, limits=replace(processor.limits, jpeg_draft=False)
-    )  # transformers decodes JPEG files in full size
+    )  # decode JPEG files in full size, as transformers does
     answers: list[str] = []
     with WorkProgress("answers of Tessera", len(samples), "samples") as progress:
         for _, answer in answer_texts(

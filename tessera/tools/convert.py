@@ -185,7 +185,7 @@ def _refuse_unused(option: str, is_unused: bool, why: str) -> None:
 
 
 def _described(source: Path, form: str, like: Path | None) -> Path:
-    """Return the Hugging Face folder that describes the model of a source: itself, or `like`."""
+    """Return the folder that describes the model of a source: the source itself, or `like`."""
     if form == "hf" or (like is None and detect_layout(source) is not None):
         return source
     if like is None:

@@ -64,7 +64,7 @@ def convert(
                     resolve(value, source.root)
                 except TesseraError as error:
                     raise RecordError(error.what, where=sample.id, code=error.code) from None
-        return _messages_row(sample)
+        return messages_row(sample)
 
     return write_rows(source, out, overwrite, row_of, begin="", between="\n", end="\n")
 
@@ -104,7 +104,7 @@ def write_rows(
     return done
 
 
-def _messages_row(sample: Sample) -> dict[str, Any]:
+def messages_row(sample: Sample) -> dict[str, Any]:
     if len(sample.messages) == 1 and sample.messages[0].role == PLAIN:
         return _plain_row(sample)
     messages: list[dict[str, Any]] = []

@@ -26,6 +26,7 @@ from tessera.data.loader.loader import RowReader
 from tessera.data.order.packed_rows import PackedRows
 from tessera.diffusion.edit_images import edit_of_folder
 from tessera.diffusion.encoders import Encoders
+from tessera.diffusion.family import GenerationSpec
 from tessera.diffusion.feature_facts import component_hashes, form_facts
 from tessera.diffusion.feature_folder import ABOUT, CHECKSUM, EMPTY, KEY, MANIFEST, checksum, key_of
 from tessera.diffusion.features import Shard, complete_shard, finish, keep_plan, publish, shard_name
@@ -34,6 +35,7 @@ from tessera.diffusion.pipeline_folder import PipelineFolder
 from tessera.diffusion.processor import GenerationProcessor
 from tessera.errors import TesseraError
 from tessera.hub.config import load_local_config
+from tessera.models import resolve
 from tessera.runtime import device as devices
 from tessera.runtime.distributed import environment_ranks
 from tessera.runtime.progress import WorkProgress
@@ -71,6 +73,12 @@ class Features:
         if self.missing:
             return [*lines, f"{self.missing} of {self.shards} shards are still to be made, by other ranks"]
         return [*lines, f"{self.folder / MANIFEST}: {self.shards} shards. Train with data.train={self.folder}"]
+
+
+def generates_media(recipe: str | Path | Mapping[str, Any], overrides: Mapping[str, Any]) -> bool:
+    """Return whether the model of a recipe generates images or videos."""
+    config = load_local_config(recipe, dict(overrides), weights=False)
+    return isinstance(resolve(config.model)[0], GenerationSpec)
 
 
 def write_features(
@@ -122,7 +130,7 @@ def write_features(
     finally:
         reader.close()
     done.missing = finish(folder, facts, len(starts))
-    if not done.missing and ranks == 1:  # other ranks may still read the index
+    if not done.missing and ranks == 1:  # with more ranks, others may still read it
         shutil.rmtree(folder / INDEX, ignore_errors=True)
     done.seconds = time.monotonic() - began
     return done
@@ -138,7 +146,7 @@ def _rows(starts: range, number: int, rows: PackedRows) -> range:
 def _prepare(
     config: RunConfig, folder: Path, split: Literal["train", "eval"], device: torch.device
 ) -> tuple[Encoders, PackedRows, dict[str, Any]]:
-    """Return the encoders, rows of one sample each in the order of the data, and settings that change features."""
+    """Return the encoders, rows of one sample each in the order of the data, and settings that determine features."""
     sets = config.data.train if split == "train" else config.data.eval
     if any(data.weight is not None for data in sets):
         raise TesseraError(
@@ -195,6 +203,6 @@ def _prepare(
         "data": rows.index.identity,
         "length": rows.length,
     }
-    each_empty = edit is not None or family.captions_read_frames  # whether each sample has a different empty caption
+    each_empty = edit is not None or family.captions_read_frames  # whether each sample has its own empty caption
     parts = PipelineFolder(home, family.vaes)
     return Encoders(family, components, parts, task.options.given, stores_empty=each_empty), rows, facts

@@ -21,7 +21,7 @@ _TIMES = 3  # limit of values to try for one key, such as half, a quarter and an
 
 
 def plan_for_device(config: RunConfig, world: int, device: str) -> DescribedPlan:
-    """Return the plan of a recipe with `device_fit`: the peak memory of a step on this device, and changes that fit."""
+    """Return the plan of a recipe with `device_fit`: peak memory of a step on the device, and changes to fit it."""
     size = find_size(device, "--device")
     search = _Search(size, world)
     config = for_device(config, size)
@@ -42,14 +42,14 @@ class _Count:
 
 
 class _Search:
-    """Search for changes of a recipe that fit into a device. The memory of a change is counted by a dry run."""
+    """Search for recipe changes with which a step fits into the memory of a device. Dry runs count the memory."""
 
     def __init__(self, size: DeviceSize, world: int) -> None:
         self._size, self._world = size, world
         self._usable = size.usable(world)
 
     def fit(self, config: RunConfig) -> DeviceFit:
-        log.logger().info("counting a step on tensors without memory, as on %s", self._size.name)
+        log.logger().info("counting the memory of a step on fake tensors, as on %s", self._size.name)
         first = self._count(config, f"a step on {self._size.name}")
         fit = DeviceFit(
             self._size.name, self._size.total, self._usable, first.held, first.total, uncounted=first.uncounted

@@ -68,7 +68,7 @@ class Role:
 
     @property
     def total(self) -> int:
-        """Return the peak bytes of a rank on its device. Offloaded encoders and the step do not overlap."""
+        """Return the peak bytes of a rank on its device. Offloaded encoders are not on the device during the step."""
         return self.held + max(self.activations, self.encoding)
 
     def describe(self) -> str:
@@ -88,9 +88,9 @@ def dry_run(
     world: int = 1,
     device: str | None = None,
 ) -> list[Role]:
-    """Run one step of each role on fake tensors. Return the roles: ranks with equal memory and communication.
+    """Run one step on fake tensors for each role, which is a group of ranks with equal memory and communication.
 
-    `device`: a name (`h200`, `24g`) or a number of GiB, whose operations and dtypes are counted. Each role runs in a
+    `device`: name (`h200`, `24g`) or GiB of the device to simulate; None: that of the recipe. Each role runs in a
     separate process, because torch keeps device meshes and process groups until a process ends.
     """
     config = load_local_config(recipe, overrides, weights=False)
@@ -184,9 +184,9 @@ def main() -> None:
 
 
 def run_role(config: RunConfig, world: int, position: int) -> Role:
-    """Run one step on fake tensors, as the first rank at a position in the pipeline. Return its memory and traffic."""
+    """Run one step on fake tensors as the first rank at a pipeline position; return its memory and communication."""
     began = time.perf_counter()
-    setup = build_meta_model(config, world)  # parallelize_on_meta below changes its module
+    setup = build_meta_model(config, world)  # for this call only: parallelize_on_meta changes the module
     plan = setup.plan
     rank = position * (world // plan.layout.axes.size(PP))  # the pipeline is the outermost axis
     cpu = torch.device("cpu")
@@ -229,7 +229,7 @@ def device_bytes(plan: Plan, position: int) -> int:
 
 
 def _leave_gradients_out(module: nn.Module, memory: LiveMemory) -> None:
-    """Stop counting a gradient when it is final: CPU offload moves it to host memory."""
+    """Stop counting each gradient once it is accumulated, because CPU offload then moves it to host memory."""
 
     def leave(parameter: Tensor) -> None:
         assert parameter.grad is not None
@@ -285,7 +285,7 @@ def example_batch(config: RunConfig, setup: ModelSetup, mesh: Mesh) -> Batch:
 
 
 def _as_pair(tokens: int) -> dict[str, Tensor]:
-    """Return batch tensors for preference tasks: each half of the row is an answer of one pair, and it is desirable."""
+    """Return batch tensors for preference tasks: the halves of the row are the answers of a pair; all are desirable."""
     pair = torch.arange(tokens) * 2 // max(1, tokens)
     first = torch.zeros(1, dtype=torch.int64)
     return {"pair": pair, "pair_ids": first, "pair_row": first.clone(), "desirable": torch.ones(1, dtype=torch.bool)}

@@ -41,10 +41,10 @@ def hf_target(
 ) -> FolderTarget:
     """Describe a Hugging Face folder with the tokenizer, template and preprocessor files of `folder` (side files).
 
-    `raw`: content of its config.json. `is_source`: `folder` is also the source of the weights; missing side files are
-    then added. Side files of an original checkpoint are rewritten, because transformers does not read them. `tensors`:
-    tensors of the module, maybe without data. If `folder` contains weights, the new folder has the same files, the same
-    order of stacked experts, and a tied head if `folder` stores one.
+    `raw`: content of `folder`'s config.json. `is_source`: whether the weights also come from `folder`; then missing
+    side files are added. Side files of an original checkpoint are rewritten, because transformers does not read them.
+    `tensors`: tensors of the module, maybe without data. If `folder` contains weights, the new folder imitates it: the
+    same division into files and order of stacked experts, and a stored tied head if `folder` stores one.
     """
     described = exported_config(config, raw, main_dtype(tensors.values()), spec.gives(REWARDS))
     original = is_original(spec, folder)
@@ -76,7 +76,7 @@ def _stored(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
         with FolderTensors(folder) as stored:
             files = {name: file for name, file in stored.files.items() if name in stored.shapes}
             return dict(stored.shapes), files
-    except TesseraError as error:  # its weights may be damaged: only config.json and tokenizer are needed
+    except TesseraError as error:  # ignore damaged weights: only config.json and tokenizer are needed
         _log.warning("the new folder does not follow the file layout of %s: %s", folder, error.what)
         return {}, {}
 
@@ -119,7 +119,7 @@ def original_target(
         if shapes.get(name) != theirs.get(name):
             here, there = _shape_text(shapes.get(name)), _shape_text(theirs.get(name))
             raise TesseraError(
-                f"{name} is {here} in the model and {there} in the original checkpoint",
+                f"{name} is {here} in the model, but {there} in the original checkpoint",
                 where=str(folder),
                 fix="name the original checkpoint of this model: --like FOLDER",
                 code="weights.original-differs",

@@ -17,9 +17,9 @@ from tessera.runtime.torch_internals import TorchDispatchMode, tree_leaves
 class LiveMemory(TorchDispatchMode):
     """Count the tensors that operations create while this mode is active: activations, gradients, temporary tensors.
 
-    Older tensors, such as weights, are not counted. `most` is the peak in bytes. fully_shard frees and allocates the
-    storages of gathered weights without an operation, so the sizes of such storages are read at every operation. The
-    workspace of kernels is added if `ops` declares it.
+    Tensors that exist before, such as weights, are not counted. `most` is the peak in bytes. fully_shard resizes the
+    storages of gathered weights without an operation that this mode sees, so the sizes of these storages are read again
+    at every operation. Kernel workspaces that `ops` declares are added.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class LiveMemory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # torch calls this mode again for the operations on the local tensors
+            return NotImplemented  # torch then runs operations on local tensors, which this mode counts
         for leaf in tree_leaves([args, kwargs]):
             if isinstance(leaf, Tensor):
                 self._meet(leaf, counted=False)
@@ -62,7 +62,7 @@ class LiveMemory(TorchDispatchMode):
                 self._filled.add(number)
                 self._set(number, storage.nbytes())
             return
-        self._references[number] = reference  # while it is referenced, no other storage can get its id
+        self._references[number] = reference  # keeps the id from being reused for another storage
         weakref.finalize(storage, self._leave, number).atexit = False
         if counted:
             self._set(number, storage.nbytes())

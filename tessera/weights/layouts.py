@@ -40,7 +40,7 @@ def nearest_folder(path: Path) -> str | None:
 def no_such_folder(path: Path, where: str | None = None) -> TesseraError:
     """Return the error about a missing folder. It lists the most similar folder, and the other folders beside it."""
     near, beside = nearest_folder(path), _folders_in(path.parent)
-    # List them only for a path with a parent: a single word may be the name of a model on a hub.
+    # List other folders only if the path has a parent: a single word may be the name of a model on a hub.
     listed = beside if path.parent.name and len(beside) <= _MOST_LISTED else []
     named = "use a folder on this machine" + ("" if path.is_absolute() else ", or a model on a hub: hf://org/name")
     return TesseraError(

@@ -37,7 +37,7 @@ class TensorRows:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype of all blocks; None if they differ."""
+        """Return the dtype of all blocks; None if they differ."""
         return self.parts[0].dtype if len({part.dtype for part in self.parts}) == 1 else None
 
     @property

@@ -43,7 +43,7 @@ class Packed:
 
     @property
     def inline_bytes(self) -> int:
-        """Return the number of bytes that are sent over the socket."""
+        """Return the number of bytes that are sent over the socket, not in shared memory."""
         return len(self._pickle) + (self._bytes if self._bytes < _INLINE else 0)
 
     def send(self, to: socket.socket) -> None:
@@ -75,8 +75,8 @@ def receive(
 ) -> Any:
     """Receive the next object. Raise EOFError if the other process has ended.
 
-    `shared=False`: the memory of its tensors is private to each process, also after a fork. `before_find(module, name)`
-    is called before the unpickler looks up a class or function.
+    `shared=False`: writes to the object's tensors are not visible in other processes, not even after a fork.
+    `before_find(module, name)` is called before the unpickler looks up a class or function.
     """
     # The file descriptor arrives with the first byte of the head.
     head, fds, _, _ = socket.recv_fds(source, _HEAD.size, 1, socket.MSG_CMSG_CLOEXEC)

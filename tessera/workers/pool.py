@@ -23,15 +23,15 @@ from tessera.workers.messages import Packed, receive
 from tessera.workers.servers import PoolServer, ServerLostError, WorkerProcess
 
 Note = Callable[[int], None]
-PoolWork = Callable[[Any, Note], Any]  # (item, note) -> result; the work calls `note(n)` before it reads sample n
+PoolWork = Callable[[Any, Note], Any]  # (item, note) -> result; must call `note(n)` before it reads sample n
 
-_SMALL = 1 << 14  # bytes that fit into the buffer of a socket while the other process does not read
+_SMALL = 1 << 14  # bytes that a socket can buffer while the receiver does not read
 _SERVERS = 3  # number of killed servers after which the pool raises
-_TRIES = 3  # limit of attempts for an item whose workers end before or after the work on it
+_TRIES = 3  # attempts for an item whose workers end, but not during the work on it
 
 
 def no_note(number: int) -> None:
-    """Ignore a note: when the calling process does the work, no pool waits for notes."""
+    """Do nothing: the `note` argument for work in the calling process, which no pool watches."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class _PendingItem:
 
     number: int
     again: Again | None
-    drawn: Any = None  # the item that the caller gave
-    item: Any = None  # item for a worker: `drawn`, or its replacement from `again`
+    drawn: Any = None  # the original item
+    item: Any = None  # the item to send to a worker: `drawn`, or its replacement from `again`
     tries: int = 0
     # indices of samples that a worker was reading when it died or hung; an element None: the sample is unknown
     blamed: set[int | None] = field(default_factory=set)
@@ -65,10 +65,10 @@ class _PendingItem:
         self.done, self.failed, self.value, self.item = True, failed, value, None
 
     def lose(self, lost: Lost, once_more: bool = True) -> None:
-        """Retry or settle an item whose worker has ended.
+        """Retry or settle an item whose worker ended during the work on it.
 
-        `once_more`: retry if this is the first worker that ended at this sample. Another cause is possible: memory may
-        have run out, or the file system may be slow.
+        `once_more`: retry if no worker has ended at this sample before, because the cause may be another one, such as
+        exhausted memory or a slow file system.
         """
         if once_more and lost.at not in self.blamed:
             self.blamed.add(lost.at)
@@ -84,7 +84,7 @@ class _PendingItem:
             self.item, self.tries = another, 0
 
     def lose_untold(self, reason: str) -> None:
-        """Retry an item whose worker ended, but not during the work on it. After `_TRIES` attempts it has no result."""
+        """Retry an item whose worker ended before or after the work on it; after `_TRIES` attempts it is lost."""
         self.tries += 1
         if self.tries == _TRIES:
             self.lose(Lost(None, reason), once_more=False)
@@ -184,7 +184,7 @@ class Pool:
                     more = more and self._draw(source, order, again)
                 yield first.drawn, first.value
         finally:
-            for pending in order:  # `map` ends early: later results of its items are ignored
+            for pending in order:  # if the caller stops `map` early, forget its items, and ignore their results
                 self._pending.pop(pending.number, None)
             self._waiting = deque(pending for pending in self._waiting if pending.number in self._pending)
 
@@ -207,7 +207,7 @@ class Pool:
                 self._dispatch()
             ready = [pending for pending in self._pending.values() if pending.done]
             if ready:
-                self._lost_servers = 0  # a service runs for months: only kills without a result between them count
+                self._lost_servers = 0  # count only kills in a row: a service runs for months
             for pending in ready:
                 del self._pending[pending.number]
                 reports.pop(pending.number)(pending.value, pending.failed)
@@ -307,7 +307,7 @@ class Pool:
                 self._awake.recv(4096)
                 continue
             if key.data is None:
-                with contextlib.suppress(TimeoutError):  # `_replace` may have read the message already
+                with contextlib.suppress(TimeoutError):  # `_replace` may have read it already
                     self._server.read_exits(0.01)
                 continue
             with self._replacing_broken(key.data):
@@ -347,7 +347,7 @@ class Pool:
 
     @contextlib.contextmanager
     def _replacing_broken(self, worker: WorkerProcess) -> Iterator[None]:
-        """Replace a worker if an exchange with it fails in the block: the rest of its messages cannot be parsed."""
+        """Replace a worker if sending or receiving fails in the `with` block: its next messages cannot be parsed."""
         try:
             yield
         except TimeoutError:
@@ -389,7 +389,7 @@ class Pool:
                 continue
             if number == begun:
                 pending.lose(Lost(worker.state.noted, reason))
-            elif begun is None and number == first:  # it ended while it received this item or sent the result
+            elif begun is None and number == first:  # the worker was receiving this item or sending its result
                 pending.lose_untold(reason)
             if not pending.done:
                 self._waiting.appendleft(pending)
@@ -399,5 +399,5 @@ class Pool:
     def _add_worker(self) -> None:
         assert self._server is not None
         worker = self._server.fork()
-        self._workers.insert(0, worker)  # `_dispatch` prefers it: a lost item is retried in a new process
+        self._workers.insert(0, worker)  # first, so that `_dispatch` retries lost items in a new process
         self._selector.register(worker.connection, selectors.EVENT_READ, worker)

@@ -40,7 +40,8 @@ from tessera.workers.worker import (
     work_until_end,
 )
 
-# FORK (with file descriptors) or KILL, and the pool's number of the child process; IMPORT, and the size of the names.
+# (kind, number). FORK (sent with file descriptors) and KILL: the number that the pool gives the child process. IMPORT:
+# the number of bytes of the module names that follow.
 REQUEST = struct.Struct("<cQ")
 EXIT = struct.Struct("<Qi")  # number and exit code of a child process
 FORK, KILL, IMPORT = b"f", b"k", b"i"
@@ -60,7 +61,7 @@ class Surroundings:
 
 
 def first_server(control_fd: int, client: int) -> None:
-    """Fork a server for each pool of a program. `_FirstServer` starts this in a new interpreter."""
+    """Serve requests to fork a server process for each pool. `_FirstServer` runs this function in a new interpreter."""
     for number in _IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     _serve(socket.socket(fileno=control_fd), _pool_server, client=client, report_exits=False)
@@ -81,7 +82,7 @@ def _pool_server(fds: Sequence[int]) -> None:
             send(control, error)
         return
     send(control, None)
-    gc.freeze()  # garbage collection in workers would otherwise write to shared pages, which copies them
+    gc.freeze()  # otherwise garbage collection in a worker writes to, and so copies, shared pages
     _serve(control, functools.partial(work_until_end, work))
 
 
@@ -338,7 +339,7 @@ class _FirstServer:
         self._control.close()
         try:
             self._process.wait(1)
-        except subprocess.TimeoutExpired:  # it is still importing torch
+        except subprocess.TimeoutExpired:  # the server is still importing torch
             self._process.kill()
             self._process.wait()
 
@@ -358,7 +359,7 @@ def _first_server() -> _FirstServer:
 
 @functools.cache
 def _first_server_of(process: int) -> _FirstServer:
-    """Return the first server of a process id. It is cached by id: a forked child does not use its parent's server."""
+    """Return the first server of the process `process`, cached by id, so that a forked child starts another one."""
     return _FirstServer()
 
 

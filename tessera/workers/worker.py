@@ -36,7 +36,7 @@ class TooSlow(TesseraError):
 
 @contextmanager
 def time_limit(seconds: float | None) -> Iterator[None]:
-    """Raise `TooSlow` inside the block after `seconds`, as soon as the interpreter runs.
+    """Raise `TooSlow` inside the `with` block after `seconds`, as soon as the interpreter runs.
 
     Code that hangs in C is not interrupted; the pool kills such a worker. Only the main thread of a process can be
     interrupted: in other threads there is no limit. A nested limit replaces the outer one until its block ends.
@@ -62,7 +62,7 @@ def time_limit(seconds: float | None) -> Iterator[None]:
     finally:
         try:
             inside = False
-        finally:  # runs also if the signal arrives at this point
+        finally:  # a signal that arrives here must not skip this
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
             if outer:
@@ -74,7 +74,7 @@ WORKER_VARIABLE = "TESSERA_DATA_WORKER"  # set in the environment of worker proc
 
 @contextmanager
 def memory_limit(allowed: int) -> Iterator[None]:
-    """Limit further allocations of a worker process inside the block to `allowed` bytes. More raise `MemoryError`.
+    """Inside of the `with` block, let a worker process allocate at most `allowed` more bytes, else `MemoryError`.
 
     A hostile file may make a decoder allocate much more than the size in its header. Shared memory is not limited. Only
     worker processes are limited: elsewhere allocations of other threads would fail.
@@ -140,7 +140,7 @@ def work_until_end(work: Callable[[Any, Callable[[int], None]], Any], fds: Seque
     """Work on items until the pool closes the connection. An exception is sent instead of a result."""
     torch.set_num_threads(1)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("500")  # without free memory, the kernel kills a worker before the trainer
+        file.write("500")  # if memory runs out, the kernel kills workers first, not the trainer
     pool, state = socket.socket(fileno=fds[0]), WorkerState(fds[1])
     os.close(fds[1])
     while True:

@@ -61,7 +61,7 @@ def feature_recipe(args: Args) -> tuple[dict[str, Any], JobReport]:
         )
     if not (Path(pipeline) / DiffusersFolder.TRAINED / CONFIG_FILE).is_file():
         raise TesseraError(
-            f"no {DiffusersFolder.TRAINED}/{CONFIG_FILE} in {pipeline}: the transformer of the features is needed",
+            f"{pipeline} has no {DiffusersFolder.TRAINED}/{CONFIG_FILE}, which determines the format of the features",
             where=sources["model"],
             fix="use VAE and text encoders of one diffusers folder that contains the transformer's config.json",
             code="job.transformer-config",

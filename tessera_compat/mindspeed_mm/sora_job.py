@@ -149,10 +149,10 @@ def _set_model(
         base = None if pipeline is None else str(Path(pipeline) / DiffusersFolder.TRAINED)
         if base is None or not (Path(base) / CONFIG_FILE).is_file():
             raise TesseraError(
-                f"{section['weights']} contains shards, which do not name their model",
+                f"{section['weights']} contains shards without a config.json that describes the model",
                 where="--load",
-                fix="name the transformer of the diffusers folder that they were converted from, or convert them back: "
-                "mm-convert WanConverter mm_to_hf",
+                fix="pass the transformer in the diffusers folder from which the shards were made, or convert them "
+                "back: mm-convert WanConverter mm_to_hf",
                 code="job.shards-without-model",
             )
     described = ModelSection(family=model.family, config=model.config)

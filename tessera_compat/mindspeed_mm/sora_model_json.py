@@ -41,14 +41,14 @@ WAN_KEYS: dict[str, KeyRule] = {
     **_PREDICTOR,
     "num_layers": sets("num_layers"),
     "num_heads": sets("num_attention_heads"),
-    "hidden_size": sets("attention_head_dim"),  # `_finish_wan` divides it by the number of heads
+    "hidden_size": sets("attention_head_dim"),  # first the whole width: `_finish_wan` divides it by the number of heads
     "in_dim": sets("in_channels"),
     "out_dim": sets("out_channels"),
     "ffn_dim": sets("ffn_dim"),
     "freq_dim": sets("freq_dim"),
     "text_dim": sets("text_dim"),
     "text_len": sets("text_length"),
-    "img_dim": sets("image_dim"),  # only of models that take CLIP embeddings of conditioning frames
+    "img_dim": sets("image_dim"),  # only models that take CLIP embeddings of conditioning frames have this field
     "patch_size": sets("patch_size", list),
     "cross_attn_norm": sets("cross_attn_norm"),
     "eps": sets("eps"),
@@ -154,7 +154,7 @@ class GenerationFile:
 
     family: str | None = None  # None: the file has only encoders, for feature extraction
     config: dict[str, Any] = field(default_factory=dict)  # keys of `model.config`
-    weights: str | None = None  # predictor.from_pretrained
+    weights: str | None = None  # value of predictor.from_pretrained
     options: dict[str, Any] = field(default_factory=dict)  # keys of `train.task_options`, without encoders
     encoders: dict[str, Any] = field(default_factory=dict)  # dotted keys of `train.task_options.encoders`
     folders: dict[str, str] = field(default_factory=dict)  # key of model.json -> folder of a VAE or text encoder
@@ -286,7 +286,7 @@ def _own_key(file: GenerationFile, key: str, section: Mapping[str, Any], source:
             blocks = "blocks" if key.startswith("double") else "single_blocks"
             file.recompute.append(f"{blocks}.{{0-{value - 1}}}" if value > 1 else f"{blocks}.0")
         note = "parallel.recompute" if value else "off"
-    else:  # model_type, task_type
+    else:  # the key is model_type or task_type
         note = "train.task_options.given, with task"
     outcome: Outcome = "mapped" if note not in ("not set", "off") else "not needed"
     report.add(source, f"predictor.{key}", value, outcome, note)
@@ -322,7 +322,7 @@ def _patch(config: dict[str, Any], patch: Sequence[int], family: str, source: st
     config["patch_size"] = rows
     if family == "hunyuan_video" or frames > 1:
         config["patch_size_t"] = frames
-    if family == "cogvideox" and frames > 1:  # CogVideoX 1.5
+    if family == "cogvideox" and frames > 1:  # only CogVideoX 1.5 has patches of several frames
         config["patch_bias"] = False
 
 
@@ -413,13 +413,13 @@ def _part(
 
 
 def _features(file: GenerationFile, data: Mapping[str, Any], source: str, report: JobReport) -> None:
-    """Read whether the data contains features. Raise if only latents, or only embeddings, are features."""
+    """Read whether the data contains features. Raise if it contains only one of latents and embeddings."""
     keys = ("load_video_features", "load_text_features")
     values = {key: bool(data.get(key)) for key in keys}
     if len(set(values.values())) > 1:
         raise TesseraError(
             " and ".join(f"{key} {str(value).lower()}" for key, value in values.items())
-            + ": latents and embeddings of a sample are both features, or both encoded",
+            + ": a data set contains both latents and embeddings as features, or neither",
             where=source,
             fix="set both to the same value",
             code="job.features-differ",

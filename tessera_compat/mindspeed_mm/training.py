@@ -223,9 +223,10 @@ def save_checkpoint(
     """Save a checkpoint. `iteration` must be the current iteration."""
     trainer = current_session().trainer
     if options or iteration != trainer.step:
-        what = f"does not take {', '.join(options)} here" if options else f"is asked for iteration {iteration}"
+        unsupported = f"save_checkpoint does not support {', '.join(options)}"
+        differs = f"save_checkpoint is called for iteration {iteration}, but the run is at iteration {trainer.step}"
         raise TesseraError(
-            f"save_checkpoint {what}, but the run is at iteration {trainer.step}",
+            unsupported if options else differs,
             where="save_checkpoint",
             fix=f"save_checkpoint({trainer.step}, model, optimizer, opt_param_scheduler)",
             code="job.save-arguments",

@@ -101,7 +101,7 @@ class _Converter:
         return self.result
 
     def _edit(self, span: Span, replacement: str, words: str) -> None:
-        if span in self.edits:  # two commands name the same variable
+        if span in self.edits:  # two commands use the same variable, which is already edited
             return
         self.edits[span] = replacement
         self.result.changed.append((line_of(self.text, span.start), words))
@@ -160,7 +160,7 @@ class _Converter:
             reason = DROPPED.get(name, "msrun has no such settings")
             span = option.span
             if name in _WITHOUT_VALUE and value and "=" not in self.text[span.start : span.end]:
-                span = Span(span.start, span.start + len(f"--{name}"))  # the next word is not its value
+                span = Span(span.start, span.start + len(f"--{name}"))  # the option takes no value: keep the next word
             self._remove(span, f"--{name} left out: {reason}")
         elif name not in _OF_MSRUN:
             near = nearest(name, [*RENAMED, "nnodes", *DROPPED, *_OF_MSRUN])
@@ -210,7 +210,7 @@ class _Converter:
             self._edit(Span(end, end), f"{gap}--ai-framework mindspore", "added --ai-framework mindspore")
 
     def _unknown_flags(self, launch: LaunchCommand) -> None:
-        """List the unknown flags of an entry point of MindSpeed-MM that are in the command itself."""
+        """Report flags in the command that the entry point of MindSpeed-MM does not have."""
         command = self.code[launch.command.start : launch.command.end]
         entry = re.search(r"(?<=\s)(?:-m[ \t]+[\w.]+|\S+\.py)\b", command)
         if entry is None:
@@ -224,7 +224,7 @@ class _Converter:
             if flag not in FLAGS and f"--{option.name}" not in FLAGS:
                 near = nearest(flag, FLAGS)
                 hint = f"; did you mean {near}?" if near else ""
-                self._leave(option.span.start, f"{flag}: nobody knows this flag{hint}")
+                self._leave(option.span.start, f"{flag}: unknown flag{hint}")
 
     def _features(self) -> None:
         for option in options_in(self.code, Span(0, len(self.code))):

@@ -29,7 +29,7 @@ def scripts_of(path: Path) -> Iterator[Path]:
         try:
             text = without_comments(read_text(script, MAX_BYTES))
         except TesseraError:
-            yield script  # its conversion reports the error
+            yield script  # converting the script reports the error
             continue
         if any("msrun" not in text[one.launcher.start : one.launcher.end] for one in launches_in(text)):
             yield script
@@ -55,7 +55,7 @@ def convert_all(paths: Sequence[Path], output: Path | None, form: str | None, ov
     """Convert scripts and folders of scripts. A script that cannot be converted does not stop the others."""
     if form is not None and form not in get_args(Form):
         raise TesseraError(
-            f"there is no form {form}", where="--form", allowed=get_args(Form),
+            f"--form {form} does not exist", where="--form", allowed=get_args(Form),
             nearest=nearest(form, get_args(Form)), code="job.unknown-form",
         )  # fmt: skip
     missing = next((path for path in paths if not path.exists()), None)

@@ -26,7 +26,7 @@ _WITHOUT_EFFECT = {
 
 
 def torchrun_command(words: Sequence[str]) -> tuple[list[str], dict[str, str], list[str]]:
-    """Translate the arguments of msrun. Return those of torchrun, variables of the environment, and notes."""
+    """Translate the arguments of msrun. Return those of torchrun, environment variables, and notes."""
     at = next((position for position, word in enumerate(words) if word.endswith(".py")), None)
     if at is None:
         raise TesseraError(

@@ -30,7 +30,7 @@ class Span:
 class LaunchOption:
     """Store an option of a command, with its position in the script."""
 
-    name: str  # with underscores
+    name: str  # underscores instead of dashes, such as nproc_per_node
     value: str | None
     span: Span
 

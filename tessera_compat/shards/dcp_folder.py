@@ -49,7 +49,7 @@ class JobTensor:
 def job_tensors(
     stored: Mapping[str, PlannedTensor], weight_map: WeightMap, shapes: Mapping[str, Shape]
 ) -> dict[str, JobTensor]:
-    """Locate the tensors in the DCP folder of a job, by Hugging Face name. `shapes`: of all model tensors."""
+    """Locate the tensors in the DCP folder of a job, by Hugging Face name. `shapes`: shapes of all model tensors."""
     table = weight_map.for_names(stored)
     needed = _needed(table, shapes)
     merged = _merged(needed, stored)

@@ -189,7 +189,7 @@ class MegatronTensor:
 
 
 def is_megatron_folder(folder: Path) -> bool:
-    """Return whether a folder contains rank files of a Megatron-style job. Runs of Tessera have the index file, too."""
+    """Return whether a folder contains rank files of a Megatron-style job, and is not a run of Tessera."""
     return (folder / LATEST).is_file() and not (folder / "config.yaml").is_file()
 
 
@@ -216,8 +216,8 @@ def read_megatron(
         and not any(third for _, _, third in contents)
         and all(form.table in models[0] for models in contents.values())
     ):
-        # In `mp_rank_TT_NNN`, NNN is the pipeline or the expert rank. Every file has the embedding table, which only
-        # one pipeline rank would have: NNN is the expert rank.
+        # NNN in `mp_rank_TT_NNN` is a pipeline rank or an expert rank. Here every file has the embedding table. Only
+        # one pipeline rank stores that table, so NNN is the expert rank.
         contents = {(tp, 0, ep): models for (tp, ep, _), models in contents.items()}
     stored = _layout_of(form.parts, contents)
     if some_layers and layout is not None and (layout.pp, layout.virtual) == (stored.pp, stored.virtual):

@@ -140,9 +140,9 @@ class JoinedColumns:
 
     @staticmethod
     def _widths(shape: Sequence[int], of: int, ranks: int) -> tuple[int, int]:
-        """Return the number of columns of each input per rank.
+        """Return the number of columns that each rank has of the first and of the second input.
 
-        `of`: number of slices of the full tensor, if `shape` is the shape of one slice; 1 for the full tensor.
+        `shape` is the shape of a slice, and `of` the number of slices (1: `shape` is that of the full tensor).
         """
         first = shape[0] // of
         rest = shape[1] - first

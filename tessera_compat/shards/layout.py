@@ -162,7 +162,8 @@ def _lists(part: str, value: Any) -> tuple[tuple[int, ...], ...]:
 def layout_of_recipe(recipe: Recipe, model: ModelSection, form: MegatronForm) -> MegatronLayout:
     """Return the layout in which the plan of a recipe splits `model`, the model to convert.
 
-    The model of the recipe is replaced. Its frozen and adapted modules stay: the balance of stages depends on them.
+    `model` replaces the model of the recipe, but the recipe's frozen and adapted modules apply to it: the automatic
+    balance of stages depends on them.
     """
     config = load_config(recipe)
     # Plan one copy of the model: data parallelism is not part of a layout.

@@ -42,9 +42,10 @@ _SPLITS: tuple[tuple[str, TensorSplit], ...] = (
 
 @dataclass(frozen=True)
 class BiasWithoutKeys(GroupedRows):
-    """Take the bias of queries (0) or values (2) from a fused bias. Its rows of keys are written as zeros.
+    """Take the bias of queries (0) or values (2) from a fused bias. The bias of keys is written as zeros.
 
-    Rows of keys that a job has changed are not read: one number added to all scores of a query changes no attention.
+    A bias of keys is not read, even if a job has changed it: it adds the same number to all scores of a query, so the
+    softmax does not change.
     """
 
     def join_rows(self, chunks: Sequence[TensorRows]) -> list[TensorRows]:
@@ -75,7 +76,7 @@ def _audio_rules(audio: AudioConfig) -> list[Rule]:
 
 
 def qwen2_5_omni(config: Qwen25OmniConfig) -> MegatronForm:
-    """Describe the rank files of Qwen2.5-Omni, whose jobs have the thinker alone."""
+    """Describe the rank files of Qwen2.5-Omni. They contain only the thinker."""
     form, audio = grid_form(config, config.vision.hidden_size, gated=True), config.audio
     first, last = (_ENCODER + "conv", _ENCODER + "audio_bos_eos_token."), (_ENCODER + "proj.", _ENCODER + "ln_post.")
     part = PipelinePart("audio", _LAYERS, first, last, audio.encoder_layers)

@@ -104,7 +104,7 @@ class _Shards(WeightForm):
         return _ModelShards(form, form.weights)
 
     def adapt_dcp(self, stored: StoredForm, weights: WeightMap, shapes: Mapping[str, tuple[int, ...]]) -> StoredForm:
-        """Return the folder of a job with FSDP2, which may flatten or merge experts, by Hugging Face names."""
+        """Return a reader of a DCP folder by Hugging Face names. Jobs with FSDP2 can flatten or merge the experts."""
         return JobFolder(stored, weights, shapes)
 
     def weights_folder(self, folder: Path) -> Path:

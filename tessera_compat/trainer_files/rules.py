@@ -53,7 +53,7 @@ def when(key: str, setting: Any) -> FileRule:
 
 
 def chosen(choices: Mapping[str, Settings | str]) -> FileRule:
-    """Return the rule for a key with fixed words. A word with a reason in place of settings is refused."""
+    """Return the rule for a key with fixed words: word -> settings, or the reason why the word is not supported."""
 
     def rule(value: Any) -> Settings:
         choice = choices.get(str(value).lower())

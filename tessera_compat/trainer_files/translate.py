@@ -108,7 +108,7 @@ def _number(value: Any, default: int) -> int:
 
 
 def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the keys of all sections with dots. Lists and empty sections are values."""
+    """Yield all dotted keys of nested sections with their values. Lists and empty sections count as values."""
     for key, value in data.items():
         if isinstance(value, Mapping) and value and prefix.count(".") < 8:
             yield from _flat(value, f"{prefix}{key}.")
@@ -179,7 +179,7 @@ class _Translation:
         self.report.add(source, key, value, "mapped" if settings else "not needed", note)
 
     def _batch(self, flat: Mapping[str, Any], source: str) -> set[str]:
-        """Compute the samples of a step from the batch per device, accumulation and ranks. Return the keys."""
+        """Compute the samples of a step from the batch per device, accumulation and ranks. Return the keys of these."""
         keys = [key for key in (*_BATCH, *_ACCUMULATION, _TOTAL) if key in flat]
         numbers = {key: flat[key] for key in keys if _number(flat[key], 0)}
         for key in keys:
@@ -299,7 +299,7 @@ class _Translation:
             missing.pop("train.steps", None)
         for key, value in missing.items():
             self.report.add(
-                self.path.name, f"({key})", value, "differs", f"the {trainer} file does not say it: write {key}"
+                self.path.name, f"({key})", value, "differs", f"the {trainer} file does not set it: write {key}"
             )
         tree: dict[str, Any] = {}
         order = sorted({**settings, **missing}.items(), key=lambda item: (item[0].count("."), item[0] != "name"))

@@ -32,7 +32,7 @@ from tests.errors import raises
         ("torchrun --nproc_per_node 2", "the command names no script"),
         (
             "torchrun pretrain_vlm.py --train-itres 3",
-            "nobody knows this flag; did you mean --train-iters?",
+            "unknown flag; did you mean --train-iters?",
         ),
     ],
 )

@@ -96,6 +96,7 @@ def text_batch(config: Any) -> Batch:
 
 
 BATCHES: dict[str, Callable[[Any], Batch]] = {
+    "csm": lambda config: FAMILIES.get("csm").example(config, 96),  # type: ignore[misc]
     "glm4v": bicubic_batch,
     "internvl": lambda config: FAMILIES.get("internvl").example(config, 96),  # type: ignore[misc]
     "llama": text_batch,

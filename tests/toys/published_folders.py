@@ -85,6 +85,7 @@ MODELS: Mapping[str, tuple[str, str]] = {
     "Qwen3-VL-30B-A3B-Instruct": ("qwen3_vl", "30b-a3b"),
     "llava-1.5-7b-hf": ("llava", "1.5-7b"),
     "llava-onevision-qwen2-7b-ov-hf": ("llava", "onevision-7b"),
+    "csm-1b": ("csm", "1b"),
     "whisper-large-v3": ("whisper", "large-v3"),
     "whisper-large-v3-turbo": ("whisper", "large-v3-turbo"),
 }

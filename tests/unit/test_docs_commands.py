@@ -233,6 +233,7 @@ def test_every_key_of_the_pages_exists(page: Path) -> None:
 
 NAMES = {
     "cogvideox": "CogVideoX",
+    "csm": "CSM",
     "flux": "Flux",
     "glm4v": "GLM-4.1V",
     "hunyuan_video": "HunyuanVideo",

@@ -189,7 +189,7 @@ class ItemBatcher:
         return Batch(fields, sample_ids=tuple(map(str, listed)), counts={"samples": count})
 
     def _labelled(self, batch: Batch, drawn: Sequence[DrawnItem], ids: Sequence[str] = ()) -> Batch:
-        """Return a batch with sample ids, row indices, number of samples and seeds. Set fields do not change."""
+        """Set the sample ids, row indices, number of samples and seeds of a batch, unless it has them already."""
         ids = batch.sample_ids or tuple(ids) or tuple(str(draw.number) for draw in drawn)
         each = [1] * len(drawn) if len(ids) == len(drawn) else [len(ids)] + [0] * (len(drawn) - 1)
         return replace(

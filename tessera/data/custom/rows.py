@@ -65,7 +65,7 @@ class ItemRows(GuardedRows):
     def without(self, samples: Mapping[str, str]) -> ItemRows:
         copied = copy.copy(self)
         copied.items = replace(self.items, left_out={**self.items.left_out, **samples})
-        copied._data, copied._collate = self._data, self._collate  # `copy.copy` leaves both out, as pickling does
+        copied._data, copied._collate = self._data, self._collate  # `__getstate__` excludes both from a copy
         return copied
 
     def guarded(self, rows: Sequence[int], lost: Mapping[int, str], note: Callable[[int], None]) -> Batch:
@@ -101,7 +101,7 @@ class ItemRows(GuardedRows):
 
 
 class SequentialRows(GuardedRows):
-    """Read items by index from data that can only be iterated. An index before the last one read restarts it."""
+    """Read items by index from data that can only be iterated. An index before the next item restarts the iteration."""
 
     sequential = True  # one process reads all rows in order: every further process would read all of the data again
 
@@ -130,7 +130,7 @@ class SequentialRows(GuardedRows):
         return self._data
 
     def take(self, number: int, note: Callable[[int], None]) -> Any:
-        """Return the item with index `number`. `note`, called for skipped items as well, restarts the time limit."""
+        """Return the item with index `number`. `note` restarts the time limit; it is called for skipped items, too."""
         if self._iterator is None or number < self._next:
             self._begin(number)
         if number - self._next >= 1000:
@@ -167,7 +167,7 @@ class SequentialRows(GuardedRows):
 
 
 class StreamRows(SequentialRows):
-    """Read rows of an iterable data set: row r is the r-th item. Each rank reads all items and keeps its own."""
+    """Read rows of an iterable data set: row r is the r-th item. Each rank reads all items, and uses its rows."""
 
     def __init__(
         self, imported: ImportedObject, data: Any, items: ItemBatcher, collate: ImportedObject | None, *, seed: int

@@ -46,8 +46,8 @@ log = logging.getLogger("tessera")
 FORMAT = 5  # version of index files: increase it when their layout or their meaning changes
 Policy = Literal["skip", "fail"]
 _CONTENT = "content_hash"
-_COMPARED = 256  # 256 usable and 256 unusable samples are measured again before a cached index is used
-_NOT_MEASURED = ("jpeg_draft",)  # fields of `Limits` that do not change any measure: not in the hash of an index
+_COMPARED = 256  # number of usable, and of unusable, samples that are read again before a cached index is used
+_NOT_MEASURED = ("jpeg_draft",)  # fields of `Limits` that do not change the content of an index: not in its hash
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,10 @@ class IndexMaker:
     processor: MediaProcessor
     length: int
     limits: Limits
-    on_bad_sample: Policy  # skip and list unusable or too long samples, or raise
+    on_bad_sample: Policy  # what to do with unusable or too long samples: skip and list them, or raise
     cache_folder: Path | None
     truncate: Truncate = "never"
-    # processes that measure records; 0: the calling process; auto: the calling process if that takes a few seconds
+    # processes that read records; 0: the calling process; auto: the calling process if that takes only a few seconds
     workers: Workers = "auto"
     timeout_s: float = 60.0
     max_bad_share: float = 1.0  # raise if a larger share of a data set is unusable
@@ -109,9 +109,9 @@ class IndexMaker:
         return part
 
     def _measured(self, work: MeasureRows) -> AnyTables:
-        """Return the measures of all usable samples, including those that are longer than a row.
+        """Return the tables of token counts and media sizes of all usable samples, including those longer than a row.
 
-        A stored index is used if possible.
+        They are read from a stored index if there is one.
         """
         limits = {name: value for name, value in dataclasses.asdict(self.limits).items() if name not in _NOT_MEASURED}
         key = digest_of([FORMAT, work.source.facts(), self.processor.fingerprint, limits])
@@ -142,7 +142,7 @@ class IndexMaker:
         return self._write(file, key, measured.tables(), work.folder)
 
     def _still_holds(self, work: MeasureRows, tables: AnyTables) -> bool:
-        """Measure some samples again. Return whether they agree with a cached index; media files may have changed."""
+        """Read some samples again, because media files can change. Return whether they agree with a cached index."""
         usable, unusable = np.asarray(tables["row"]), np.array([row.row for row in bad_rows(tables)], dtype=np.int64)
         rows = np.unique(np.concatenate([_spread(usable), _spread(unusable)]))
         some = dataclasses.replace(work, rows=rows)

@@ -12,6 +12,7 @@ from tessera.core.sample import Message, Part
 from tessera.data.sources.container import fail
 from tessera.data.sources.fields import ColumnMap, has, text_of
 
+_SPEECH = ("codes", "audio")  # types of parts
 _SPEAKER_NUMBER = re.compile(r"\d{1,6}")
 
 
@@ -48,9 +49,9 @@ def speaker_of(record: Mapping[str, Any], names: ColumnMap) -> str:
 
 
 def speaker_of_turn(turn: Mapping[str, Any], names: ColumnMap) -> str:
-    """Return the speaker of a turn with codes; empty: not named, or the turn has no codes."""
+    """Return the speaker of a turn with speech; empty: not named, or the turn has no speech."""
     content = turn.get(names.content)
-    if not isinstance(content, list) or not any(isinstance(p, dict) and p.get("type") == "codes" for p in content):
+    if not isinstance(content, list) or not any(isinstance(p, dict) and p.get("type") in _SPEECH for p in content):
         return ""
     return numbered_speaker(turn, names) or ("" if names.speaker == names.role else speaker_of(turn, names))
 

@@ -21,7 +21,7 @@ OFFSET = 2.0  # the constant `ofs`, which published image-to-video models embed 
 
 
 class CogVideoXFamily(GenerationFamily):
-    """Draw noise with frames as the first dimension, as in the published pipeline."""
+    """Describe CogVideoX. Its published pipeline draws noise with frames as the first dimension."""
 
     def draw_noise(self, shape: Grid, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
         frames, rows, columns = shape

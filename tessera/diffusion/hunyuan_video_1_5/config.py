@@ -18,7 +18,7 @@ from tessera.diffusion.given_images import MarkedFrameChannels
 from tessera.diffusion.hunyuan_video.config import HunyuanConfig, HunyuanVideoFamily
 from tessera.nn.joint_transformer import TransformerShape
 
-# Part of the caption template, with the published spaces. Embeddings of tokens before the caption are dropped.
+# Part of the caption template, written exactly as published. Embeddings of tokens before the caption are dropped.
 _ASPECTS = (
     "You are a helpful assistant. Describe the video by detailing the following aspects:",
     "1. The main content and theme of the video.",

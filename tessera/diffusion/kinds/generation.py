@@ -74,7 +74,7 @@ def captioned_rows(request: RowRequest, processor: GenerationProcessor) -> RowSo
 
 
 def _without_elements(rows: PackedRows) -> dict[str, Tensor]:
-    """Return features with zero rows, in the widths and dtypes that all samples share."""
+    """Return feature tensors without rows, which have the widths and dtypes of all samples."""
     for number in range(len(rows.index)):
         try:
             stored = rows.index.read(number)[0].media()[-1].value

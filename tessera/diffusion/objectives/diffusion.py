@@ -122,7 +122,7 @@ class DiffusionTask(Task):
         for key, chosen in noise.items():
             if chosen and not images.takes_noise:
                 raise TesseraError(
-                    f"{key} needs a model whose only image condition is channels",
+                    f"{key} needs a model that reads conditioning images only as channels",
                     where=f"train.task_options.{key}",
                     fix=f"remove {key}, which is for models such as CogVideoX I2V",
                     code="generation.image-dropout-unsupported",
@@ -140,7 +140,7 @@ class DiffusionTask(Task):
             )
 
     def _choose_encoders(self, config: RunConfig) -> EncoderOptions | None:
-        """Return the encoder options of the recipe. Without any, media data use the encoders in the model's folder."""
+        """Return the recipe's encoder options. Without any, runs on media use the encoders in the model's folder."""
         folder = None if config.model.path is None else pipeline_folder(config.model.path)
         chosen = "encoders" in self.options.model_fields_set
         if not chosen and folder is not None and (folder / VAE).is_dir() and reads_media(config):
@@ -265,7 +265,7 @@ class DiffusionTask(Task):
         """Return a mask of this rank's latent tokens, True for those in the loss."""
         still = self._still(batch)
         noisy = ~self._part(batch, still)
-        if "trained" not in batch:  # the example batch of a family
+        if "trained" not in batch:  # an example batch of a family has no mask
             return noisy
         if Stream.sources("trained") in batch:  # the mask was already reduced to this rank's tokens
             return torch.zeros_like(noisy).index_fill(0, batch["trained"], True) & noisy
@@ -300,7 +300,7 @@ class DiffusionTask(Task):
 
     def inputs(self, batch: Batch) -> Batch:
         family = self.family
-        if "clean" not in batch or not any(map(any, batch.shapes.get("frames", ()))):  # not encoded in this step
+        if "clean" not in batch or not any(map(any, batch.shapes.get("frames", ()))):  # features, not encoded here
             batch = self._features(batch, self._dropped(batch))
         if family.image_embeds and IMAGE_EMBEDS not in batch:
             raise TesseraError(

@@ -93,7 +93,7 @@ class Pipeline:
         full = request.model_copy(update=defaults)
         if full.guidance_2 is not None and len(self._experts) == 1:
             raise TesseraError(
-                "this model has only one expert, whose guidance is --guidance",
+                "this model has only one expert, and --guidance sets its guidance scale",
                 where="--guidance-2",
                 code="generation.model-has-one-expert",
             )
@@ -164,7 +164,7 @@ class Pipeline:
 
     @torch.no_grad()
     def sample(self, request: MediaRequest, prepared: Prepared, on_step: OnStep | None = None) -> list[Generated]:
-        """Return the samples of a resolved request, in the order of its prompts."""
+        """Return the samples of a resolved and prepared request, in the order of its prompts."""
         samples: list[Generated] = []
         every = list(enumerate(request.texts, request.seed))
         for at in range(0, len(every), request.batch):

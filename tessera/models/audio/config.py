@@ -12,15 +12,15 @@ from tessera.models.text.hf import Check, check_supported
 from tessera.nn.audio import AudioShape
 
 CHUNK_STRIDE = 8  # mel frames per token of a `ChunkAudioConfig`
-CHUNK_TOKENS = 13  # transformers counts this many tokens for each of its chunks
+CHUNK_TOKENS = 13  # number of tokens that transformers assumes in each full chunk
 _NO_DROPOUT = ("dropout", "attention_dropout", "activation_dropout", "encoder_layerdrop")
 
 
 class AudioConfig(Section):
-    """Configure the blocks of an audio encoder, under the names of transformers."""
+    """Configure the blocks of an audio encoder. Fields have the names that transformers uses."""
 
     defaults: ClassVar[Mapping[str, Any]] = {}  # defaults of transformers that differ from the defaults of a recipe
-    fixed: ClassVar[Mapping[str, Any]] = {}  # further fields that are written
+    fixed: ClassVar[Mapping[str, Any]] = {}  # constant fields that `write` adds
 
     num_mel_bins: int = Field(128, gt=0, le=1024)
     encoder_layers: int = Field(32, gt=0, le=10**4)
@@ -33,7 +33,7 @@ class AudioConfig(Section):
     def _fits_heads(self) -> Self:
         if self.d_model % self.encoder_attention_heads or self.d_model % 2:
             raise ValueError(
-                f"d_model {self.d_model} must be even and a multiple of {self.encoder_attention_heads} heads"
+                f"d_model {self.d_model} must be even and divisible by {self.encoder_attention_heads} (heads)"
             )
         return self
 
@@ -72,7 +72,7 @@ class AudioConfig(Section):
 
 
 class WhisperAudioConfig(AudioConfig):
-    """Configure an encoder with stored position embeddings, one for each element of its longest clip."""
+    """Configure an encoder with a stored position embedding for each element of its longest clip."""
 
     max_source_positions: int = Field(1500, gt=0, le=10**6)
 
@@ -83,7 +83,7 @@ class WhisperAudioConfig(AudioConfig):
 
 
 class ChunkAudioConfig(AudioConfig):
-    """Configure an encoder with 2D convolutions over chunks of a clip, and attention within windows of several."""
+    """Configure an encoder with 2D convolutions over chunks of a clip. Attention windows consist of several chunks."""
 
     n_window: int = Field(50, gt=0, le=10**6, description="half of the mel frames of a chunk")
     n_window_infer: int = Field(800, gt=0, le=10**8, description="mel frames of an attention window")
@@ -103,5 +103,5 @@ class ChunkAudioConfig(AudioConfig):
                 "tokens only"
             )
         if self.n_window_infer % self.chunk:
-            raise ValueError(f"n_window_infer {self.n_window_infer} is not a multiple of a chunk of {self.chunk}")
+            raise ValueError(f"n_window_infer {self.n_window_infer} is not a multiple of the chunk length {self.chunk}")
         return self

@@ -26,7 +26,7 @@ from tessera.weights.map import Rule
 from tessera.weights.operations import Reshape
 
 AUDIO_BLOCKS = "audio.blocks.{*}"
-EXAMPLE_CLIPS = 16  # number of clips in an example batch, divisible by the usual numbers of ranks that share it
+EXAMPLE_CLIPS = 16  # number of clips in an example batch, divisible by the usual numbers of data-parallel ranks
 
 
 class AudioFamily(MediaFamily):
@@ -117,8 +117,11 @@ def audio_styles(shape: AudioShape) -> dict[str, TensorStyle]:
 
 
 def audio_rules(shape: AudioShape, prefix: str, last_norm: str) -> list[Rule]:
-    """Return the weight rules of an audio encoder. `prefix`: of its names in folders. `last_norm`: path in the model of
-    the norm after the last block."""
+    """Return the weight rules of an audio encoder.
+
+    `prefix`: prefix of its parameter names in weight files. `last_norm`: path of the norm after the last block in the
+    model.
+    """
     pairs = [
         ("audio.blocks.{i}.attn_norm.{kind}", "layers.{i}.self_attn_layer_norm.{kind}"),
         ("audio.blocks.{i}.attn.proj.{kind}", "layers.{i}.self_attn.out_proj.{kind}"),
@@ -142,9 +145,9 @@ def audio_rules(shape: AudioShape, prefix: str, last_norm: str) -> list[Rule]:
 
 
 def with_clips(batch: Batch, shape: AudioShape, tokens: int) -> Batch:
-    """Return an example batch with clips of one length, which become about the last `tokens` tokens of the batch.
+    """Add clips of equal length to an example batch. Their embeddings replace about the last `tokens` tokens.
 
-    No clip is longer than the stored position embeddings.
+    No clip has more elements than the encoder has stored position embeddings.
     """
     longest = shape.positions // shape.pool if shape.positions else tokens
     count = max(1, min(max(EXAMPLE_CLIPS, -(-tokens // longest)), tokens))

@@ -12,8 +12,8 @@ import torch
 
 from tessera.errors import TesseraError
 
-_FLOOR = -10.0  # log10 of the least energy of a bin; frames of silence have it in all bins
-_RANGE = 8.0  # difference of the logarithms from the loudest bin, below which all values are equal
+_FLOOR = -10.0  # log10 of the minimum energy of a bin, to which silence is clamped
+_RANGE = 8.0  # log10 energies are clamped to at least that of the loudest bin minus this
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class LogMel:
     rate: int = 16_000  # samples per second
     fft: int = 400  # samples in the window of a frame
     hop: int = 160  # samples between the middles of neighbouring frames
-    seconds: int = 30  # length of the longest clip
+    seconds: int = 30  # length of the longest clip in seconds
 
     @property
     def longest(self) -> int:
@@ -32,7 +32,7 @@ class LogMel:
         return self.seconds * self.rate
 
     def frames(self, samples: int) -> int:
-        """Return the number of frames that a clip begins, its last one included."""
+        """Return the number of mel frames of a clip: `samples` / `hop`, rounded up."""
         return -(-samples // self.hop)
 
     def __call__(self, sound: np.ndarray, length: int | None = None, frames: int | None = None) -> np.ndarray:
@@ -66,7 +66,7 @@ class LogMel:
         dither = data.get("dither") or 0.0
         if dither != 0.0:
             raise TesseraError(
-                f"dither = {dither!r} adds noise to the sound, which this library does not",
+                f"dither = {dither!r} adds noise to recordings, which Tessera does not support",
                 where=where,
                 fix="set dither to 0.0, as in published folders",
                 code="media.audio-dither",
@@ -109,7 +109,7 @@ _MOST = {"bins": 1024, "rate": 768_000, "fft": 1 << 16, "hop": 1 << 16, "seconds
 
 
 def whole_number(data: Mapping[str, Any], name: str, default: int, most: int, where: str, least: int = 1) -> int:
-    """Return a number of a preprocessor file."""
+    """Return the integer field `name` of a preprocessor file, or `default`; raise if it is out of range."""
     value = data.get(name)
     if value is None:
         return default
@@ -140,7 +140,7 @@ _PER_LOG = 27.0 / np.log(6.4)
 
 
 def cut_windows(mel: np.ndarray, count: int, frames: int, stride: int, reach: int) -> dict[str, np.ndarray]:
-    """Return the tensors of the first `count` elements of a chunk (see `AudioEncoder`).
+    """Return the input of an `AudioEncoder` for the first `count` elements of a chunk.
 
     `mel` [at most `frames`, bins]: the first frames of the chunk, enough for these elements. `frames`: number of frames
     of the chunk. `stride`, `reach`: see `AudioShape`.

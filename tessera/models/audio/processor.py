@@ -31,7 +31,7 @@ from tessera.models.processing.tokenizer import ChatEncoder, load_tokenizer
 from tessera.models.vision.preprocessor_files import read_json, write_json
 
 AUDIO = "audio"
-# Tensors of the elements in a batch. `audio_stream` adds the encoder's width and blank input.
+# The stream of an audio encoder (see `Stream`). `audio_stream` adds the encoder's width and blank input.
 MEL = Stream(
     tensors=("mel", "mel_positions"),
     segments=AUDIO,
@@ -44,7 +44,7 @@ AUDIO_STREAMS: MediaStreams = {AUDIO: MediaStream(MEL, ("audio",), "audio_frames
 
 @dataclass(frozen=True)
 class ClipCutter:
-    """Split recordings into elements, the positions of an audio encoder.
+    """Split recordings into elements, the sequence positions of an audio encoder after its convolutions.
 
     Convolutions run over one chunk of mel frames at a time, attention over one window of chunks.
     """
@@ -55,15 +55,15 @@ class ClipCutter:
     pool: int = 1  # elements that become one token
     chunk: int = 3000  # mel frames of a chunk
     window: int = 1  # chunks of an attention window
-    # Whether the last chunk of a recording is padded to the length of the others. Convolutions read the padding, and it
-    # becomes no elements.
+    # Whether the last chunk of a recording is padded to the length of the others. Elements are computed only up to the
+    # end of the recording.
     fills: bool = True
-    silence: bool = True  # pad the samples with silence to the longest recording; False: pad the mel frames with zeros
-    least: int = 0  # samples; shorter recordings are padded with silence
+    silence: bool = True  # pad samples with silence to `mel.longest`; False: pad mel frames with zeros
+    least: int = 0  # minimum number of samples; shorter recordings are padded with silence
 
     @classmethod
     def of_chunks(cls, mel: LogMel, chunk: int, window: int, least: int = 0) -> Self:
-        """Return the splitting for an encoder of `ChunkAudioConfig`. `window`: mel frames of an attention window."""
+        """Return the cutter for a `ChunkAudioConfig`. `window`: number of mel frames in an attention window."""
         stride = CHUNK_STRIDE
         return cls(mel, stride, stride - 1, chunk=chunk, window=window // chunk, silence=False, least=least)
 
@@ -77,7 +77,7 @@ class ClipCutter:
         samples = max(samples, self.least)
         if self.silence:
             return self.mel.frames(samples)
-        # The STFT reflects half a window at each end.
+        # The STFT pads each end with the reflection of half a window, which a shorter recording does not have.
         return samples // self.mel.hop if samples > self.mel.fft // 2 else 0
 
     def layout(self, samples: int) -> MediaLayout:
@@ -127,11 +127,11 @@ class ClipCutter:
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     def _elements(self, samples: int) -> list[int]:
-        """Return the number of elements of each chunk."""
+        """Return the number of elements in each chunk of a recording."""
         return [-(-frames // self.stride) for frames in self._chunks(samples)]
 
     def _chunks(self, samples: int) -> list[int]:
-        """Return the number of mel frames of each chunk."""
+        """Return the number of mel frames in each chunk of a recording."""
         frames = self.frames(samples)
         return [min(self.chunk, frames - start) for start in range(0, frames, self.chunk)]
 
@@ -181,7 +181,7 @@ class AudioProcessor(ConversationProcessor):
         write_json(folder / IMAGE_FILE, {"processor_class": self.processor_class, **fields})
 
     def extractor_fields(self) -> dict[str, Any]:
-        """Return further fields of preprocessor_config.json."""
+        """Return fields of preprocessor_config.json besides those of `LogMel`."""
         return {}
 
 

@@ -10,7 +10,7 @@ from tessera.models.audio.family import AudioFamily, with_clips
 from tessera.models.vision.family import GridFamily
 from tessera.weights.layouts import CONFIG_FILE, folder_layout
 
-# Names in folders of full models and of transformers' modules -> names of a thinker alone.
+# (prefix of names in a full model's folder or in transformers' modules, prefix in a thinker's folder)
 THINKER_NAMES = (
     *((f"thinker.{part}", part) for part in ("model.", "visual.", "audio_tower.", "lm_head.")),
     ("model.audio_tower.", "audio_tower."),
@@ -18,8 +18,10 @@ THINKER_NAMES = (
 
 
 class ThinkerFamily(AudioFamily, GridFamily):
-    """Declare a thinker, before the family of its vision encoder among the base classes. Its configuration is an
-    `OmniConfig`."""
+    """Base class of thinker families, whose configuration is an `OmniConfig`.
+
+    A family also derives from the family of its vision encoder, which comes after this class.
+    """
 
     def untrained_parts(self, folder: Path) -> str | None:
         fields = folder_layout(folder).config() if (folder / CONFIG_FILE).is_file() else {}

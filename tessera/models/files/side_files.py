@@ -23,7 +23,7 @@ from tessera.runtime.files import leads_out, read_json, read_json_mapping
 IMAGE_FILE = "preprocessor_config.json"
 VIDEO_FILE = "video_preprocessor_config.json"
 BOTH_FILE = "processor_config.json"  # settings of all preprocessors in one file (newer folders)
-# File of a preprocessor -> keys of its settings in processor_config.json. Audio and images use the same file.
+# Preprocessor file -> keys of its settings in processor_config.json. Audio settings are stored in the image file.
 _PARTS = {IMAGE_FILE: ("image_processor", "feature_extractor"), VIDEO_FILE: ("video_processor",)}
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
@@ -153,7 +153,7 @@ def write_side_files(
         copy_side_files(weights, target, lambda name: name == GENERATION or is_legal(name))
     if processor is None:
         return
-    # Before anything is written, because this renders the chat template: one that exceeds its limits raises here.
+    # First of all, because this renders the chat template: if rendering exceeds its limits, nothing has been written.
     stops = list(processor.stop_tokens) if isinstance(processor, LanguageProcessor) else []
     processor.save(target)
     if source is None or not source.is_dir() or source.resolve() == target.resolve():

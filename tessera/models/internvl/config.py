@@ -150,10 +150,10 @@ _DROPOUTS = ("hidden_dropout_prob", "attention_dropout", "projection_dropout")
 
 
 def _tied(data: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
-    """Return `tie_word_embeddings`: config.json must contain true and its text_config must not contain false.
+    """Return whether the head is tied: `tie_word_embeddings` is true in config.json or text_config, false in neither.
 
-    transformers 5 writes true at the top level even if text_config contains false, and its default is true. It then
-    checks the files, which have an untied head in published folders.
+    transformers 5 writes true at the top level even if text_config contains false, and true is its default. It then
+    looks for a head in the weight files, and published folders contain one.
     """
     values = [part["tie_word_embeddings"] for part in (data, text) if part.get("tie_word_embeddings") is not None]
     return bool(values) and all(values)

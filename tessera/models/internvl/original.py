@@ -85,8 +85,10 @@ def _section(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _text(llm: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration of the text decoder. InternLM2 is a Llama with a merged projection of queries, keys,
-    values."""
+    """Return the configuration of the text decoder.
+
+    InternLM2 is a Llama with a single projection for queries, keys and values.
+    """
     if llm.get("model_type") != "internlm2":
         return dict(llm)
     check_supported([("llm_config.bias", bool(llm.get("bias", True)), (False,))], WHERE)
@@ -139,7 +141,7 @@ def tile_settings(folder: Path) -> dict[str, Any]:
 def system_message(folder: Path) -> str | None:
     """Return the system message in config.json.
 
-    The one in the Python code of such folders is not used; recipes can set data.processor.system.
+    A system message in the folder's Python code is not used; recipes can set data.processor.system.
     """
     message = read_json_mapping(folder / CONFIG_FILE).get("system_message")
     return message if isinstance(message, str) and message else None

@@ -38,7 +38,7 @@ from tessera.models.vision.preprocessor_files import (
 from tessera.models.vision.processor import VisionProcessor
 
 OPEN, CLOSE, VIDEO = "<img>", "</img>", "<video>"
-# Chat templates of folders write one placeholder per image or video, which transformers' processor expands.
+# For each image or video, the chat template of a folder writes one placeholder, which transformers expands later.
 QWEN = ChatTemplate(
     special=("<|im_start|>", "<|im_end|>", OPEN, CLOSE),
     media={
@@ -130,7 +130,7 @@ class InternVLProcessor(VisionProcessor):
         return {"pixels": pixels, "patch_index": np.tile(self.image.index, tiles)}
 
     def show(self, part: Part, role: str, layout: MediaLayout) -> list[ChatSpan]:
-        """Return the text that stands for an image in the prompt. A video is "Frame1: " and placeholders, and so on."""
+        """Return the text of an image or video in the prompt. Each frame of a video has a label such as "Frame1: "."""
         if part.kind != "video":
             return self.template.show(part, role)
         spans: list[ChatSpan] = []
@@ -192,7 +192,7 @@ class TileCutter:
     def fit(self, height: int, width: int) -> tuple[int, int]:
         """Return the number of columns and rows of tiles whose aspect ratio is nearest to the image's.
 
-        If several are equally near, return the largest one that the image fills at least by half.
+        If several are equally near, return the largest of those whose area the image fills at least by half.
         """
         if self.most == 1:
             return 1, 1
@@ -253,7 +253,7 @@ class TileCutter:
         return Patches(1, self.size**2, self.patch, self.merge, 1, self.mean, self.std, self.scale)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the fields without cached tables, which a worker recomputes faster than they are sent."""
+        """Return the fields for a worker process without cached tables, which it computes faster than they are sent."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
@@ -269,12 +269,12 @@ def read_tiles(
     `crop_to_patches` is ignored: it is false in published folders, but transformers' processor still cuts tiles.
     """
     image_file, video_file = read_files(folder)
-    if is_original(folder):  # the authors' preprocessor file describes a single tile
+    if is_original(folder):  # the authors' preprocessor file describes one tile; config.json describes the tiling
         single = {"size": vision.image_size, "crop_size": vision.image_size, "do_center_crop": True}
         wrong = [key for key, value in single.items() if image_file.get(key, value) != value]
         if wrong:
             raise TesseraError(
-                f"{wrong[0]} = {image_file[wrong[0]]!r} is not the size of a tile",
+                f"{wrong[0]} = {image_file[wrong[0]]!r} does not describe a single tile",
                 where=str(folder),
                 code="media.preprocessor-mismatch",
             )

@@ -18,7 +18,7 @@ from tessera.nn.vit import VisionShape
 from tessera.weights.map import Rule, WeightMap
 from tessera.weights.operations import GroupByHead, Reshape
 
-_PATCHES_OF_TILES = 2  # usual number of patches per visual token, as an image is encoded both scaled down and in tiles
+_PATCHES_OF_TILES = 2  # usual number of patches per visual token: an image is encoded twice, scaled down and in tiles
 # Names in published folders, which transformers reads. `_RENAMES` also accepts the names that transformers writes now,
 # the names of its modules in memory, and a base model saved without its head.
 _TOWER = "vision_tower.vision_model."
@@ -132,7 +132,7 @@ class Llava(VisionFamily):
         If `tokens` is too small for an image, the batch has only the first tokens of one.
         """
         patches, first = config.vision.patches, config.first_feature
-        image_tokens = config.features + (config.tiles is not None)  # with tiles, plus one for the newline embedding
+        image_tokens = config.features + (config.tiles is not None)  # models with tiles add a newline embedding
         images = max(1, min(EXAMPLE_IMAGES, tokens // (2 * image_tokens)))
         used = min(images * image_tokens, tokens)
         features = torch.arange(images * patches).view(images, patches)[:, first:].flatten()

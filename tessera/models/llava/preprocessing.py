@@ -33,7 +33,7 @@ class SquareImages:
     """Turn images into squares of one size and cut them into patches, for CLIP and SigLIP encoders."""
 
     size: int  # side of the square in pixels
-    patches: Patches  # patches from the upper left corner; pixels that fill no patch are dropped
+    patches: Patches  # how squares are cut; pixels at the right and lower edges that fill no patch are dropped
     class_row: bool  # add a patch of zeros before those of each square, as a placeholder of the class token
     fit: Fit = "crop"
     shortest: int = 0  # for "crop": shorter side after resizing, in pixels
@@ -120,10 +120,10 @@ class AnyResTiles:
     side: int  # number of features along a side of a tile
     size: int  # side of a tile in pixels
     pinpoints: tuple[tuple[int, int], ...]  # candidate resolutions (height, width)
-    most: int  # limit of the tokens of an image, as a multiple of the tokens of one tile
+    most: int  # maximum number of tokens of an image, as a multiple of the tokens of one tile
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
-        """Return how many rows and columns of tiles keep the most pixels of an image, and waste the least area."""
+        """Return the rows and columns of tiles that keep the most pixels of an image and then waste the least area."""
         best, best_rank = self.pinpoints[0], (0, -math.inf)
         for high, wide in self.pinpoints:
             scale = min(wide / width, high / height)
@@ -134,7 +134,7 @@ class AnyResTiles:
         return best[0] // self.size, best[1] // self.size
 
     def image(self) -> FeatureInterpolation:
-        """Return the features that become the tokens of an image of one tile: all, then the newline embedding."""
+        """Return the features that become tokens of a one-tile image: all of the tile, then the newline embedding."""
         return FeatureInterpolation(np.append(np.arange(self.side**2), NEWLINE)[:, None])
 
     def tiled_image(self, height: int, width: int) -> FeatureInterpolation:
@@ -193,7 +193,7 @@ def _smaller(features: np.ndarray, rows: int, columns: int) -> tuple[np.ndarray,
 
 
 def _between(old: int, new: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return for each of `new` evenly spaced points its two neighbours among `old` points, and the second's weight."""
+    """Return for each of `new` evenly spaced points two neighbours among `old` points, and the weight of the second."""
     scale = np.float32(old) / np.float32(new)
     points = np.maximum((np.arange(new, dtype=np.float32) + np.float32(0.5)) * scale - np.float32(0.5), np.float32(0))
     first = np.minimum(points.astype(np.int64), old - 1)

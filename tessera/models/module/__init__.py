@@ -69,7 +69,7 @@ def build(config: ModuleConfig) -> nn.Module:
 
 
 def fresh(config: ModuleConfig) -> nn.Module | None:
-    """Return the module with initial weights, from `init_weights` if it has this method, else from its constructor.
+    """Return the module with initial weights: those of its method `init_weights`, else those of its constructor.
 
     Return None for a class that initializes parameters by name.
     """

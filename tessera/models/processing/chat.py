@@ -90,8 +90,8 @@ class ChatTemplate:
     begin: str = ""  # text before the first message of a conversation
     system: str | None = "You are a helpful assistant."  # system message of conversations without one
     end_of_text: str = "<|endoftext|>"  # token that ends plain text
-    # For templates without an end-of-turn token: tokens that begin the next turn, which a model learns to write at the
-    # end of its answer. The first of them ends a conversation.
+    # For templates without an end-of-turn token: tokens that begin a turn. The model learns to write them after its
+    # answer. The first of them ends a conversation.
     next_turns: tuple[str, ...] = ()
     media_first: bool = False  # write all media of a turn before its texts
 
@@ -138,7 +138,7 @@ class ChatTemplate:
 
         `last_only`: train only the last of the trained turns. `answer`: end with the header of an assistant's turn,
         which a model continues. `show`: returns the spans of a media part; default: its placeholder with the enclosing
-        tokens. `write`: returns the spans of a text with regions, from the span of its unchanged text.
+        tokens. `write`: turns the span of a text with boxes or points into spans that contain their coordinates.
         """
         messages = self._with_own_prompt(messages)
         spans = self._words(self.begin, "system")
@@ -179,7 +179,7 @@ class ChatTemplate:
         return [Message("system", (both, *said[1:])), *messages[1:]]
 
     def beginning(self, answer: Message) -> list[ChatSpan]:
-        """Return the spans of an answer that the model continues, which follow the header of its turn."""
+        """Return the spans of an unfinished answer, without the header of its turn. The model continues them."""
         text = "".join(part.value for part in answer.parts if part.kind == "text")
         return [*self._words(self._turn(answer.role).text_before, answer.role), ChatSpan(text, answer.role)]
 
@@ -226,7 +226,7 @@ class ChatTemplate:
         return self._enclosed([ChatSpan(text, role, trained)], role)
 
     def _enclosed(self, said: list[ChatSpan], role: str) -> list[ChatSpan]:
-        """Return the spans of a text, enclosed in the template's texts for it."""
+        """Return the spans of a message's text between `text_before` and `text_after` of its turn."""
         if role == PLAIN:
             return said
         turn = self._turn(role)
@@ -260,12 +260,12 @@ class ChatTemplate:
         turn = self._turn("system")
         before = turn.before.replace("{role}", "system") + turn.text_before
         after = (turn.text_after + turn.after).rstrip("\n")
-        if not before:  # system turns have no header: only templates that Tessera wrote can be recognised
+        if not before:  # no header to search for: recognise only templates that Tessera wrote
             start = re.escape(_UNLESS_SYSTEM) + f"(?:{_NO_TOOLS})? %\\}}"
             branch = re.search(start + "(.*?)" + re.escape(after + "{% endif %}"), jinja, re.DOTALL)
             return None if branch is None else branch[1].removeprefix("{% raw %}").removesuffix("{% endraw %}")
-        # Jinja templates contain newlines, or \n inside strings. Text with Jinja tags belongs to another branch. If
-        # turns have no end token, the next Jinja tag ends the system message.
+        # A newline may be written as \n. The system message ends where `after` begins, or at the next Jinja tag if the
+        # template has no text after a message. A match that contains Jinja tags is not the system message.
         said = r"(\{% raw %\}.+?\{% endraw %\}|.+?)(?=\{%)" if not after else "(.*?)" + re.escape(after)
         for match in re.findall(re.escape(before) + said, jinja.replace("\\n", "\n"), re.DOTALL):
             text = str(match).removeprefix("{% raw %}").removesuffix("{% endraw %}")
@@ -281,12 +281,13 @@ class ChatTemplate:
     def headers_in(self, jinja: str) -> bool:
         """Return whether the chat template of a model folder contains the header of any role of this template.
 
-        One header is enough, because templates build the others from role names.
+        One header is enough, because templates build the others from role names. A template without headers fits all.
         """
         text = jinja.replace("\\n", "\n")
         parts = [self.header(role) for role in ("user", "assistant")]
         parts += [part for role in ("user", "assistant") for part in self._turn(role).before.split("{role}")]
-        return any(len(word) > 3 and word in text for word in (part.strip() for part in parts))
+        words = [word for part in parts if len(word := part.strip()) > 3]
+        return not words or any(word in text for word in words)
 
     def jinja(self) -> str:
         """Return the template as Jinja, for exports."""
@@ -335,7 +336,7 @@ class ChatTemplate:
         return tests + ("{% else %}" + other if other else "") + "{% endif %}"
 
     def _jinja_text(self, value: str, listed: str) -> str:
-        """Return Jinja that writes a text. `listed`: condition under which a list of tools follows."""
+        """Return Jinja that writes the text `value`, then the list of tools if the Jinja condition `listed` holds."""
         tools = "{% if " + value + " %}" + JINJA_BLANK + "{% endif %}" + JINJA_LISTING
         return self._jinja_enclosed("{{ " + value + " }}{% if " + listed + " %}" + tools + "{% endif %}")
 

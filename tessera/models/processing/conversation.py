@@ -62,7 +62,7 @@ class ConversationProcessor:
     position_type: ClassVar[type[np.generic]] = np.int64
     # `tokenizer_class` in exported tokenizer_config.json; None: chosen by the tokenizer (see `class_for`)
     tokenizer_kind: ClassVar[str | None] = None
-    # Special tokens that transformers' processor replaces by others before tokenizing, so the tokenizer may lack them.
+    # Special tokens that the tokenizer may lack, because transformers' processor replaces them before tokenizing.
     replaced_words: ClassVar[tuple[str, ...]] = ()
 
     encoder: ChatEncoder
@@ -129,7 +129,7 @@ class ConversationProcessor:
         )
 
     def fingerprint_fields(self) -> list[Any]:
-        """Return further JSON values that `measure` depends on, besides tokenizer, template and sampling."""
+        """Return JSON values that `measure` depends on besides tokenizer, template and sampling."""
         return []
 
     def named_tokens(self) -> dict[str, str]:
@@ -354,7 +354,7 @@ class ConversationProcessor:
 
 
 def _tracks(kind: PartKind, medium: Any, layout: MediaLayout) -> list[tuple[PartKind, Any, MediaLayout]]:
-    """Return kind, content and layout of a medium, or of the frames and of the sound of a video."""
+    """Return kind, content and layout of a medium; for a video with sound, those of the frames and of the sound."""
     if layout.sound is None:
         return [(kind, medium.frames if isinstance(medium, VideoWithSound) else medium, layout)]
     frames, sound = medium or (None, None)
@@ -401,8 +401,8 @@ def first_template(encoder: ChatEncoder, templates: Sequence[ChatTemplate], fold
 
 
 def check_rope_length(length: int, longest: int | None) -> None:
-    """Raise an error for a sample with more tokens than positions: dynamic rope would scale it by its length, and a
-    table of positions has no entry for it. `longest`: None without a limit."""
+    """Raise an error if a sample has more than `longest` tokens (None: no limit): beyond this length dynamic rope
+    would rescale the positions, and stored position embeddings end."""
     if longest is not None and length > longest:
         raise TesseraError(
             f"the sample has {length} tokens, and this model has positions for {longest}",
@@ -414,7 +414,7 @@ def check_rope_length(length: int, longest: int | None) -> None:
 class TextOptions(Section):
     """Declare the keys of `data.processor` that concern text."""
 
-    unlisted: ClassVar[frozenset[str]] = frozenset({"train_on"})  # not listed: recipes set data.train_on instead
+    unlisted: ClassVar[frozenset[str]] = frozenset({"train_on"})  # not listed in errors: recipes set data.train_on
     train_on: tuple[str, ...] = ("assistant",)
     system: str | None = Field(None, description="system message of conversations without one")
 

@@ -16,7 +16,7 @@ from tessera.models.processing.chat import ChatSpan
 
 MOST = 1000  # maximum number of regions that are read from an answer
 _NUMBER = r"\s{0,9}(-?\d{1,7}(?:\.\d{1,9})?)\s{0,9}"
-# Brackets of all families, because special tokens around them are left out of a decoded answer.
+# Matches any bracket around numbers, because a decoded answer lacks special tokens around a box.
 _READ = re.compile(
     rf"\({_NUMBER},{_NUMBER}\)\s{{0,9}},?\s{{0,9}}\({_NUMBER},{_NUMBER}\)"
     rf"|[\[(<{{]{_NUMBER},{_NUMBER}(?:,{_NUMBER},{_NUMBER})?[\])>}}]"
@@ -56,13 +56,13 @@ class Grounding:
     point, and those for the name of an object; they are special tokens if the tokenizer has them.
     """
 
-    scale: int = 1000  # number at the right and at the lower edge of an image; 0: pixels of the resized image
+    scale: int = 1000  # coordinate of the right and lower edges of an image; 0: pixels of the resized image
     decimals: int = 0
     box: str = "[{}, {}, {}, {}]"
     point: str = "[{}, {}]"
     around: tuple[str, str] = ("", "")
     around_name: tuple[str, str] = ("", "")
-    # A text that consists of regions only is a JSON list of {"bbox_2d": [...], "label": ...}, in a Markdown block.
+    # Whether a text of regions only is written as a JSON list of {"bbox_2d": [...], "label": ...} in a Markdown block.
     json: bool = False
 
     def write(
@@ -104,7 +104,7 @@ class Grounding:
 
 
 def read_numbers(answer: str, points: bool = True) -> Iterator[tuple[tuple[float, ...], str]]:
-    """Yield the numbers of each box or point in an answer, in its own scale, and the name of the object or ""."""
+    """Yield each box or point of an answer: its numbers, unscaled, and the name of the object ("" if it has none)."""
     start = 0
     for count, match in enumerate(_READ.finditer(answer)):
         numbers = tuple(float(number) for number in match.groups() if number is not None)

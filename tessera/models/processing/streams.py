@@ -27,7 +27,8 @@ class MediaLayout:
 
     tokens: tuple[int, ...]  # number of tokens in each run of consecutive placeholder tokens
     lengths: tuple[int, ...]  # number of patches or audio frames in each attention segment (a video frame, a tile)
-    grid: tuple[int, ...] = ()  # number of patches along time, height and width; or of tiles and their rows and columns
+    # numbers of patches along time, height and width; or number of tiles, of tile rows and of tile columns
+    grid: tuple[int, ...] = ()
     windows: tuple[int, ...] = ()  # number of patches in each window, for encoders with window attention
     # for each output of the encoder, the index of its token among the placeholders; None: same order
     token_order: np.ndarray | None = None
@@ -52,7 +53,7 @@ class MediaLayout:
 
 @dataclass(frozen=True)
 class MediaStream:
-    """Declare which media an encoder reads, its stream in the model's plan, and the names of its measures.
+    """Declare which media an encoder reads, its stream in the model's plan, and the keys of its sizes in `measure`.
 
     An element is a patch or an audio frame. Element pairs are the sum of squared segment lengths, to which the FLOPs
     of attention are proportional.
@@ -60,15 +61,15 @@ class MediaStream:
 
     stream: Stream
     kinds: tuple[PartKind, ...]
-    elements: str  # name of the measure for the number of elements, such as "patches"
-    pairs: str  # name of the measure for the number of element pairs within attention segments
-    window_pairs: str = ""  # name of the measure for element pairs within windows; empty: no window attention
+    elements: str  # key of the number of elements, such as "patches"
+    pairs: str  # key of the number of element pairs within attention segments
+    window_pairs: str = ""  # key of the number of element pairs within windows; empty: no window attention
 
     def count(self, layouts: Iterable[MediaLayout]) -> int:
         return sum(length for layout in layouts for length in layout.lengths)
 
     def measure(self, layouts: Sequence[MediaLayout]) -> dict[str, int]:
-        """Return the number of element pairs (patches that attend to each other) of a sample."""
+        """Return the number of element pairs of a sample: patches or audio frames that attend to each other."""
         return self._pairs(
             (length for layout in layouts for length in layout.lengths),
             (length for layout in layouts for length in layout.windows),
@@ -89,13 +90,15 @@ MediaStreams = Mapping[str, MediaStream]  # keys: names of streams in the plan
 
 
 def media_size(media: Any) -> MediaSize:
-    """Return the size of a PIL image, of frames [F, H, W, 3], of sound [samples], or of both in a video."""
+    """Return the size of a PIL image, frames [F, H, W, 3], sound [samples], both in a video, or codes [F, K]."""
     if isinstance(media, VideoWithSound):
         return replace(media_size(media.frames), samples=len(media.sound))
     if isinstance(media, Image.Image):
         return MediaSize(*media.size)
     if np.ndim(media) == 1:
         return MediaSize(0, 0, 0, samples=len(media))
+    if np.ndim(media) == 2:
+        return MediaSize(0, 0, len(media))
     frames, height, width, _ = np.shape(media)
     return MediaSize(width, height, frames)
 

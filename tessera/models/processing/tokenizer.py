@@ -28,7 +28,7 @@ _SPLIT = (
 
 _MAX_BYTES = 256 << 20  # largest size of tokenizer.json
 _MOST_IDS = 1 << 24  # published vocabularies are below 2**20; for huge ids the library aborts the process
-_SHORT, _MANY = 64, 4096  # cache of tokenized texts: limit of characters per text, limit of texts
+_SHORT, _MANY = 64, 4096  # cache of tokenized texts: maximum characters of a text, maximum number of texts
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -45,7 +45,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     data = read_json_mapping(path, _MAX_BYTES)
     if (highest := _highest_id(data)) > _MOST_IDS:
         raise TesseraError(
-            f"this tokenizer has a token with id {highest}, the largest supported id is {_MOST_IDS}",
+            f"this tokenizer has a token with id {highest}, and the largest supported id is {_MOST_IDS}",
             where=str(path),
             fix=_PUBLISHED,
             code="tokenizer.id-too-high",
@@ -80,7 +80,7 @@ def _from_merges(folder: Path) -> Tokenizer:
             add = tokenizer.add_special_tokens if token.get("special") else tokenizer.add_tokens
             add([AddedToken(**token)])
             if tokenizer.token_to_id(token["content"]) != int(number):
-                raise ValueError(f"{token['content']} does not get id {number}")
+                raise ValueError(f"the library gives {token['content']} another id than {number}")
         return Tokenizer.from_str(tokenizer.to_str())  # parsing it again raises an error for duplicate ids
 
 
@@ -98,8 +98,8 @@ def _library_errors(what: str, *, code: str = "tokenizer.cannot-encode") -> Iter
         raise TesseraError(f"{what}: {first_line(error)}", fix=_PUBLISHED, code=code) from None
 
 
-# Signs of a regular expression with exponential run time: a repeated group, or more than two unlimited repetitions in
-# one alternative. Patterns of published tokenizers have none.
+# A regular expression may take exponential time if it has a repeated group, or more than two unlimited repetitions in
+# one alternative. Patterns of published tokenizers have neither.
 _REPEATED_GROUP = re.compile(r"\)[+*{]")
 _SET_OR_ESCAPE = re.compile(r"\\[pP]\{[^}]*\}|\\.|\[(?:\\.|[^\]\\])*\]", re.DOTALL)
 _REPEATED = re.compile(r"[+*]|\{\d*,\d*\}")
@@ -206,7 +206,7 @@ class ChatEncoder:
         marked = {token.content for token in self._text.get_added_tokens_decoder().values() if token.special}
         more = [word for word in self.control if word not in marked]
         if more:  # add the words as special tokens, or the text of users could become such a token
-            self._text = Tokenizer.from_str(self._text.to_str())  # a private copy
+            self._text = Tokenizer.from_str(self._text.to_str())  # a copy, because several encoders share the original
             self._text.encode_special_tokens = True
             self._text.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in more])
             self.unmarked = tuple(sorted([*self.unmarked, *more]))
@@ -244,7 +244,7 @@ class ChatEncoder:
     def encode(
         self, spans: Sequence[ChatSpan], repeats: Sequence[int] = ()
     ) -> tuple[list[int], list[bool], list[tuple[int, int]]]:
-        """Return token ids, trained flags, and (start, length) of each placeholder run. `repeats`: these lengths."""
+        """Return token ids, trained flags, and (start, length) of each placeholder run. `repeats`: the lengths."""
         tokens: list[int] = []
         trained: list[bool] = []
         run: list[ChatSpan] = []
@@ -304,9 +304,9 @@ class ChatEncoder:
     def _in_parts(
         self, text: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]]
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return the tokens of a text that the tokenizer would encode with special tokens, as Unigram models may.
+        """Return the tokens of a text for which `ids` contains special tokens, as may happen with Unigram models.
 
-        The text is split inside each such token, and the parts are encoded separately.
+        The text is split inside each special token, and the parts are encoded separately.
         """
         cuts = [first + 1 for id, (first, _) in zip(ids, offsets, strict=True) if id in self._control_ids]
         tokens: list[int] = []
@@ -389,7 +389,7 @@ def read_chat_template(folder: Path) -> str | None:
 
 
 def class_for(tokenizer_json: str) -> str:
-    """Return the tokenizer class of transformers that gives the same ids.
+    """Return the tokenizer class of transformers that reads this tokenizer.json with the same ids for every text.
 
     `Qwen2Tokenizer` ignores the pre-tokenizer of the file; `PreTrainedTokenizerFast` uses it.
     """

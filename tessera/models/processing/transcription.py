@@ -19,7 +19,7 @@ class Transcriber(Protocol):
     """Declare the methods of a processor whose model is trained to transcribe and has its own prompt format."""
 
     def transcription_instruction(self, language: str | None, prompt: str | None, timestamps: bool) -> str:
-        """Return the text of the user beside the recording. The arguments are those of the function below."""
+        """Return the text of the user beside a recording. Arguments: see the module's function of this name."""
         ...
 
     def transcript(self, answer: str) -> Transcript:

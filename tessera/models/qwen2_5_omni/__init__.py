@@ -25,7 +25,7 @@ _AUDIO: dict[str, Any] = {
     "d_model": 96,
     "n_window": 50,
 }
-# Token 502 is end-of-text and padding. 503 begins and 504 ends a message. The order is that of the template's words.
+# Token 502 is end-of-text and padding. 503 begins and 504 ends a message. Ids are in the order of the template.
 _WORDS = (
     "vision_start_token_id",
     "vision_end_token_id",

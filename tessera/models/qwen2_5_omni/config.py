@@ -20,7 +20,7 @@ from tessera.models.qwen2_vl.config import TEXT as QWEN2_VL_TEXT
 from tessera.models.text.hf import HFTextFormat, hf_defaults
 
 FULL_MODEL = "qwen2_5_omni"  # `model_type` of folders with a thinker, a talker and a vocoder
-THINKER = "qwen2_5_omni_thinker"  # of folders with a thinker alone
+THINKER = "qwen2_5_omni_thinker"  # `model_type` of folders with a thinker alone
 TEXT = replace(
     QWEN2_VL_TEXT,
     model_type="qwen2_5_omni_text",

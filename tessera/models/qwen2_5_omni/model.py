@@ -26,7 +26,7 @@ POOL = 2  # elements of the audio encoder that become one token
 
 
 class OmniAudioProjector(PooledProjector):
-    """Project sound, and keep the embeddings `ends` of its begin and end. Folders contain them; nothing reads them."""
+    """Project sound. `ends`: embeddings of its begin and end, which the model does not use but weight files contain."""
 
     def __init__(self, features: int, hidden: int, pool: int) -> None:
         super().__init__(features, hidden, pool)

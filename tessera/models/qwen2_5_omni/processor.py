@@ -37,7 +37,7 @@ class Qwen25OmniProcessor(OmniProcessor, Qwen25VLProcessor):
     files: ClassVar[GridFiles] = GridFiles(processor="Qwen2_5OmniProcessor")
     ends_share: ClassVar[bool] = True
 
-    seconds_per_chunk: int = 2  # seconds of a video that its sound follows, before the next frames
+    seconds_per_chunk: int = 2  # length of a chunk in seconds: frames, then their sound
 
     @classmethod
     def of_model(cls, config: Any) -> dict[str, Any]:
@@ -65,8 +65,8 @@ class Qwen25OmniProcessor(OmniProcessor, Qwen25VLProcessor):
 def _chunks(tokens: Iterable[tuple[float, int]], chunk: int) -> list[int]:
     """Return the number of tokens in each chunk of a video or of its sound track.
 
-    `tokens`: time position, and the number of tokens with it. A chunk begins at the first token at or after its time,
-    as in transformers: each token begins at most one, so a long pause makes chunks of one token.
+    `tokens`: pairs of a time position and the number of tokens there. `chunk`: time positions in a chunk. As in
+    transformers, a chunk without tokens in its time (because of a long pause) gets the next token.
     """
     starts, at = [0], 0
     for time, count in tokens:

@@ -53,5 +53,5 @@ class Qwen25VLProcessor(GridProcessor):
 
 
 def time_positions(count: int, interval: float | np.floating[Any]) -> tuple[int, ...]:
-    """Return the multiples 0, 1, ... of `interval`, rounded down from fp32 as in transformers."""
+    """Return 0, `interval`, 2 * `interval`, ..., computed in fp32 and rounded down, as in transformers."""
     return tuple(int(time) for time in np.arange(count, dtype=np.float32) * np.float32(interval))

@@ -18,7 +18,7 @@ CHAT = ChatTemplate(
     media={"audio": MediaWords("<|audio_pad|>", "<|audio_start|>", "<|audio_end|>")},
     system="",  # without a system message, a conversation begins with an empty one
 )
-LEAST = 8000  # samples
+LEAST = 8000  # minimum number of samples of a recording, to which shorter ones are padded
 TRANSCRIPT = "<asr_text>"  # separates the language and the text of an answer
 
 

@@ -19,7 +19,7 @@ from tessera.models.text.hf import PLAIN_TEXT, HFTextFormat, hf_defaults, hf_exp
 from tessera.models.vision.config import QwenVLConfig
 
 FULL_MODEL = "qwen3_omni_moe"  # `model_type` of folders with a thinker, a talker and a vocoder
-THINKER = "qwen3_omni_moe_thinker"  # of folders with a thinker alone
+THINKER = "qwen3_omni_moe_thinker"  # `model_type` of folders with a thinker alone
 TEXT = HFTextFormat(
     "qwen3_omni_moe_text",
     override(PLAIN_TEXT, "experts", "mrope_section", attention_bias=False, qk_norm=True, mrope_interleaved=True),

@@ -62,7 +62,7 @@ class Qwen3OmniProcessor(OmniProcessor, TableGridProcessor):
         return bilinear_positions(positions, height, width, self.table_side)
 
     def interleave(self, frames: MediaLayout, track: MediaLayout) -> tuple[list[int], list[int]]:
-        """A token of sound comes before the first frames whose time is later than its own."""
+        """Interleave runs so that each sound token precedes the frames with a later time position."""
         each, count, placed = sum(frames.tokens) // len(frames.times), sum(track.tokens), 0
         video, sound = [0], []
         for time in frames.times:

@@ -57,12 +57,12 @@ def batch_flops(
     batch: Batch,
     training: Training = MappingProxyType({}),
 ) -> float:
-    """Return the FLOPs of a batch in host memory. `work`: the family's function that returns the FLOPs of samples."""
+    """Return the FLOPs of a batch. `work`: the family's function for the FLOPs of samples, such as `text_work`."""
     return float(sum(part.sum() for part in work(config, measures_of(batch, streams), training).values()))
 
 
 def measures_of(batch: Batch, streams: MediaStreams) -> dict[str, np.ndarray]:
-    """Return the number of tokens, patches and pairs of a batch, as `Measures`. `streams`: of the processor."""
+    """Return the number of tokens, patches and pairs of a batch, as `Measures`. `streams`: those of the processor."""
     measures = {
         "tokens": batch["tokens"].shape[0],
         "trained": batch["trained" if "trained" in batch else "tokens"].shape[0],

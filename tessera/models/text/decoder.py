@@ -225,7 +225,7 @@ PROJECTIONS = (
     "text.layers.{*}.mlp.shared.mlp.{gate,up,down}.weight",
     "text.layers.{*}.mlp.experts.{gate,up,down}",
 )
-# Tensors with an entry for each token, in their last dimension (positions may be [3, T]).
+# The stream of tokens. Its tensors have an entry for each token in their last dimension (positions may be [3, T]).
 TEXT_STREAM = Stream(
     tensors=("tokens", "labels", "positions"), segments="text", dim=-1, positions=("trained",), index="token_index"
 )

@@ -52,12 +52,12 @@ class HFTextFormat:
     defaults: Mapping[str, Any] = field(default_factory=dict)  # values of fields that are missing in config.json
     expert_defaults: Mapping[str, Any] | None = None  # defaults of missing fields about experts; None: no experts
     omitted_fields: tuple[str, ...] = ()  # fields that this type lacks and that are not written
-    extra_fields: Mapping[str, Any] = field(default_factory=dict)  # further fields that are written
+    extra_fields: Mapping[str, Any] = field(default_factory=dict)  # constant fields that `write` adds
 
     def read(self, data: Mapping[str, Any], where: str, dynamic: bool = False) -> dict[str, Any]:
         """Return the fields of a `TextConfig` from a config.json.
 
-        `dynamic`: accept dynamic rope, because the family refuses samples that it would scale.
+        `dynamic`: accept dynamic rope scaling. The family then refuses samples that are long enough to be scaled.
         """
         _check_text_fields(data, where, dynamic)
         rope = _rope(data)
@@ -115,8 +115,8 @@ class HFTextFormat:
                 )
         if "head_dim" in self.omitted_fields and text.head_size * text.num_attention_heads != text.hidden_size:
             raise TesseraError(
-                f"transformers has no {self.model_type} whose heads ({text.num_attention_heads} x {text.head_size}) do "
-                f"not fill hidden_size ({text.hidden_size})",
+                f"{text.num_attention_heads} heads x {text.head_size} do not equal hidden_size {text.hidden_size}, as "
+                f"transformers requires for {self.model_type}",
                 where=f"{where}.head_dim",
                 code="model.not-exportable",
             )
@@ -229,7 +229,7 @@ def _read_scaling(rope: Mapping[str, Any], max_positions: Any, where: str) -> di
     names = [name for name in RopeScaling.model_fields if rope.get(name) is not None]
     defaults = {"original_max_position_embeddings": max_positions} if kind in ("llama3", "yarn") else {}
     scaling = {**defaults, **{name: rope[name] for name in names}, "rope_type": kind}
-    if kind == "yarn" and "factor" in rope and rope["factor"] is None:  # null means the ratio of the two lengths
+    if kind == "yarn" and "factor" in rope and rope["factor"] is None:  # null: new length / original length
         scaling["factor"] = max_positions / scaling["original_max_position_embeddings"]
     return scaling
 

@@ -25,14 +25,14 @@ from tessera.models.transformers.marks import MarkedTokenizer, without_marks
 from tessera.models.transformers.turns import Turns
 
 IDS, MASK, TYPES = "input_ids", "attention_mask", "token_type_ids"
-_NOT_INPUTS = (IDS, MASK, "labels")  # outputs of transformers' processor that Tessera replaces by its own
+_NOT_INPUTS = (IDS, MASK, "labels")  # outputs of transformers' processor that Tessera computes itself
 _BLANK_SIDE = 64  # width and height of a blank image
 _MULTIPLE = 8  # padded rows have a multiple of this number of tokens
 
 
 @dataclass
 class EncodedChat(Encoded):
-    """Hold a sample with its text and images as the library's processor gets them."""
+    """Hold a sample with its text and images in the form that transformers' processor takes."""
 
     text: str = ""
     images: tuple[Image.Image, ...] = ()
@@ -53,7 +53,7 @@ class Library:
         return self.turns.sees
 
     def check(self) -> None:
-        """Raise an error if the chat template is missing, exceeds its limits, or drops images."""
+        """Raise an error if the chat template is missing, drops images, or exceeds its limits of time or output."""
         assert self.turns.jinja
         self.turns.stop_words()
         if self.sees:
@@ -61,7 +61,7 @@ class Library:
 
     @cached_property
     def _sized(self) -> Any:
-        """Return the processor with a cache of image preprocessing by size, for calls that need no pixel values."""
+        """Return a processor for calls that need no pixel values: it caches image preprocessing by image size."""
         return with_parts(self.processor, image_processor=SizedImages(self.processor.image_processor))
 
     @cached_property
@@ -218,7 +218,7 @@ class Library:
         }
 
     def _packed(self, rows: Sequence[Sequence[EncodedChat]]) -> dict[str, Tensor]:
-        """Return rows of several samples. Classes separate samples by their positions, which restart at 0."""
+        """Return rows of several samples as a batch. The class tells samples apart by positions, which restart at 0."""
         joined = [
             replace(
                 row[0],

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Classes whose rows may contain several samples: given restarting positions and no mask, their samples do not attend to
+# Model types whose rows may contain several samples: without a mask, samples whose positions restart do not attend to
 # each other. The model_type of the full class and of its text decoder must both be listed. A test compares each with
 # samples in separate rows.
 _PACKS_IMAGES = frozenset(
@@ -34,10 +34,10 @@ def packs(config: Mapping[str, Any], text_type: str) -> bool:
 
 @cache
 def _masks_stay_apart(image_blocks: bool) -> bool:
-    """Return whether the installed transformers masks a packed row like its separate samples.
+    """Return whether the masks of the installed transformers keep the samples of a packed row apart.
 
-    `image_blocks`: with bidirectional attention inside images. transformers 5.23 looks up these blocks by position in
-    the sample instead of index in the row, so all samples get the blocks of the first one.
+    `image_blocks`: check masks with bidirectional attention inside images. transformers 5.23 looks up images by the
+    position in a sample instead of the index in the row, so all samples get the images of the first sample.
     """
     from transformers import PretrainedConfig
     from transformers.masking_utils import blockwise_overlay, create_causal_mask
@@ -48,7 +48,7 @@ def _masks_stay_apart(image_blocks: bool) -> bool:
     positions = torch.tensor([[0, 1, 2, 0, 1, 2]])
 
     def visible(start: int, end: int) -> Tensor:
-        """Return the mask [tokens, tokens] of tokens `start` to `end`, true where a token attends to another."""
+        """Return the attention mask among tokens `start` to `end`: true where token i (row) attends to token j."""
         overlay = blockwise_overlay(blocks[:, start:end]) if image_blocks else None
         states = torch.zeros(1, end - start, 1)
         mask = create_causal_mask(settings, states, None, None, positions[:, start:end], or_mask_function=overlay)

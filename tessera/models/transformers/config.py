@@ -14,7 +14,7 @@ from tessera.runtime.files import read_json_mapping
 from tessera.weights.layouts import CONFIG_FILE
 
 MAX_CONFIG_BYTES = 4 << 20
-# Fields removed from exports: a reader would cast the weights to a dtype that differs from theirs.
+# Fields removed from exports: they name the dtype of the initial weights, to which transformers would cast.
 TYPE_KEYS = ("dtype", "torch_dtype")
 
 
@@ -38,7 +38,7 @@ class TransformersConfig(Section):
     @classmethod
     def _read_folder(cls, data: Any) -> Any:
         """Read config.json once and store its fields, so that the run no longer needs the folder."""
-        if isinstance(data, Mapping) and not data.get("hub"):  # run folders of earlier releases contain an empty `hub`
+        if isinstance(data, Mapping) and not data.get("hub"):  # earlier releases wrote an empty key `hub`
             data = {key: value for key, value in data.items() if key != "hub"}
         folder = data.get("folder") if isinstance(data, Mapping) else None
         if not folder or "model_type" in (data.get("hf") or {}):

@@ -46,9 +46,9 @@ def find_class(name: str) -> type[PreTrainedModel]:
 
 
 def published_class(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Return the library's own class: the class itself, or the one that a user's class extends."""
+    """Return the class itself if it belongs to transformers, else the class of transformers that it extends."""
     classes = (c for c in kind.__mro__ if c.__module__.startswith(f"{LIBRARY}."))
-    return next(classes)  # ends at PreTrainedModel at the latest
+    return next(classes)  # at least PreTrainedModel is found
 
 
 def choose_class(hf: Mapping[str, Any], name: str | None) -> type[PreTrainedModel]:

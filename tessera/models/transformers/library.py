@@ -59,7 +59,7 @@ def load_processor(folder: Path, config: Mapping[str, Any] | None = None, image_
 
 
 def load_image_processor(folder: Path, backend: ImageBackend = "pil") -> Any:
-    """Return the folder's image preprocessor with this backend, even if the other one is installed too."""
+    """Return the folder's image preprocessor with the given backend, whichever backends are installed."""
     from transformers import AutoImageProcessor
 
     return AutoImageProcessor.from_pretrained(folder, backend=backend, local_files_only=True, trust_remote_code=False)
@@ -73,7 +73,7 @@ def _without_video(folder: Path, image_backend: ImageBackend) -> Any:
 
     settings = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     kind: Any = PROCESSOR_MAPPING.get(type(settings), None)
-    if kind is None:  # the model is a part of another one, such as a thinker, and the files name its processor
+    if kind is None:  # part of a larger model, such as a thinker: the preprocessor file names the class
         named = read_json_mapping(folder / IMAGE_FILE) if (folder / IMAGE_FILE).is_file() else {}
         kind = getattr(transformers, str(named.get("processor_class")), None)
     is_processor = isinstance(kind, type) and issubclass(kind, transformers.ProcessorMixin)
@@ -93,7 +93,7 @@ def _without_video(folder: Path, image_backend: ImageBackend) -> Any:
             folder, trust_remote_code=False, local_files_only=True
         ),
         "tokenizer": lambda: AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True),
-        # That of Qwen2.5-Omni reads the merge size of its video part for images, too.
+        # Qwen2.5-Omni's processor reads the merge size from its video part, also for images.
         "video_processor": lambda: images if "feature_extractor" in kind.get_attributes() else None,
     }
     fields, _ = kind.get_processor_dict(folder)
@@ -205,7 +205,7 @@ class SizedImages:
             if len(self._outputs) > _KEPT_SIZES:
                 self._outputs.popitem(last=False)
         self._outputs.move_to_end(key)
-        return copy.copy(self._outputs[key])  # a copy, because processors remove entries
+        return copy.copy(self._outputs[key])  # a copy, because the processor removes entries from it
 
 
 def _shape_of(value: Any) -> Any:

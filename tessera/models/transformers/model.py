@@ -65,7 +65,7 @@ class TransformersBuilder:
         return ModelPlan(blocks=tuple(blocks), tensor=tensor, decoder=_decoder_of(module))
 
     def weights(self) -> WeightMap:
-        # The library has weight names only for its own classes; a user's subclass has the same weights.
+        # transformers knows weight names only of its own classes. A user's subclass has the same weights as its base.
         return published_names(without_weights(lambda: self._construct(published_class(self.model_class))))
 
     def _construct(self, kind: type[PreTrainedModel]) -> PreTrainedModel:

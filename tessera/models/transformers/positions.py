@@ -15,7 +15,7 @@ _LENGTH_ROPES = ("dynamic", "longrope")
 
 
 def keep_lengths_apart(module: nn.Module) -> bool:
-    """Make rotary embeddings that depend on lengths compute each sample separately. Return whether there are any."""
+    """Make rotary embeddings that depend on lengths compute each sample separately. Return whether any exist."""
     ropes = [part for part in module.modules() if _depends_on_length(part)]
     for rope in ropes:
         rope.register_forward_hook(_PerSample(rope), with_kwargs=True)
@@ -56,7 +56,10 @@ class _PerSample:
 
 
 def _sample_lengths(row: Tensor) -> list[int]:
-    """Return the lengths of the samples in a row, where positions restart. With several axes a row is one sample."""
+    """Return the lengths of the samples in a row: a sample begins where positions restart.
+
+    A row with several position axes has a single sample.
+    """
     if row.dim() != 2:
         return [row.shape[-1]]
     begins = (row[0].diff() != 1).nonzero().flatten() + 1

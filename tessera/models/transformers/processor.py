@@ -58,7 +58,7 @@ class ClassOptions(VideoOptions):
 class ClassProcessor:
     """Turn conversations into keyword arguments of a class, and tokens into text.
 
-    The library's processor is loaded on first use. A run with its own data kind does not need it; this object then only
+    transformers' processor is loaded on first use. A run with its own data kind does not need it; this object then only
     copies the tokenizer and preprocessor files.
     """
 
@@ -76,7 +76,7 @@ class ClassProcessor:
         return cls(config, side_folder(folder or config.folder), chosen, tuple(train_on))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for worker processes, without the library's processor, which each worker loads itself."""
+        """Return the state for worker processes, without transformers' processor, which each worker loads itself."""
         state = {name: value for name, value in self.__dict__.items() if name != "library"}
         return {"fields": state, "load": "library" in self.__dict__}
 
@@ -87,7 +87,7 @@ class ClassProcessor:
 
     @cached_property
     def library(self) -> Library:
-        """Return the library's processor, tokenizer and chat template."""
+        """Return transformers' processor, the tokenizer and the chat template."""
         processor = checked_processor(self.folder, self.config.hf, self.options.image_backend)
         tokenizer = getattr(processor, "tokenizer", processor)
         if tokenizer.pad_token_id is None:  # any token will do, because padding is masked
@@ -119,7 +119,7 @@ class ClassProcessor:
         return VideoSampling(chosen.fps, chosen.min_frames, chosen.max_frames, 1, chosen.frames)
 
     def target(self, kind: PartKind, size: MediaSize) -> tuple[int, int] | None:
-        return None  # full resolution: the library's preprocessor resizes
+        return None  # decode at full resolution: transformers' preprocessor resizes
 
     def training_on(self, roles: Sequence[str], *, last_only: bool = False) -> Self:
         if roles:
@@ -150,7 +150,7 @@ class ClassProcessor:
         options = self.options.model_dump(mode="json", exclude={"train_on"})
         # Add options of earlier releases as None, so that the fingerprints of their runs do not change.
         options |= dict.fromkeys(self.options.renamed)
-        if options["image_backend"] == "pil":  # left out, because earlier releases had no such option
+        if options["image_backend"] == "pil":  # the default is left out: earlier releases had no such key
             del options["image_backend"]
         roles = [self.train_on, self.last_only]
         facts = [VERSION, transformers.__version__, files, options, asdict(self.sampling), roles]
@@ -226,7 +226,7 @@ def _as_images(sample: Sample, media: Sequence[Any]) -> tuple[Sample, list[Image
         for part in message.parts:
             if part.regions:
                 raise TesseraError(
-                    "how a class of transformers writes boxes and points is unknown",
+                    "classes of transformers define no text format for boxes and points",
                     fix="write them into the text as the model expects them, and leave out `objects`",
                     code="model.no-box-words",
                 )

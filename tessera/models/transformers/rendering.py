@@ -17,11 +17,11 @@ from typing import Any
 from tessera.errors import TesseraError
 from tessera.models.transformers import render_process
 
-# Limit of characters that a template may write in addition to 16 times the messages' length. Published ones write less.
+# Limit of the characters that a template writes in addition to `_MOST_TIMES` x the messages' length.
 _MOST_CHARACTERS = 1 << 20
-_MOST_TIMES = 16  # the limit of the output grows by 16 characters per character of the messages
+_MOST_TIMES = 16  # a template may also write this many characters per character of the messages
 _SECONDS = 5.0  # time limit in CPU seconds, so that other processes do not shorten it
-_ATTEMPTS = 2  # retry once, because something else may have ended the process
+_ATTEMPTS = 2  # retry once: another program may have killed the process
 
 
 class TemplateLimit(TesseraError):
@@ -110,5 +110,5 @@ def _end(process: subprocess.Popen[bytes]) -> int:
 
 @functools.cache
 def _process_of(process: int) -> _RenderProcess:
-    """Return the renderer of a process id, because a forked child must not use the pipes of its parent."""
+    """Return the renderer of the process with this id: a forked child must not use the pipes of its parent."""
     return _RenderProcess()

@@ -24,14 +24,16 @@ Chat = list[dict[str, Any]]
 # list. "words": always a string, with placeholders for images.
 Form = Literal["parts", "strings", "words"]
 _FORMS: tuple[Form, ...] = ("parts", "strings", "words")
-_AS_PYTHON = ("{'type'", '{"type"')  # signs of a Python list, written by a template that expects strings
+_AS_PYTHON = ("{'type'", '{"type"')  # what a template writes if it expects strings and gets a list of parts
 MEND = "put {% generation %} and {% endgeneration %} around the assistant's text in the folder's chat template"
 
 
 @dataclass(frozen=True, eq=False)
 class Turns:
-    """Write conversations with the folder's chat template. `processor`: of transformers; the tokenizer for text-only
-    classes."""
+    """Write conversations with the folder's chat template.
+
+    `processor`: transformers' processor, or the tokenizer for text-only classes.
+    """
 
     processor: Any
     tokenizer: Any
@@ -205,7 +207,7 @@ class Turns:
     def _spans(
         self, messages: Sequence[Message], form: Form, plain: str, turns: Sequence[int], *, only_assistant: bool
     ) -> list[Span]:
-        """Return the trained character ranges of `plain` (the conversation rendered without marks), one per turn."""
+        """Return the trained character ranges, one per turn. `plain`: the conversation rendered without marks."""
         if only_assistant and self._with_generation_marks is not None:
             text = self._render(self._chat(messages, form), jinja=self._with_generation_marks)
             marked_spans = self._clean(text, plain)
@@ -252,9 +254,9 @@ class Turns:
         return spans
 
     def _end_length(self, messages: Sequence[Message], form: Form, plain: str, turn: int, end: int) -> int:
-        """Return the number of characters after a turn's text that belong to it, up to the last special token.
+        """Return the length of a turn's end: the characters after its text, up to the last special token.
 
-        Only characters are counted that the template writes both with and without a following message.
+        Characters that the template writes only if another message follows are not part of the end.
         """
         after = plain[end:]
         if turn + 1 < len(messages):
@@ -266,7 +268,7 @@ class Turns:
         return words[-1].end() if words else 0
 
     def _with_end(self, plain: str, spans: Sequence[Span]) -> str:
-        """Return the text with an end-of-text token if the last turn has no end token: the model would never stop."""
+        """Add an end-of-text token if the last turn has no end token, so that the model learns to stop."""
         last = plain[spans[-1][0] : spans[-1][1]]
         if self._control.search(last) or not self.tokenizer.eos_token:
             return plain
@@ -285,13 +287,13 @@ class Turns:
 
 
 def _as_python(messages: Sequence[Message], text: str) -> bool:
-    """Return whether the template wrote message contents as Python lists that the messages do not contain."""
+    """Return whether `text` contains Python lists of parts that the template wrote in place of message texts."""
     said = [part.value for message in messages for part in message.parts if part.kind == "text"]
     return any(text.count(word) > sum(content.count(word) for content in said) for word in _AS_PYTHON)
 
 
 def _answers(plain: str, spans: Sequence[Span], messages: Sequence[Message]) -> bool:
-    """Return whether each range contains the texts of its message."""
+    """Return whether each character range of `plain` contains the texts of its message."""
     if len(spans) != len(messages):
         return False
     return all(

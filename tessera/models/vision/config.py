@@ -66,7 +66,7 @@ class VisionLanguageConfig(Section):
 
     # model_type in config.json -> text format and class name of transformers
     formats: ClassVar[Mapping[str, tuple[HFTextFormat, str]]]
-    # Field of `vision_config` that contains the text decoder's width, and its default.
+    # (field of `vision_config` with the width of the text decoder, default of that field)
     output_field: ClassVar[tuple[str, int]] = ("out_hidden_size", 3584)
     # defaults of transformers that differ from the defaults of a recipe
     vision_defaults: ClassVar[Mapping[str, Any]] = {}
@@ -91,11 +91,11 @@ class VisionLanguageConfig(Section):
 
     @classmethod
     def checks(cls, text: Mapping[str, Any], vision: Mapping[str, Any]) -> list[Check]:
-        """Return checks of those fields of config.json of which the family supports only some values."""
+        """Return checks of the config.json fields for which the family supports only some values."""
         return []
 
     def written_fields(self) -> dict[str, Any]:
-        """Return the family's fields of `vision_config` that transformers writes, besides the common ones."""
+        """Return fields of `vision_config` that transformers writes for this family besides the common fields."""
         return {}
 
     @property

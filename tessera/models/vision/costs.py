@@ -17,7 +17,7 @@ from tessera.models.vision.patches import block_positions
 from tessera.models.vision.processor import PATCHES
 from tessera.nn.vit import VisionShape
 
-EXAMPLE_IMAGES = 16  # number of images in an example batch, divisible by the usual numbers of ranks that share it
+EXAMPLE_IMAGES = 16  # number of images in an example batch, divisible by the usual numbers of data-parallel ranks
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class VisionCosts:
 
     shape: VisionShape
     projector_weights: int  # number of weights that a visual token is multiplied by in the projector
-    patches: int  # number of patches in a merged block, tile or image, class token included
-    tokens: int = 1  # number of visual tokens that these patches become
+    patches: int  # number of patches in a unit (merged block, tile or image), class token included
+    tokens: int = 1  # number of visual tokens of a unit
 
     def work(self, measures: Measures, training: Training) -> np.ndarray:
         """Return the FLOPs of encoder and projector for each sample."""
@@ -72,7 +72,7 @@ def example_with_images(
     pixels = torch.zeros(images * patches**2, patch_values)
 
     def for_all_images(values: np.ndarray) -> Tensor:
-        # On the device of `pixels`, because memory estimates use the meta device.
+        # `pixels` may be on the meta device, for memory estimates.
         return torch.as_tensor(values, device=pixels.device).repeat(images, 1)
 
     media = {

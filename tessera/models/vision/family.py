@@ -42,12 +42,11 @@ class VisionFamily(MediaFamily):
     def projector(self, config: Any, shape: VisionShape) -> nn.Module: ...
 
     def tokens_of_patches(self, config: Any) -> tuple[int, int]:
-        """Return how many patches (class token included) a block, tile or image has, and how many tokens they
-        become."""
+        """Return the number of patches (class token included) and of tokens of a merged block, tile or image."""
         return config.vision.spatial_merge_size**2, 1
 
     def most_patches(self, config: Any) -> int | None:
-        """Return the largest number of patches per token, which sizes activations between pipeline stages.
+        """Return the largest number of patches per token. It determines the size of activations between stages.
 
         None: the vision encoder stays in one stage.
         """
@@ -97,13 +96,13 @@ class GridFamily(VisionFamily):
     pairs: ClassVar[tuple[tuple[str, str], ...]]  # Tessera's names -> names in folders, without the prefix `tower`
     tower: ClassVar[str]  # prefix of the vision encoder's names in folders
     text_prefix: ClassVar[str] = "model."
-    renames: ClassVar[tuple[tuple[str, str], ...]]  # (other prefix of names in folders, the prefix that replaces it)
+    renames: ClassVar[tuple[tuple[str, str], ...]]  # (alternative prefix in folders, usual prefix)
     ignored: ClassVar[tuple[str, ...]] = ("rotary_pos_emb.inv_freq",)  # buffers of the vision encoder that are not read
     unread: ClassVar[tuple[str, ...]] = ()  # names, or prefixes of names, of tensors in folders that are not read
     stacked: ClassVar[bool] = False  # folders have one tensor for all experts of a layer
 
     def rules(self, config: Any) -> list[Rule]:
-        """Return weight rules for tensors that folders store in a different layout."""
+        """Return weight rules for tensors whose layout in folders differs from that in the model."""
         return []
 
     def weights(self, config: Any) -> WeightMap:
@@ -186,7 +185,7 @@ def vision_styles(shape: VisionShape) -> dict[str, TensorStyle]:
     """Return the tensor-parallel style of every parameter of a vision encoder."""
     norm = "weight" if shape.norm == "rms" else WEIGHT_AND_BIAS
     up = "{gate,up}" if shape.gated else "up"
-    # A norm over all heads needs all queries and keys on a rank, so attention is then replicated.
+    # With a norm over all heads a rank needs all queries and keys, so attention is replicated.
     styles: dict[str, TensorStyle] = {
         f"vision.patch_embed.{_kinds(shape.patch_bias)}": "replicate",
         f"vision.blocks.{{*}}.{{attn_norm,mlp_norm}}.{norm}": "replicate",

@@ -73,7 +73,7 @@ class GridProcessor(VisionProcessor):
                 fix=f"set the same image_mean, image_std and rescale_factor in {VIDEO_FILE} and {IMAGE_FILE}",
                 code="media.image-video-norms-differ",
             )
-        # The rule "ends" allows any number of frames: copies of the last frame fill the last temporal patch.
+        # `frames_rule` "ends" allows any number of frames: copies of the last frame fill the last temporal patch.
         multiple = 1 if cls.frames_rule == "ends" else geometry.temporal_patch_size
         sampling = replace(chosen.sampling(folder), multiple=multiple, rule=cls.frames_rule)
         return cls(encoder, template, sampling, chosen.train_on, False, image, video, **cls.of_model(config))
@@ -108,8 +108,7 @@ class GridProcessor(VisionProcessor):
         return ()
 
     def seconds(self, size: MediaSize) -> np.float32:
-        """Return the seconds between two temporal patches of a video. If its frame rate is unknown, its frames count as
-        sampled at `sampling.fps`."""
+        """Return the seconds between two temporal patches. Without a frame rate, `sampling.fps` is assumed."""
         return np.float32(self.video.temporal / (size.fps or self.sampling.fps))
 
     def elements(self, kind: PartKind, media: Any, layout: MediaLayout) -> dict[str, np.ndarray]:
@@ -167,7 +166,7 @@ def grid_positions(
 
 
 def token_grid(size: Sequence[int], merge: int, times: Sequence[float] = ()) -> np.ndarray:
-    """Return time, height and width of the tokens of a grid, [3, tokens]. `times`: of its temporal patches."""
+    """Return time, height and width of the tokens of a grid, [3, tokens]. `times`: those of temporal patches."""
     t, h, w = size
     grid = np.indices((t, h // merge, w // merge), dtype=np.int64).reshape(3, -1)
     return np.stack([np.asarray(times)[grid[0]], *grid[1:]]) if times else grid
@@ -199,10 +198,7 @@ class TableGridProcessor(GridProcessor):
 
 @dataclass(frozen=True, eq=False)
 class TimestampedVideoProcessor(TableGridProcessor):
-    """Write the time of each temporal patch ("step") of a video as text, as GLM-4.1V and Qwen3-VL do.
-
-    Each step is a run of visual tokens beside its timestamp.
-    """
+    """Write the time of each temporal patch of a video as text beside its tokens, as GLM-4.1V and Qwen3-VL do."""
 
     @abstractmethod
     def timestamp(self, first: float, last: float) -> str:
@@ -223,7 +219,7 @@ class TimestampedVideoProcessor(TableGridProcessor):
     def _seconds(self, size: MediaSize, steps: int, temporal: int) -> list[tuple[float, float]]:
         """Return the seconds of the first and of the last frame of each temporal patch."""
         chosen = self.sampling.choose(size.total, size.rate) if size.total else []
-        if len(chosen) != size.frames:  # the frames were sampled by the caller
+        if len(chosen) != size.frames:  # sampled by the caller: assume equal distances
             chosen = self.sampling.spread(size.frames, size.total or size.frames)
         rate, last = size.rate or DEFAULT_RATE, size.frames - 1
         ends = [(chosen[min(n * temporal, last)], chosen[min((n + 1) * temporal - 1, last)]) for n in range(steps)]

@@ -25,7 +25,7 @@ BICUBIC = 3  # value of `Image.Resampling.BICUBIC` in Pillow
 
 
 class Geometry(Protocol):
-    """Declare the sizes of a vision encoder's configuration that cutting into patches needs."""
+    """Declare the configuration fields of a vision encoder that are needed to cut images into patches."""
 
     @property
     def patch_size(self) -> int: ...
@@ -56,7 +56,7 @@ class GridFiles:
         """Return the patch settings of images and of videos. The recipe's pixel bounds override those of the folder."""
         image_file, video_file = read_files(folder)
         defaults = {"image_mean": self.mean, "image_std": self.std}
-        if not video_file:  # as in transformers: normalisation of images, default pixel bounds of videos
+        if not video_file:  # as in transformers: videos get the normalisation of images and default bounds
             video_file = {
                 key: image_file[key] for key in ("image_mean", "image_std", "rescale_factor") if key in image_file
             }

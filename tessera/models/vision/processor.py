@@ -24,7 +24,7 @@ from tessera.models.processing.streams import MediaStream, MediaStreams
 from tessera.models.vision.patches import Patches
 
 VISION = "vision"
-# Tensors of the patches in a batch. `vision_stream` adds the encoder's width and blank input.
+# The stream of a vision encoder (see `Stream`). `vision_stream` adds the encoder's width and blank input.
 PATCHES = Stream(
     tensors=("pixels", "patch_positions", "patch_index", "patch_weights"),
     segments=VISION,
@@ -40,7 +40,7 @@ VISION_STREAMS: MediaStreams = {
 
 @dataclass(frozen=True, eq=False)
 class VisionProcessor(ConversationProcessor):
-    """Turn conversations with images and videos into batches. `elements` returns the patches `pixels` as uint8."""
+    """Turn conversations with images and videos into batches. `elements` returns uint8 patches, named `pixels`."""
 
     streams: ClassVar[MediaStreams] = VISION_STREAMS
     # how the family writes boxes and points; None: the family has no format for them
@@ -75,7 +75,7 @@ class VisionProcessor(ConversationProcessor):
         return self.grounding.write(part, text, numbers, lambda word: self.encoder.find(word) is not None)
 
     def answer_text(self, message: Message, images: Sequence[MediaSize]) -> str:
-        """Return the text that `decode` returns for the tokens of a message, with boxes in the family's format."""
+        """Return a message as `decode` would return it after tokenizing: with boxes in the family's format."""
         spans: list[ChatSpan] = []
         for part in message.parts:
             plain = ChatSpan(str(part.value), message.role)

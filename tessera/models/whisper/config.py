@@ -14,8 +14,8 @@ from tessera.nn.cross_decoder import CrossDecoderShape
 from tessera.ops.attention import AttentionBackend
 
 MODEL_TYPE = "whisper"
-STRIDE = 2  # mel frames from one position of the encoder to the next
-REACH = 2  # mel frames before and after its middle frame that a position reads
+STRIDE = 2  # number of mel frames between neighbouring positions of the encoder
+REACH = 2  # number of mel frames that a position reads before and after its middle frame
 # Each recording takes at least this many tokens of a row, including padding. So `data.length` limits how many
 # recordings a row has, and pipeline stages know how many positions of the encoder a row can have.
 LEAST_TOKENS = 32
@@ -49,7 +49,7 @@ class WhisperTextConfig(Section):
         return self.hidden_size // self.num_attention_heads
 
 
-# Fields of config.json -> section and field here.
+# Field of config.json -> (section, field) of `WhisperConfig`.
 _FIELDS: Mapping[str, tuple[str, str]] = {
     "num_mel_bins": ("audio", "num_mel_bins"),
     "encoder_layers": ("audio", "num_hidden_layers"),

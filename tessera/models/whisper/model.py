@@ -58,11 +58,10 @@ def stream(config: WhisperConfig) -> Stream:
 def plan(config: WhisperConfig) -> ModelPlan:
     shape, text, tied = config.encoder, config.decoder, config.tie_word_embeddings
     positions = config.audio.max_source_positions
-    # A stage of the decoder also passes on the outputs of the encoder, of for the maximum number of recordings in a
-    # row.
+    # A stage of the decoder also passes on the outputs of the encoder, for the maximum number of recordings in a row.
     encoded = -(-positions // LEAST_TOKENS)
     inside, carry = StageActivation(encoded, shape.hidden), StageActivation(encoded + 1, shape.hidden)
-    # A transcript has about `LEAST_TOKENS` tokens, so there are `encoded` positions of the encoder for each token.
+    # If a transcript has `LEAST_TOKENS` tokens, there are `encoded` positions of the encoder for each token.
     layer = text.layer_weights + encoded * text.memory_weights
     layers = "text.layers.{*}"
     styles: dict[str, TensorStyle] = {
@@ -80,7 +79,7 @@ def plan(config: WhisperConfig) -> ModelPlan:
         f"{layers}.mlp.down.bias": "replicate",
         "text.positions.weight": "replicate",
         f"text.norm.{_WEIGHT_AND_BIAS}": "replicate",
-        # Sizes of published vocabularies have few divisors, and the encoder takes most of the time.
+        # Replicated: sizes of published vocabularies have few divisors, and the encoder takes most of the time.
         "text.embed.weight": "replicate",
         **({} if tied else {"head.weight": "replicate"}),
     }
@@ -171,7 +170,7 @@ def stock_inputs(batch: Batch) -> dict[str, Tensor]:
 
 
 def work(config: WhisperConfig, measures: Measures, training: Training = MappingProxyType({})) -> dict[str, np.ndarray]:
-    """Return the FLOPs of each sample by stream. Keys and values of the encoder's outputs count as text."""
+    """Return the FLOPs of each sample by stream. Projecting encoder outputs to keys and values counts as text."""
     text = config.decoder
     tokens, elements = (measures[name].astype(np.float64) for name in ("tokens", "audio_frames"))
     layers, head = (training.get(part, FULL) for part in ("text", "head"))
@@ -189,7 +188,7 @@ def work(config: WhisperConfig, measures: Measures, training: Training = Mapping
 
 
 def flops(config: WhisperConfig, batch: Batch, training: Training = MappingProxyType({})) -> float:
-    """Return the FLOPs of a batch in host memory. Padding attends to no recording."""
+    """Return the FLOPs of a batch. Padding attends to no recording."""
     text, memory = batch.segments["text"].lengths, batch.segments[MEMORY].lengths
     recordings = batch.segments.get(AUDIO)
     measures: Mapping[str, float] = {

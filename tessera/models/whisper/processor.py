@@ -37,7 +37,7 @@ from tessera.nn.encoder_decoder import MEMORY
 from tessera.runtime.files import read_json_mapping
 
 END, START, NO_STAMPS = "<|endoftext|>", "<|startoftranscript|>", "<|notimestamps|>"
-DEFAULT_LANGUAGE = "en"  # of transcripts in training
+DEFAULT_LANGUAGE = "en"  # language of transcripts in training, if nothing names it
 Task = Literal["transcribe", "translate"]
 TASKS: tuple[Task, ...] = ("transcribe", "translate")
 FIRST_STAMP = "<|0.00|>"
@@ -50,7 +50,7 @@ _ENGLISH_ONLY = 51864  # size of the vocabulary of published models for English 
 class WhisperOptions(Section):
     """Declare the keys of `data.processor`."""
 
-    unlisted: ClassVar[frozenset[str]] = frozenset({"train_on"})  # not listed: recipes set data.train_on instead
+    unlisted: ClassVar[frozenset[str]] = frozenset({"train_on"})  # not listed in errors: recipes set data.train_on
     train_on: tuple[str, ...] = ("assistant",)
     language: str | None = Field(
         None,
@@ -157,7 +157,7 @@ class WhisperProcessor(ConversationProcessor):
         return {**measures, "tokens": max(measures["tokens"], LEAST_TOKENS)}
 
     def encode(self, sample: Sample, media: Sequence[Any], sizes: Sequence[MediaSize] | None = None) -> Encoded:
-        """Return a sample of at least `LEAST_TOKENS` tokens; padding follows a short transcript."""
+        """Return an encoded sample, padded to `LEAST_TOKENS` tokens if the transcript is shorter."""
         self._check_length([media_size(item) for item in media] if sizes is None else sizes)
         encoded = super().encode(sample, media, sizes)
         missing = max(0, LEAST_TOKENS - len(encoded.tokens))
@@ -307,7 +307,7 @@ class WhisperProcessor(ConversationProcessor):
             encoded += [sum(item.streams[AUDIO].lengths) for item in row]
             encoded += [0] if sum(len(item.tokens) for item in row) < length else []
         segments = {**batch.segments, MEMORY: Segments.of(encoded)}
-        # Padding at the end of a row may be longer than the table of positions.
+        # Padding at the end of a row may have more tokens than there are position embeddings.
         positions = batch["positions"].remainder(self.max_length)
         return replace(batch, segments=segments).with_tensors(positions=positions)
 
@@ -344,7 +344,7 @@ class WhisperProcessor(ConversationProcessor):
     def transcription_instruction(self, language: str | None, prompt: str | None, timestamps: bool) -> str:
         if prompt:
             raise TesseraError(
-                "this model takes no text except language and task in addition to the recording, but prompt is set",
+                "this model accepts a language and a task beside the recording, but no other text, and prompt is set",
                 fix="leave prompt out",
                 code="generation.option-without-effect",
             )
@@ -370,7 +370,7 @@ class WhisperProcessor(ConversationProcessor):
         write_json(folder / GENERATION, {**self._default_generation(), **self.generation})
 
     def _default_generation(self) -> dict[str, Any]:
-        """Return the generation settings that transformers needs."""
+        """Return the content of generation_config.json that transformers needs, for a folder without this file."""
         words = [word for word in self.encoder.added_words if _LANGUAGE.fullmatch(word)]
         end, start, no_stamps = (self.encoder.id_of(word) for word in (END, START, NO_STAMPS))
         tasks = {task: id for task in TASKS if (id := self.encoder.find(f"<|{task}|>")) is not None}
@@ -425,5 +425,5 @@ def _split(tokens: Sequence[int], at: int) -> list[list[int]]:
 
 
 def _ids(tokens: Any) -> torch.Tensor:
-    """Return token ids of generation_config.json. Old folders contain -1 for a default."""
+    """Return a list of token ids from generation_config.json. Old folders contain -1, which is no token."""
     return torch.tensor([token for token in tokens or () if token >= 0], dtype=torch.int64)

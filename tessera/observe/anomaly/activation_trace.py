@@ -50,7 +50,7 @@ class ActivationTrace:
         return math.isfinite(loss) and all(e.finite for e in self.records if e.microbatch == microbatch)
 
     def grad_sq(self, microbatch: int) -> float:
-        """Return the sum over module outputs of the squared largest gradient: an estimate for a micro-batch."""
+        """Estimate the squared gradient norm of a micro-batch: sum the squared largest gradients of module outputs."""
         values = (e.largest for e in self.records if e.moment == "gradient" and e.microbatch == microbatch)
         return math.fsum(min(value, 1e150) ** 2 for value in values if math.isfinite(value))
 
@@ -71,7 +71,7 @@ class _Recorder:
 
     def __init__(self) -> None:
         self.microbatch = 0
-        # Each record with the device tensors of its `largest` and `before`.
+        # (record, device tensor of its `largest`, device tensor of its `before`)
         self._pending: list[tuple[TensorRecord, Tensor, Tensor | None]] = []
 
     def hook(self, name: str) -> Callable[[nn.Module, Any, Any, Any], None]:
@@ -108,8 +108,8 @@ class _Recorder:
 class _TracedTask(Task):
     """Wrap a task: record the index of the current micro-batch, and its loss.
 
-    The number of tokens that the loss is averaged over is replaced by 1. Then gradients are those of the *summed* loss,
-    and can be compared between probes with different numbers of tokens.
+    The loss is not divided by the number of tokens. Then gradients are those of the *summed* loss, and can be compared
+    between probes with different numbers of tokens.
     """
 
     def __init__(self, task: Task, microbatches: Sequence[Batch], recorder: _Recorder) -> None:

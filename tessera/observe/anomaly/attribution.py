@@ -32,7 +32,7 @@ MOST = 0.8  # share of the excess loss or gradient that the reported samples mus
 
 
 class GuardStop(TesseraError):
-    """End the run: `guard.policy` or `guard.limit` ends it, or its weights are damaged."""
+    """End the run because `guard.policy` or `guard.limit` demands it, or because its weights are damaged."""
 
     exit_code = 3
 
@@ -98,7 +98,7 @@ class Attribution:
 
 @dataclass(frozen=True)
 class _Probe:
-    """Describe a part of a micro-batch that is run alone: rows with some of their samples."""
+    """Describe a part of a micro-batch that is run by itself: some rows, each with only some of its samples."""
 
     rows: tuple[int, ...]
     ids: tuple[str, ...]
@@ -107,7 +107,7 @@ class _Probe:
 
 @dataclass(frozen=True)
 class _Observation:
-    """Hold loss and gradients of a micro-batch or probe: of one rank, or summed over ranks that read the same data."""
+    """Hold loss and gradient size of a micro-batch or probe, of one rank or summed over ranks with the same data."""
 
     rows: tuple[tuple[int, int], ...] = ()
     ids: tuple[str, ...] = ()
@@ -132,7 +132,7 @@ class _Observation:
         )
 
 
-_Key = tuple[int, int]  # data rank, and the index on that rank of a micro-batch, or of a `_Probe` (a part of one)
+_Key = tuple[int, int]  # data rank, and the index of a micro-batch or a `_Probe` on that rank
 
 
 @dataclass(frozen=True)
@@ -195,14 +195,14 @@ class Attributor:
     def _probe_samples(
         self, suspects: Mapping[_Key, _Observation], kind: AnomalyKind, usual_loss: float
     ) -> tuple[tuple[str, ...], bool]:
-        """Run the samples of bad micro-batches alone. Return the bad samples, and whether some of them may be good."""
+        """Run each sample of bad micro-batches alone. Return the bad samples, and whether some of these may be good."""
         plan: dict[int, list[_Probe]] = {}  # probes of each data rank
         samples: list[str] = []
         ambiguous = False
         for (data_rank, _), observation in suspects.items():
             probes = self._probes(observation)
             if len(probes) < 2 or len(probes) + len(plan.get(data_rank, ())) > self.most_probes:
-                samples += observation.ids  # not run alone: a single sample, or more samples than `guard.probes`
+                samples += observation.ids  # not probed: a single sample, or too many (`guard.probes`)
                 ambiguous |= len(observation.ids) > 1
             else:
                 plan.setdefault(data_rank, []).extend(probes)
@@ -214,7 +214,7 @@ class Attributor:
         return tuple(dict.fromkeys(samples)), ambiguous
 
     def _run(self, plan: Mapping[int, Sequence[_Probe]]) -> dict[int, _Observation]:
-        """Run the probes of this rank. A rank with fewer probes runs a micro-batch: collectives need all ranks."""
+        """Run the probes of this rank. A rank without further probes runs a micro-batch, since all ranks must run."""
         mine = plan.get(self.data_rank, [])
         observed: dict[int, _Observation] = {}
         for number in range(max((len(probes) for probes in plan.values()), default=0)):
@@ -245,7 +245,7 @@ def _bad(observed: Mapping[_Key, _Observation], kind: AnomalyKind, usual_loss: f
 
 @contextmanager
 def kept_buffers(module: nn.Module) -> Iterator[None]:
-    """Restore the buffers of a module when the context ends: forward changes some, such as the loads of experts."""
+    """Restore a module's buffers after the `with` block: forward changes some, such as the loads of experts."""
     copies = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     try:
         yield
@@ -258,8 +258,9 @@ def kept_buffers(module: nn.Module) -> Iterator[None]:
 def first_bad(records: Sequence[TensorRecord]) -> tuple[int, str] | None:
     """Return the first module with an output, or a gradient of its output, that is not finite.
 
-    The returned integer orders the results of several ranks: the lowest is the likeliest cause. 0: the inputs of the
-    module were finite, so the fault began there. 1: its inputs were not finite. 2: only a gradient is bad.
+    Return (order, module). Of the results of several ranks, that with the lowest `order` is the likeliest cause. 0: the
+    module's inputs were finite, so the fault began in this module. 1: its inputs were not finite. 2: only a gradient is
+    not finite.
     """
     bad = [record for record in records if not record.finite]
     for record in bad:

@@ -29,13 +29,13 @@ from tessera.runtime import device as devices
 AnomalyKind = Literal["not finite", "loss spike", "gradient spike"]
 RECENT = 11  # the level of a loss or gradient norm is the median of its last 11 values
 LEAST_SPREAD = 0.05  # lower bound of the usual rise of a value above its level, as a share of the level
-REPEATED = 3  # a rise of at most twice the third-largest rise of the window is not a spike
-IN_A_ROW = 3  # number of consecutive values above the limit that count as a new level
+REPEATED = 3  # a rise of at most twice the third-largest rise of the last `window` values is not a spike
+IN_A_ROW = 3  # this many consecutive values above the limit are a new level, not spikes
 LASTING = 50  # a loss above the run's first loss for this many steps is a divergence
 FIRST = 3  # "first loss": the median of the run's first 3 losses
 SOON = 5  # a loss above the run's first loss for this many steps is a likely divergence
 LEARNT = 0.1  # a run has learnt something when its loss fell by this share of the first loss
-FAR = 3.0  # a loss this many times the loss of step 1 is a divergence also in a run that never learnt
+FAR = 3.0  # a loss of this multiple of step 1's loss is a divergence even if the run never learnt
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class StepCheck:
 
 
 def checked_update(optimizer: Optimizer, loss: Tensor, grad_norm: Tensor, limits: StepLimits) -> StepCheck:
-    """Step the optimizer unless loss or gradient norm is not finite on a rank; return the result of the check.
+    """Step the optimizer if loss and gradient norm are finite on all ranks; return the result of the check.
 
-    The update of a spike is dropped with `limits.drop_spikes`, and otherwise clipped to `limits.clip_to`.
+    The update of a spike is dropped if `limits.drop_spikes` is set, otherwise clipped to `limits.clip_to`.
     """
     checked = check_step(loss, grad_norm, limits)
     not_finite, spike = checked[0], checked[1]
@@ -91,9 +91,9 @@ def _result(numbers: list[float], limits: StepLimits) -> StepCheck:
 
 @torch.no_grad()
 def check_step(loss: Tensor, grad_norm: Tensor, limits: StepLimits) -> Tensor:
-    """Return four values on the device: 1 if loss or norm is not finite, 1 if one is a spike, the loss, and the norm.
+    """Return a tensor [4] on the device: (1 if loss or norm is not finite, 1 if one is a spike, loss, norm).
 
-    Each is the largest over all ranks, so that all ranks decide equally.
+    Each value is the maximum over all ranks, so that all ranks decide equally.
     """
     wide = devices.sum_dtype(loss.device)
     values = torch.stack([loss.detach().to(wide), grad_norm.detach().to(device=loss.device, dtype=wide)])
@@ -109,7 +109,7 @@ def _clip_further(optimizer: Optimizer, spike: Tensor, grad_norm: Tensor, limits
     """Multiply the gradients of a spike by a factor, so that their norm is at most `clip_to`."""
     if not math.isfinite(limits.clip_to):
         return
-    # The optimizer also multiplies gradients by the factor that clips to `clip_norm`.
+    # The optimizer clips to `clip_norm` as well, so compute the factor relative to the clipped norm.
     further = (limits.clip_to / (grad_norm.clamp(max=limits.clip_norm) + 1e-6)).clamp(max=1.0)
     further = torch.where(spike > 0, further, torch.ones_like(further))
     multiply_update(optimizer, further)
@@ -118,7 +118,7 @@ def _clip_further(optimizer: Optimizer, spike: Tensor, grad_norm: Tensor, limits
 def acts_on_flag(optimizer: Optimizer, device: torch.device) -> bool:
     """Return whether the optimizer's kernels read the tensor `found_inf` on the device, as `step_unless` requires.
 
-    Only fused kernels on an accelerator do. On a CPU the update would read the flag before the host has set it.
+    Only fused kernels on an accelerator do.
     """
     if device.type == "cpu" or not all(group.get("fused") for group in optimizer.param_groups):
         return False
@@ -126,7 +126,7 @@ def acts_on_flag(optimizer: Optimizer, device: torch.device) -> bool:
 
 
 def step_unless(optimizer: Optimizer, flag: Tensor) -> None:
-    """Queue an optimizer step that changes nothing if the flag on the device is 1 when it runs."""
+    """Queue an optimizer step. When it runs on the device, it changes nothing if `flag` is 1 there."""
     flagged: Any = optimizer
     flagged.found_inf = flag.float()
     try:
@@ -138,8 +138,9 @@ def step_unless(optimizer: Optimizer, flag: Tensor) -> None:
 class RunningLimit:
     """Compute the limit above which a loss or a gradient norm is a spike.
 
-    The limit is computed from the level of recent values and their usual rises above it, spikes included: otherwise a
-    lasting new level would be a spike in every step. A single value moves neither the level nor the limit.
+    The limit is computed from the level of recent values and from their usual rises above it. Spikes are included:
+    otherwise, after a lasting change of level, every step would be a spike. A single value changes neither the level
+    nor the limit.
 
     `ordinary`: values up to this are never spikes; for gradient norms, `optim.clip_norm`.
     """
@@ -161,7 +162,7 @@ class RunningLimit:
             self._highest = max(self._highest, abs(self.level))
 
     def accept_new_level(self) -> None:
-        """Compute the level from the last `IN_A_ROW` values only, and do not count them as rises."""
+        """Take the last `IN_A_ROW` values as the new level: forget earlier values, and the rises of these values."""
         newest = list(self._recent)[-IN_A_ROW:]
         self._recent.clear()
         self._recent.extend(newest)
@@ -180,7 +181,7 @@ class RunningLimit:
         ordered = sorted(self._rises)
         usual = ordered[math.ceil(0.9 * len(ordered)) - 1]
         level = abs(self.level)
-        # The noise of a loss shrinks slower than the loss. So the limit also depends on the highest level of the run.
+        # As a loss falls, its noise falls less. So the limit also depends on the highest level of the run.
         scale = max(math.sqrt(level * max(level, self._highest)), self.ordinary)
         above = max(self.factor * max(usual, LEAST_SPREAD * scale), 2 * ordered[-REPEATED:][0], 1e-12)
         return max(self.level, self.ordinary) + above
@@ -197,7 +198,7 @@ class RunningLimit:
 
 
 class DivergenceDetector:
-    """Detect a divergence: the loss stays above the first loss of the run after it had been lower."""
+    """Detect a divergence: the loss fell below the run's first loss, then rises above it and stays there."""
 
     def __init__(self) -> None:
         self.best = float("inf")
@@ -223,7 +224,7 @@ class DivergenceDetector:
         if self._count < RECENT:
             return False
         learnt = self.start - self.best >= LEARNT * abs(self.start)
-        # Both loss and level must be far above the loss of step 1, whose batch may have been easy by chance.
+        # The batch of step 1 may have been easy by chance, so both loss and level must be far above its loss.
         very_first = self._first[0]
         far = min(loss, level) >= very_first + (FAR - 1) * abs(very_first) and very_first != 0
         self.lost = self.lost + 1 if far or (learnt and level >= self.start) else 0
@@ -236,7 +237,7 @@ class DivergenceDetector:
         self._reported = True
 
     def state(self) -> dict[str, Any]:
-        best = self.best if self._count >= RECENT else None  # JSON has no infinity
+        best = self.best if self._count >= RECENT else None  # `best` may be infinite before, which JSON lacks
         flags = {"lost": self.lost, "reported": self._reported}
         return {"first": list(self._first), "best": best, "count": self._count, **flags}
 

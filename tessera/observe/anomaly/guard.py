@@ -36,9 +36,9 @@ from tessera.runtime.gradients import LossScale
 from tessera.runtime.modules import clean_name
 
 log = logging.getLogger("tessera")
-DROPS = 3  # maximum dropped updates within `guard.window` steps; updates of further spikes are clipped
-BACK_TO_ONE_STATE = 3  # maximum rollbacks to the same step for damaged weights; then the run ends
-INVESTIGATIONS = 10  # maximum searches for a cause in `guard.window` steps; each takes up to `guard.probes` steps
+DROPS = 3  # maximum dropped updates within `guard.window` steps; after that, updates of spikes are clipped
+BACK_TO_ONE_STATE = 3  # maximum rollbacks to the same step because of damaged weights; after that, the run ends
+INVESTIGATIONS = 10  # maximum searches for a cause within `guard.window` steps; each runs up to `guard.probes` probes
 
 
 class Guard(OptimizerStep):
@@ -98,7 +98,7 @@ class Guard(OptimizerStep):
         self._updates += result.applied
 
     def check_trained(self, trainer: TrainerHandle) -> None:
-        """Raise if all steps of the run were dropped as not finite. Overflows of float16 do not count."""
+        """Raise if every update of the run was dropped for values that are not finite, except float16 overflows."""
         if self._updates or not self._not_finite or trainer.stop_reason is not None:  # a stopped run can be resumed
             return
         raise GuardStop(
@@ -139,7 +139,7 @@ class Guard(OptimizerStep):
         self._spikes = int(state.get("spikes", 0))
         # Checkpoints of earlier versions lack the key; assume that updates were applied.
         self._updates = int(state.get("updates", bool(state)))
-        self._not_finite = 0  # `guard.limit` counts bad steps since the resume
+        self._not_finite = 0  # after a resume, `guard.limit` counts bad steps from 0
         self._dropped = list(state.get("dropped", []))
         if state.get("lr_share", 1.0) < 1.0:  # earlier versions halved the learning rate after a divergence
             log.warning(
@@ -244,7 +244,7 @@ class Guard(OptimizerStep):
         return "applied"
 
     def _check_weights(self, trainer: RewindHandle, check: StepCheck) -> StepOutcome:
-        """Search the weights for damage. The next search compares with the largest values of undamaged weights."""
+        """Search the weights for damage. If there is none, store their largest values for the next search."""
         damage = self._damage(trainer)
         if damage:
             bad_step = BadStep(trainer.step + 1, "damaged", check.loss, check.grad_norm, damage=tuple(damage))
@@ -310,7 +310,7 @@ class Guard(OptimizerStep):
         self._normal, self._moved = largest(self._weights(trainer)), 0.0
 
     def _weights(self, trainer: TrainerHandle) -> dict[str, Tensor]:
-        """Return the parameters. Buffers and optimizer state are not measured: they may grow by any factor."""
+        """Return the parameters to search for damage, without buffers, which may grow by any factor."""
         names = _parameter_names(trainer) - self._never_finite.keys()
         return {name: tensor for name, tensor in _of_model(trainer).items() if name in names}
 
@@ -333,7 +333,7 @@ class Guard(OptimizerStep):
     def _too_many(self, trainer: TrainerHandle, bad_step: BadStep) -> GuardStop:
         what = f"{self._not_finite} steps in a row were not finite (guard.limit={self.settings.limit}); the last: "
         if self._divergence.diverging or (bad_step.cause is not None and bad_step.cause.every_sample):
-            # No save here: it would remove an older checkpoint with better weights.
+            # Do not save: the new checkpoint could push out an older one with better weights.
             fix = (
                 f"the run has diverged, or all data is bad: lower optim.lr (now {trainer.config.optim.lr:g}), begin "
                 f"from an earlier checkpoint, and check the inputs; {trainer.config.folder / RECORD} lists each step"
@@ -364,8 +364,9 @@ class Guard(OptimizerStep):
             restart(trainer, self._first_buffers)
 
     def _stop_if_asked_for_damage(self, trainer: TrainerHandle, bad_step: BadStep) -> None:
-        """End the run under `policy: stop`, or if a rollback cannot help: the damage existed at the start, or has
-        occurred again.
+        """End the run under `policy: stop`, or if a rollback cannot help.
+
+        It cannot if the weights were damaged when the run began, or if the damage has occurred again after a rollback.
         """
         stop: GuardStop | None = None
         where = f"guard.policy={self.settings.policy}"

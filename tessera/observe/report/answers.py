@@ -124,7 +124,7 @@ def _images(row: Mapping[str, Any], run: RecordedRun) -> str:
 
 
 def regions_overlay(regions: Iterable[Mapping[str, Any]], image: int, size: tuple[int, int] | None) -> str:
-    """Return the expected and the answered boxes and points of an image as SVG. Rows of other users are not trusted."""
+    """Return the expected and the answered boxes and points of an image as SVG. The row may be malicious."""
     shapes = []
     for region in regions if size is not None else ():
         numbers, kind = region.get("numbers"), "good" if region.get("of") == "expected" else "held"
@@ -189,7 +189,7 @@ def _media(folder: Path, name: str) -> str | None:
 
 
 def _inside(folder: Path, name: str) -> Path | None:
-    """Return the path of a file; None if it is outside of the run folder: records of other users are not trusted."""
+    """Return the path of a file; None if it is outside of the run folder, since the records may be malicious."""
     path = folder / name
     try:
         return path if path.is_file() and not leads_out(path, folder) else None

@@ -17,7 +17,7 @@ from tessera.runtime import html
 from tessera.runtime.files import read_jsonl, step_of
 
 METRICS = "metrics.jsonl"
-MOST_ROWS = 10_000  # beyond twice this number of step rows in memory, every second row is dropped
+MOST_ROWS = 10_000  # whenever more than twice as many step rows are in memory, every second one is dropped
 # Keys of step rows in metrics.jsonl that every objective writes.
 _COMMON = {"kind", "step", "epoch", "loss", "grad_norm", "lr", "skipped", "loss_scale", "step_seconds", "data_wait"}
 _COMMON |= {"memory_gib", "peak_memory_gib", "balance", "tflops", "mfu"}
@@ -83,7 +83,7 @@ def read_run(folder: str | Path) -> RecordedRun:
 
 
 def smooth(points: Sequence[html.Point]) -> list[html.Point]:
-    """Return the exponential moving average over a thirtieth of the points, but at most ten points."""
+    """Return an exponential moving average whose window is a thirtieth of the points, but at most ten points."""
     weight = 1 - 1 / min(10.0, max(2.0, len(points) / 30))
     out: list[html.Point] = []
     total = norm = 0.0  # division by the norm removes the bias of the first points towards zero
@@ -95,7 +95,7 @@ def smooth(points: Sequence[html.Point]) -> list[html.Point]:
 
 
 def _answers(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the answers of `tessera eval`; without them, the answers of the last evaluation during the run."""
+    """Yield the answers of `tessera eval`, or if there are none, those of the run's last evaluation in training."""
     evaluated = folder / "answers.jsonl"
     files = ((re.fullmatch(r"answers-step-(\d{1,18})", path.stem), path) for path in folder.glob("answers-*.jsonl"))
     by_step = sorted((int(name[1]), path) for name, path in files if name is not None)
@@ -127,7 +127,7 @@ def _size(copy: object) -> tuple[int, int] | None:
 
 
 def _read_metrics(path: Path) -> tuple[list[Mapping[str, Any]], int]:
-    """Return the rows of metrics.jsonl, and the steps between two rows: of a long run, only every n-th row stays."""
+    """Return (rows of metrics.jsonl, n). Of a long run, only every n-th step row is returned; n is 1 for other runs."""
     steps: list[Mapping[str, Any]] = []
     others: list[Mapping[str, Any]] = []
     every, count, last = 1, 0, None

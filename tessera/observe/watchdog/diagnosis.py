@@ -111,7 +111,7 @@ def _is_compiling(frame: FrameType | None) -> bool:
 
 
 def collective_of(thread: int) -> str:
-    """Return the name of the collective that a thread is in, from its stack; empty outside of collectives."""
+    """Read from a thread's stack in which collective it waits, and return the collective's name; "" if in none."""
     frame = sys._current_frames().get(thread)
     while frame is not None and any(file in frame.f_code.co_filename for file in _WRAPPERS):
         frame = frame.f_back
@@ -194,7 +194,8 @@ class Timeouts:
 def lost(heartbeat: Heartbeat, how: str, witness: Heartbeat) -> Verdict:
     """Return the verdict about a rank that died or sends no heartbeats.
 
-    The text also names the position of the rank that noticed this: the last heartbeat of the lost rank may be old.
+    `witness`: heartbeat of the rank that noticed. The text also names this rank's position, because the last heartbeat
+    of the lost rank may be old.
     """
     text = f"rank {heartbeat.rank} on {heartbeat.host} {how}; its last heartbeat came from {heartbeat.where()}"
     return Verdict("lost", (heartbeat.rank,), f"{text}; rank {witness.rank} is now in {witness.where()}")
@@ -240,8 +241,9 @@ def diagnose(
         if still > min(DISAGREE_S, timeouts.stall_s):
             return _disagreement(present)
         return None
-    # The short limit needs a rank with no known activity and no rank at work: others may wait for a rank at work.
-    # Ranks that wait for their devices may wait for each other there; the collective backend has its own timeout.
+    # The short limit `stall_s` applies only if a rank stands still for no known reason, and no rank is at work, for
+    # which the others may wait. Ranks that wait for their devices may wait in a collective there, whose backend has
+    # its own timeout.
     unexplained = any(not heartbeat.collective and heartbeat.activity == UNEXPLAINED for heartbeat in present)
     if still > (timeouts.stall_s if unexplained and not working else timeouts.timeout_s):
         return _holds_up(present, still)
@@ -261,8 +263,8 @@ def _disagreement(present: Sequence[Heartbeat]) -> Verdict:
 
 def _holds_up(present: Sequence[Heartbeat], still: float) -> Verdict:
     """Return the verdict about ranks that hold up the others."""
-    # Ranks outside of collectives hold up the others, above all ranks without a known activity. If no rank is in a
-    # collective on the host, because the wait is on the device, the ranks furthest behind hold up the others.
+    # Ranks in a collective wait for the ranks outside of it. Of these, blame ranks without a known activity first. If
+    # no rank waits in a collective on the host (the wait is on the device), blame the ranks that are furthest behind.
     idle = [heartbeat for heartbeat in present if not heartbeat.collective]
     idle = [heartbeat for heartbeat in idle if heartbeat.activity == UNEXPLAINED] or idle
     if len(idle) == len(present):

@@ -59,7 +59,7 @@ from tessera.runtime.torch_internals import default_store
 EXIT_CODE = RankFailure.exit_code
 FAILURE_FILE = Path("logs") / "failure.json"
 _HEARTBEAT_S = 0.5
-_GRACE_S = 5.0  # seconds that this rank gets to raise and report the error of the failed rank itself
+_GRACE_S = 5.0  # after a rank has failed, seconds in which this rank may raise and report its own error
 _USER_PHASES = ("reporting",)  # phases that run callbacks of users, which may take long
 _PUBLISH_S = 2.0  # timeout for writing the cause of the failure to the store, which may be lost
 
@@ -391,7 +391,7 @@ class HeartbeatChannel:
 def _own_connection() -> Store:
     """Return a second connection to the store of the default group, with a new prefix for its keys."""
     generator = torch.Generator()
-    generator.seed()  # separate random generator: the random numbers of training do not change
+    generator.seed()  # a separate generator, to leave the random numbers of training unchanged
     nonce = torch.randint(2**62, (1,), dtype=torch.int64, generator=generator)
     dist.broadcast(nonce, src=0)
     connection: Store = default_store().clone()  # type: ignore[attr-defined]

@@ -177,7 +177,7 @@ def _aligned(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _sample(sample: Shown) -> list[str]:
-    """Return a sample as lines: ⟦trained⟧ text, context, and [media]."""
+    """Return a sample as lines of text. ⟦...⟧ marks text that is trained on, [...] marks media."""
     counts = "" if sample.tokens is None else f"  {sample.tokens:,} tokens, {sample.trained:,} trained on"
     lines = [harmless(f"── {sample.location} ({sample.id})") + counts]
     if sample.problem:

@@ -207,7 +207,7 @@ def worst_first(findings: Mapping[str, Finding]) -> dict[str, Finding]:
 
 # ---------------------------------------------------------------------------------------------- texts
 
-# UTF-8 text that was decoded as Latin-1 or Windows-1252, and the Unicode replacement character.
+# Signs of wrong decoding: UTF-8 read as Latin-1 or Windows-1252, or the Unicode replacement character.
 _MOJIBAKE = re.compile(r"â€|[ÃÂ][\u0080-\u00bf]|Ã[€‚ƒ„†‡ˆ‰Š‹ŒŽ•–—˜™š›œžŸ]|ï¿½|ï»¿|\ufffd")
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ufeff]")
 _SPECIAL = re.compile(r"<\|[A-Za-z_][A-Za-z0-9_]{1,30}\|>|</?s>|\[/?INST\]|<<SYS>>|<(?:pad|unk|eos|bos)>")
@@ -281,7 +281,7 @@ def _around(text: str, match: re.Match[str]) -> str:
 
 
 def _order(messages: tuple[Message, ...]) -> str | None:
-    """Describe what is wrong with the order of roles; None if it is valid. Tool messages may repeat."""
+    """Return what is wrong with the order of roles; None if it is valid. Only tool messages may follow each other."""
     if any(message.role == "system" for message in messages[1:]):
         return "a system message is not the first message"
     turns = [message.role for message in messages if message.role in ("user", "assistant", "tool")]
@@ -304,11 +304,9 @@ def hash_of(*values: str | bytes) -> int:
     digest = hashlib.blake2b(digest_size=8)
     for value in values:
         data = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
-        digest.update(
-            len(data).to_bytes(8, "little")
-        )  # lengths separate the values: ("a", "bc") and ("ab", "c") differ
+        digest.update(len(data).to_bytes(8, "little"))  # hash lengths too: ("a", "bc") and ("ab", "c") must differ
         digest.update(data)
-    return int.from_bytes(digest.digest(), "little") >> 1  # columns of measures are int64
+    return int.from_bytes(digest.digest(), "little") >> 1  # the columns of measurements are int64
 
 
 def media_hash(part: Part, root: Path) -> int:

@@ -1,7 +1,7 @@
 """Measure single samples for the data doctor, and prepare samples for display.
 
-`Look` adds measures that the index of a data set lacks. It runs in worker processes and returns numbers only. Details
-of findings are computed again for the few samples that are named.
+`Look` adds measurements that the index of a data set lacks. It runs in worker processes and returns numbers only.
+Details of findings are computed again for the few samples that are named.
 """
 
 from __future__ import annotations
@@ -368,7 +368,7 @@ def _shortened(text: str) -> str:
 
 
 def _sound_thumb(name: str, sound: Sound, tokens: int | None) -> Thumb:
-    """Return the drawing and the beginning of a recording."""
+    """Return a waveform drawing of a recording, with the beginning of the recording to play."""
     problems = "".join(f"; {kind.replace('-', ' ')}: {detail}" for kind, detail in sound.problems())
     part = f", of which {LONGEST:g} s are drawn" if sound.seconds > LONGEST else ""
     text = f"{sound.seconds:.2f} s at {sound.rate:,} Hz{part}{problems}"

@@ -1,4 +1,4 @@
-"""Listen to recordings for the data doctor: silence, clipping, a missing upper half of the frequencies."""
+"""Check recordings for the data doctor: silence, clipping, a missing upper half of the frequencies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ CLIPPED = 1e-3  # a recording with a larger share of samples in flat tops is cli
 _FLAT_TOP = 0.99  # minimum level of a flat top, as a share of the largest sample
 _EQUAL = 2e-5  # maximum difference of neighbouring samples in a flat top: less than a step of 16 bits
 _SHORTEST = 0.5  # seconds; the spectrum of a shorter recording is not examined
-# share of the sampling rate: just above half of the frequencies, since resamplers leave some power there
+# A recording without power above this share of its sampling rate was upsampled. The share is a bit above 1/4, which is
+# the limit of a recording at half the rate, because resamplers leave some power there.
 _EMPTY_ABOVE = 0.28
 _EMPTY = 1e-6  # a smaller share of the power counts as none
 _FACTOR, _SPREADS = 4.0, 6.0  # see `odd_lengths`

@@ -35,7 +35,10 @@ _NAMES = ("loss", "grad_norm")
 
 @dataclass
 class Curves(Callback):
-    """Collect loss and gradient norm of each step. `seed`: if given, first move the weights by one rounding."""
+    """Collect loss and gradient norm of each step.
+
+    `seed`: if set, add a random rounding error to each weight before the first step.
+    """
 
     last: int
     compute: torch.dtype = torch.float32
@@ -55,7 +58,7 @@ class Curves(Callback):
 
 @dataclass(frozen=True)
 class FirstStep:
-    """Hold the first step whose loss or gradient norm differs; `step` None: no step differs."""
+    """Hold the first step in which loss or gradient norm differ between two runs; `step` None: no step differs."""
 
     step: int | None
     line: str
@@ -67,11 +70,11 @@ def first_step(
     last: int,
     trust: bool = False,
 ) -> FirstStep:
-    """Find the first step whose loss or gradient norm differs.
+    """Find the first step in which the loss or gradient norm of `a` and `b` differ by more than rounding explains.
 
-    For two run folders, the `metrics.jsonl` are compared: a relative difference above the square root of the less
-    precise type's eps is more than drift. Recipes are trained for `last` steps. The first one is trained twice, from
-    weights one rounding apart, which measures how far rounding drifts.
+    For two run folders, their `metrics.jsonl` are compared; the limit is a relative difference of sqrt(eps) of the less
+    precise dtype. Recipes are trained for `last` steps. Then the limit is measured: `a` is trained a second time, with
+    a rounding error added to each initial weight.
     """
     folders = [Path(side[0]) for side in (a, b) if isinstance(side[0], (str, Path)) and is_run(Path(side[0]))]
     if len(folders) == 2 and not a[1] and not b[1]:
@@ -144,14 +147,14 @@ class FirstCommit:
 def first_commit(good: str, bad: str, command: str, repository: str | Path = ".") -> FirstCommit:
     """Find the first commit after `good`, up to `bad`, whose recording differs. The user's working tree is not touched.
 
-    `command` makes a recording and contains `{out}`, which is replaced by the folder to write. It runs in a temporary
-    worktree of each tested commit, with this worktree first on the import path.
+    `command` makes a recording in the folder `{out}`, for which a path is inserted. It runs in a temporary worktree of
+    each tested commit, and imports Tessera from there.
     """
     if "{out}" not in command:
         raise TesseraError(
-            "the command names no folder for its recording",
+            "the command does not contain {out}, the folder for its recording",
             where="--command",
-            fix="write {out} where the folder belongs: 'tessera record recipe.yaml --out {out}'",
+            fix="write {out} in place of the folder: 'tessera record recipe.yaml --out {out}'",
             code="parity.command-without-out",
         )
     try:
@@ -230,7 +233,7 @@ def _worktree(root: Path, commit: str, tree: Path) -> Iterator[Path]:
 
 @contextmanager
 def _ended_by_exception() -> Iterator[None]:
-    """Raise SystemExit at SIGTERM inside of the block, so that worktrees and processes are removed."""
+    """Raise SystemExit at SIGTERM inside of the `with` block, so that worktrees and processes are removed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

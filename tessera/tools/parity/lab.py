@@ -1,4 +1,4 @@
-"""Compare two sides of any kind: recordings, recipes, runs, or a model folder beside another implementation."""
+"""Compare two sides of any kind: recordings, recipes, runs, or a model folder and another implementation."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ def parity(
 ) -> ParityResult:
     """Compare two sides, and name the first module, sample or number that differs by more than rounding explains.
 
-    `a`, `b`: recordings, recipes, runs; or `a` is a model folder and `b` is `transformers`, `diffusers`, an import path
-    `package.module:function`, or `engine`. `overrides`: keys that begin with `a.` or `b.` change one side.
-    `b` None: the recipe `a` with other overrides. `over`: search the first sample, step or commit.
-    `out`: folder for HTML, JSON and CSV.
+    `a`, `b`: recordings, recipes or runs; or `a` is a model folder and `b` is `transformers`, `diffusers`, an import
+    path `package.module:function`, or `engine`. `b` None: the recipe `a` with other overrides. `overrides`: keys that
+    begin with `a.` or `b.` change only that side. `over`: search for the first different sample ("data"), step or
+    commit. `out`: folder for the results as HTML, JSON and CSV.
     """
     sides = _overrides(overrides or {})
     if over not in (None, "data", "steps", "commits"):

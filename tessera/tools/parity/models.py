@@ -117,10 +117,10 @@ def _scalar(result: Tensor) -> Tensor:
 
 
 def module_pairs(weights: WeightMap | None, ours: nn.Module, theirs: nn.Module) -> dict[str, str]:
-    """Return names of modules and parameters here -> names there, from the names of weights.
+    """Map names of modules and parameters of `ours` to those of `theirs`.
 
-    A weight that is stored alone and unchanged pairs its modules. So do the modules around them, as long as each module
-    has one partner.
+    Parameters are paired if the weight map only renames them. Then the modules that contain them are paired, too, if
+    each has exactly one partner.
     """
     there = dict(theirs.named_parameters())
     pairs, around = {THE_MODEL: THE_MODEL}, dict[str, set[str]]()
@@ -135,7 +135,7 @@ def module_pairs(weights: WeightMap | None, ours: nn.Module, theirs: nn.Module) 
                 continue
             if plain and there[partner].shape == parameter.shape:
                 pairs[name] = partner
-            else:  # this module computes something different, such as features in another order
+            else:  # no pair: this module computes something else, such as features in another order
                 around.setdefault(here, set()).add("")
             inner, outer = here, partner.rpartition(".")[0]
             while inner:

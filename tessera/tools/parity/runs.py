@@ -105,7 +105,10 @@ def observe(
     *,
     trust: bool = False,
 ) -> None:
-    """Train with a callback in a temporary folder. `first`: a run resumes from its checkpoint before this step."""
+    """Train a recipe or continue a copy of a run in a temporary folder, with a callback.
+
+    `first`: first step of interest; a run is resumed from its newest checkpoint before this step.
+    """
     settings = {**(overrides or {}), **_QUIET}
     world = environment_ranks()[1]
     shared = os.environ.get(_SHARED)  # the launcher sets the same folder for all ranks
@@ -149,7 +152,7 @@ def _link(source: str, target: str) -> None:
 
 @contextmanager
 def shared_folder() -> Iterator[None]:
-    """Create a temporary folder for the block, in which all ranks that are started there train."""
+    """Create a temporary folder in which all ranks train that are started inside of the `with` block."""
     with scratch_folder(_PREFIX) as shared:
         os.environ[_SHARED] = str(shared)
         try:
@@ -160,7 +163,7 @@ def shared_folder() -> Iterator[None]:
 
 @contextmanager
 def logged_to(journal: Path | None) -> Iterator[None]:
-    """Write log lines of this process to a file during the block; None: to the terminal."""
+    """Write log lines of this process to a file during the `with` block; None: to the terminal."""
     if journal is None:
         yield
         return

@@ -45,9 +45,10 @@ from tessera.training.setup import build_meta_model, resolve_precision
 
 
 class RecordSteps(Callback):
-    """Record the steps `first` to `last`, counted from 1, into a folder, and end the run after them.
+    """Record the steps `first` to `last`, counted from 1, into a folder.
 
-    `rounding`: number of passes that measure the effect of rounding. `ends` False: the run continues.
+    `rounding`: number of additional passes that measure the effect of rounding. `ends`: whether the run ends after the
+    step `last`.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class RecordSteps(Callback):
                 record.split = [sharding.split.ring, sharding.split.ulysses, sharding.split.unit]
                 for encoder in sharding.encoders:
                     key, view = (encoder.cp_key, CONTEXT) if encoder.dp == 1 else (encoder.dp_key, encoder.dp_view)
-                    # with both, the order is not recorded
+                    # The order of outputs is not recorded if data and context parallelism both split the encoder.
                     key = key if encoder.dp == 1 or encoder.split is None else ""
                     record.encoders[encoder.stream.module] = key, axes.position(trainer.world.rank, view)
         self.recorder = Recorder(record, self.budget)
@@ -164,7 +165,7 @@ class _RecordingEngine:
         self._trainer, self._owner, self._recorder, self._compute = trainer, owner, recorder, compute
         self._engine: TrainingEngine = trainer.engine
         self.loss_scale = self._engine.loss_scale
-        self.gradients: list[dict[str, Tensor | None]] = []  # gradients of the passes with moved weights
+        self.gradients: list[dict[str, Tensor | None]] = []  # of each pass with rounding errors added to the weights
 
     @property
     def microbatch(self) -> int | None:
@@ -251,7 +252,7 @@ class _RecordingEngine:
 
 
 class _RecordingUpdate(OptimizerStep):
-    """Apply an update by another object, record it, and measure the effect of rounded gradients on it."""
+    """Let `inner` apply the update, record it, and measure how rounding of the gradients changes the update."""
 
     def __init__(self, inner: OptimizerStep, engine: _RecordingEngine) -> None:
         self._inner, self._engine = inner, engine
@@ -271,7 +272,7 @@ class _RecordingUpdate(OptimizerStep):
         owners = {id(p): float(group["lr"]) for group in trainer.optimizer.param_groups for p in group["params"]}
         rates = {name: owners[id(p)] for name, p in parameters.items() if id(p) in owners}
         most, clip = trainer.config.optim.clip_norm, 1.0
-        # for other optimizers the gradients are clipped in place: clip the moved ones, too
+        # Except for AdamW, the gradients are clipped already. Clip those of the rounding passes by the same factor.
         if most is not None and not isinstance(trainer.optimizer, AdamW):
             clip = min(1.0, most / (float(grad_norm) + 1e-6))
         for gradients in self._engine.gradients:
@@ -324,7 +325,7 @@ class _RecordingUpdate(OptimizerStep):
 def _directions(
     optimizer: Lion, parameters: Mapping[str, nn.Parameter], gradients: Mapping[str, Tensor | None]
 ) -> dict[str, Tensor]:
-    """Return the tensors whose signs are the next updates, for optimizers with a mean of earlier gradients."""
+    """Return for each parameter the mean of its gradients whose sign Lion applies as the next update."""
     betas = {id(p): group["betas"][0] for group in optimizer.param_groups for p in group["params"]}
     directions: dict[str, Tensor] = {}
     for name, parameter in parameters.items():

@@ -117,7 +117,7 @@ def _one_question(loaded: Any, name: str, batch: Batch, count: int) -> Iterator[
     for seed in range(2):
         with moved_weights(module, compute, seed):
             moved.append((_log_probabilities(module, sequence) - plain).abs())
-    # The change of a single token may be small by chance: use at least the root mean square over the sequence.
+    # The effect of rounding on a single token may be small by chance: use at least the root mean square of all tokens.
     effect = torch.stack(moved).amax(0)
     effect = torch.maximum(effect, effect.square().mean().sqrt())
     eps = torch.finfo(compute).eps

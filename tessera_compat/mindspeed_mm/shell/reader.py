@@ -185,7 +185,7 @@ class _Reader:
         return status is (join == "&&")
 
     def _continue_if(self, word: str, line: int, status: bool | None, depth: int) -> bool | None:
-        """Enter the next part of an `if`, or leave it or a `{ ... }`. Return the status."""
+        """Apply `then`, `elif`, `else`, `fi` or `}` to the innermost branch. Return the status after it."""
         if len(self.branches) <= depth:
             raise unreadable(f"{word!r} was not expected", self.where(line))
         branch = self.branches[-1]

@@ -28,7 +28,7 @@ class Token:
 
     @property
     def redirects(self) -> bool:
-        """Return whether it is a redirection operator such as `>` or `>&`. A file or number follows it."""
+        """Return whether the token is a redirection operator such as `>` or `>&`, which a file or number follows."""
         return not self.is_word and self.text.startswith(("<", ">", "&>"))
 
 
@@ -94,7 +94,7 @@ def tokens_of(text: str, path: str, line: int = 1) -> list[Token]:
             at = size if end < 0 else end
         elif operator := _OPERATOR.match(text, at):
             if letter in "<>" and tokens and tokens[-1].text.isdecimal() and text[at - 1].isdigit():
-                tokens.pop()  # the 2 of 2>&1
+                tokens.pop()  # a file descriptor, such as the 2 in `2>&1`
             if document := _HEREDOC.match(text, at):
                 tabs = r"\t*" if document[1] else ""
                 documents.append(re.compile(rf"^{tabs}{document[3]}$", re.MULTILINE))
@@ -124,7 +124,7 @@ def _end_of_word(text: str, at: int, where: str) -> int:
         if plain := _PLAIN.match(text, at):
             at = plain.end()
         elif text[at] == "(" and ASSIGNMENT.fullmatch(text, start, at):
-            at = end_of(text, at, where)  # an array
+            at = end_of(text, at, where)  # the value is an array
         elif text[at] in "'\"`$\\":
             at = end_of(text, at, where)
         else:
