@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from chats import write_words
 from parity import from_foreign, randomize, spread
 from torch import Tensor, nn
 from transformers import AutoConfig, Qwen3OmniMoeForConditionalGeneration
 
 from tessera.core.batch import Batch
+from tessera.models.processing.tokenizer import load_tokenizer
+from tessera.models.qwen3_omni.config import Qwen3OmniConfig
+from tessera.models.qwen3_omni.processor import QWEN3_OMNI
 from tessera.models.qwen3_omni_talker import SPEC
 from tessera.models.qwen3_omni_talker.config import TalkerConfig
 from tessera.models.qwen3_omni_talker.processor import TalkerProcessor
@@ -118,6 +123,27 @@ def vocoder(codes: int, groups: int) -> dict[str, Any]:
         "upsample_rates": [2, 2],
         "upsampling_ratios": [2],
     }
+
+
+SPEECH_WORDS = ["<|endoftext|>", "<tts_pad>", "<tts_bos>", "<tts_eos>", *QWEN3_OMNI.special_words()]
+ROLES = ("user", "assistant", "system")
+
+
+def config_with_words(folder: Path, words: Sequence[str], number: int = 0) -> TalkerConfig:
+    """Write a tokenizer, and return a configuration whose ids are those of its tokens."""
+    write_words(folder, 320, SPEECH_WORDS, [*ROLES, *words])
+    tokenizer = load_tokenizer(folder)
+
+    def id_of(word: str) -> int:
+        (token,) = tokenizer.encode(word).ids
+        return int(token)
+
+    named = {"im_start": "<|im_start|>", "im_end": "<|im_end|>", **{name: name for name in ROLES}}
+    named |= {f"tts_{name}": f"<tts_{name}>" for name in ("pad", "bos", "eos")}
+    thinker = config_of(number).thinker.model_dump()
+    thinker["text"]["vocab_size"] = 320
+    thinker |= {name: id_of(word) for name, word in Qwen3OmniConfig.token_fields.items()}
+    return config_of(number, thinker=thinker, **{f"{name}_token_id": id_of(word) for name, word in named.items()})
 
 
 def reference_of(config: TalkerConfig, seed: int, dtype: torch.dtype = torch.float32) -> Any:

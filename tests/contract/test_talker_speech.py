@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from chats import write_words
-from talker_cases import config_of, reference_of, spoken_by_transformers
+from talker_cases import config_with_words, reference_of, spoken_by_transformers
 from torch import Tensor
 from transformers import Qwen3OmniMoeForConditionalGeneration
 
@@ -19,41 +18,17 @@ import tessera
 from tessera.core.sample import Message, Part, Sample
 from tessera.inference.frozen import frozen_module
 from tessera.inference.load import load
-from tessera.models.processing.tokenizer import load_tokenizer
-from tessera.models.qwen3_omni.config import Qwen3OmniConfig
-from tessera.models.qwen3_omni.processor import QWEN3_OMNI
 from tessera.models.qwen3_omni_talker import SPEC
 from tessera.models.qwen3_omni_talker.config import TalkerConfig
 from tessera.models.qwen3_omni_talker.processor import TalkerProcessor
 from tessera.models.qwen3_omni_talker.thinker import encode
 from tessera.models.speech.generation import generate_codes
 
-WORDS = ["<|endoftext|>", "<tts_pad>", "<tts_bos>", "<tts_eos>", *QWEN3_OMNI.special_words()]
-ROLES = ("user", "assistant", "system")
 NAMES = ("red", "blue", "tall", "small", "old", "new", "soft", "hard", "warm", "cold")
 
 
 def likeliest(logits: Tensor, rows: Any) -> Tensor:
     return logits.argmax(-1)
-
-
-def write_model(folder: Path) -> TalkerConfig:
-    """Write a full folder with random weights. The ids in its configuration are those of its tokenizer."""
-    write_words(folder, 320, WORDS, ["assistant", "user", "system", *NAMES])
-    tokenizer = load_tokenizer(folder)
-
-    def id_of(word: str) -> int:
-        (token,) = tokenizer.encode(word).ids
-        return int(token)
-
-    named = {"im_start": "<|im_start|>", "im_end": "<|im_end|>", **{name: name for name in ROLES}}
-    named |= {f"tts_{name}": f"<tts_{name}>" for name in ("pad", "bos", "eos")}
-    thinker = config_of(0).thinker.model_dump()
-    thinker["text"]["vocab_size"] = 320
-    thinker |= {name: id_of(word) for name, word in Qwen3OmniConfig.token_fields.items()}
-    config = config_of(0, thinker=thinker, **{f"{name}_token_id": id_of(word) for name, word in named.items()})
-    reference_of(config, 1).save_pretrained(folder)
-    return config
 
 
 def sentences(config: TalkerConfig) -> list[tuple[str, str, np.ndarray]]:
@@ -70,7 +45,8 @@ def sentences(config: TalkerConfig) -> list[tuple[str, str, np.ndarray]]:
 
 @pytest.mark.slow
 def test_ten_sentences_are_learned_and_transformers_speaks_them_too(tmp_path: Path) -> None:
-    config = write_model(tmp_path / "full")
+    config = config_with_words(tmp_path / "full", NAMES)
+    reference_of(config, 1).save_pretrained(tmp_path / "full")
     rows = sentences(config)
     lines = [{"text": text, "audio_codes": codes.tolist(), "speaker": voice} for text, voice, codes in rows]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
