@@ -15,7 +15,7 @@ FAMILIES = ("llama", "qwen2", "qwen3", "qwen2_vl")  # model families that are wr
 
 @dataclass(frozen=True)
 class Limit:
-    """Name a key, the values that MindSpore supports, and what to set in place of others."""
+    """Name a key, the values that MindSpore supports, and the reason for users."""
 
     key: str
     values: tuple[Any, ...]  # supported values; `without_unsupported` sets the first
@@ -105,7 +105,7 @@ def check_framework(values: Mapping[str, Any]) -> None:
 
 
 def unsupported(values: Mapping[str, Any]) -> list[Limit]:
-    """Return the limits that a recipe, or a part of one, exceeds."""
+    """Return each `Limit` that a recipe, or a part of one, does not respect."""
     return [limit for limit in LIMITS if _at(values, limit.key, limit.values[0]) not in limit.values]
 
 

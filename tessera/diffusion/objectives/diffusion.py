@@ -300,7 +300,7 @@ class DiffusionTask(Task):
 
     def inputs(self, batch: Batch) -> Batch:
         family = self.family
-        if "clean" not in batch or not any(map(any, batch.shapes.get("frames", ()))):  # features, not encoded here
+        if "clean" not in batch or not any(map(any, batch.shapes.get("frames", ()))):  # stored features
             batch = self._features(batch, self._dropped(batch))
         if family.image_embeds and IMAGE_EMBEDS not in batch:
             raise TesseraError(
