@@ -89,7 +89,7 @@ HOST_SETTINGS: Mapping[str, Any] = {
 
 
 def check_framework(values: Mapping[str, Any]) -> None:
-    """Raise if a recipe for MindSpore sets something that is not written for it. `values`: the recipe as a mapping."""
+    """Raise if a recipe for MindSpore uses something that is not available there. `values`: the recipe as a mapping."""
     lacking = unsupported(values)
     if not lacking:
         return

@@ -201,7 +201,7 @@ StepOutcome = Literal["applied", "dropped", "rewound"]
 
 
 class OptimizerStep(Callback):
-    """Apply the update of every step. The subclass in `observe.anomaly` checks the step first, and may drop it."""
+    """Apply the optimizer's update at each step. The subclass in `observe.anomaly` first checks it, and may drop it."""
 
     def update(
         self, trainer: RewindHandle, loss: Tensor, grad_norm: Tensor, microbatches: Sequence[Batch]
