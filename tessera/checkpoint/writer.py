@@ -192,7 +192,7 @@ class _Writer:
 
 @contextlib.contextmanager
 def _one_thread_each() -> Iterator[None]:
-    """Limit torch to one thread per operation inside of the block, since several threads call torch at once."""
+    """Limit torch to one thread per operation inside of the `with` block, since several threads call torch at once."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,6 +1,6 @@
 """Answer requests that join and leave at any step, with one model and one paged KV cache.
 
-A step plans and starts one call of the model, then reads the tokens of the call before: the device computes while the
+A step plans and starts one call of the model, then reads the tokens of the previous call: the device computes while the
 host handles text. So a row that has ended runs once more, and its last token is dropped.
 """
 
@@ -126,7 +126,7 @@ class Engine:
         """Let a prepared request wait for its turn, and return its number."""
         self.check_room()
         adapter = state.request.adapter
-        self._check_adapter(state.request)  # it may have been unloaded or replaced since `prepare`
+        self._check_adapter(state.request)  # the adapter may have been unloaded or replaced since `prepare`
         state.root = f"{adapter} {self._versions.get(adapter, 0)} {self._versions.get(None, 0)}"
         self._states[state.number] = state
         if state.request.max_new_tokens == 0 and state.request.prompt_logprobs is None:
@@ -189,7 +189,7 @@ class Engine:
 
     @torch.no_grad()
     def step(self) -> list[Delta]:
-        """Run one call of the model, and return the deltas of all requests that the call before has extended."""
+        """Run one call of the model, and return the deltas of all requests that the previous call has extended."""
         try:
             self._step()
         except Exception as error:

@@ -1,7 +1,7 @@
 """Define what a caller asks of the engine, and what the engine returns.
 
 A request has one prompt and its own sampling. Its tokens depend on its prompt and its seed alone, never on the requests
-that run beside it.
+that run at the same time.
 """
 
 from __future__ import annotations

@@ -280,7 +280,7 @@ def open_run(
     overwrite: bool,
     rows: GivenRows | None = None,
 ) -> Iterator[tuple[RunConfig, list[Callback]]]:
-    """Open the folder of a run on all ranks, and close it at the end of the block.
+    """Open the folder of a run on all ranks, and close it at the end of the `with` block.
 
     Yield the recipe as it is saved in the folder, and callbacks that the trainer needs for the folder. `rows`: rows in
     memory of a new run, which are written into the folder."""

@@ -38,7 +38,7 @@ from tessera.workers.worker import TooSlow, time_limit
 
 log = logging.getLogger("tessera")
 
-CHUNK = 1024  # rows that a worker measures at a time
+CHUNK = 1024  # rows of a `RecordRange`
 FIRST_CHUNK = 64  # rows of the first chunk; its time is used to estimate the time of all chunks
 SOON = 3.0  # seconds of work below which no worker process is started
 MAX_WORKERS = 32
@@ -241,7 +241,7 @@ class MeasureRows:
     # ------------------------------------------------------------------------------------------ one file per part
 
     def read_chunk(self, part: RecordRange) -> Measured | None:
-        """Return the measures of a range that an earlier process wrote to disk, or None."""
+        """Return the result of a range that an earlier process wrote to disk; None if there is none."""
         tables = None if self.folder is None else open_tables(self._file(part), self._key(part))
         if tables is None:
             return None

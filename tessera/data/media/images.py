@@ -139,7 +139,7 @@ def open_image(source: Opened, limits: Limits) -> Iterator[Image.Image]:
                 fix="make the image smaller",
                 code="media.too-many-pixels",
             ) from None
-        except UnidentifiedImageError:  # its message contains a memory address
+        except UnidentifiedImageError:  # not `{error}`: the message of Pillow contains a memory address
             raise TesseraError(
                 f"unreadable image: {source.name} (not a supported image format)",
                 fix="convert the file to a common format, such as PNG or JPEG",
@@ -229,7 +229,7 @@ def rgb_of(image: Image.Image) -> Image.Image:
 
 
 def _jpeg_size(file: BinaryIO) -> tuple[int, int] | None:
-    """Return (width, height) of a JPEG without EXIF, which may rotate it; None for others.
+    """Return (width, height) of a JPEG without EXIF; None for other files, and with EXIF, which can rotate the image.
 
     Pillow parses all tables before the size, which took 40 % of the time to index small images.
     """

@@ -269,6 +269,6 @@ def _make_room(folder: Path, needed: int) -> bool:
     while files and (total + needed > SPILLED_BYTES or free - needed < _FREE_SHARE * disk.total):
         file = files.pop(0)
         size = file.stat().st_size
-        file.unlink(missing_ok=True)  # processes that map it can still read it
+        file.unlink(missing_ok=True)  # processes that have mapped the file can still read it
         total, free = total - size, free + size
     return free - needed >= _FREE_SHARE * disk.total

@@ -206,7 +206,7 @@ class StreamedRows(GuardedRows):
             with self._lock:
                 rows = self._open.get(shard)
                 if rows is None:
-                    while len(self._open) >= _OPEN:  # close before the download, which may need the disk space
+                    while len(self._open) >= _OPEN:  # close old files first: the download can need their disk space
                         closed, _ = self._open.popitem(last=False)
                         self._held.pop(closed).close()
                     rows = self._open[shard] = self._opened(shard)

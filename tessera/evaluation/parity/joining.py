@@ -203,7 +203,7 @@ def _by_shape(shards: Sequence[RecordedShard], like: list[int]) -> JoinedTensor 
         features = next((d for d in range(1, len(like)) if first.shape[d] != like[d]), None)
         if features is not None:
             pieces.append((rows, torch.cat(tensors, dim=features)))
-        elif len(by_context) == 1 and first.shape[0] * len(group) == like[0]:  # sequence parallelism
+        elif len(by_context) == 1 and first.shape[0] * len(group) == like[0]:  # sequence parallelism splits the rows
             pieces += [(rows + number * first.shape[0], tensor) for number, tensor in enumerate(tensors)]
         else:
             pieces.append((rows, tensors[0]))
@@ -232,7 +232,7 @@ def _row_numbers(shards: Sequence[RecordedShard]) -> list[Tensor] | None:
         sharding = SequenceSharding(ring, ulysses, unit)
         ranges = [sharding.ranges(total, shard.sequence_position) for shard in shards]
         numbers = [torch.cat([torch.arange(start, end) for start, end in parts]) for parts in ranges]
-    else:  # the batch has each element's index in an all-gather of parts of the longest length
+    else:  # a batch tensor has each element's index in the all-gathered parts, which are padded to the longest one
         order = first.batch_tensor(encoder[0])
         if order is None or not len(order) or total % len(order):
             return None
