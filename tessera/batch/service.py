@@ -95,7 +95,7 @@ class ServiceAnswers:
             name = str(row.body.get("model") or job.model)
             job = replace(job, id=str(row.index), created=self.created, model=name)
             body = await chat_completion(self.service, job, wanted)
-            body["usage"].pop("prompt_tokens_details", None)  # cached tokens: depends on other rows
+            body["usage"].pop("prompt_tokens_details", None)  # dropped: it depends on other rows
             return 200, body
         except ApiError as error:
             refusal = error

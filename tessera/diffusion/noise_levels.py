@@ -116,7 +116,7 @@ class NoiseLevel:
 
 
 class NoiseLevels:
-    """Draw noise levels by the options."""
+    """Draw noise levels according to `TimeOptions`."""
 
     def __init__(self, options: TimeOptions, objective: Objective) -> None:
         self._options, self._objective = options, objective

@@ -239,7 +239,7 @@ class DiffusionTask(Task):
         return disturb
 
     def _image_shares(self, batch: Batch) -> list[float]:
-        """Return 1 for each sample that keeps its conditioning image, and 0 for each sample that loses it."""
+        """Return 1 for each sample that keeps its conditioning image, and 0 for each sample that is trained without."""
         share = self.options.given_dropout
         return [float(sample.chance("given image").random() >= share) for sample in self._samples(batch)]
 
