@@ -59,13 +59,17 @@ class DepthDecoder(nn.Module):
     """Predict the codes of a frame, codebook by codebook, from the hidden state that predicts its first code.
 
     The sequence of a frame is the hidden state, then the embeddings of its codes but the last. Position g predicts
-    codebook g; position 0 predicts nothing, because the main head does.
+    codebook g; position 0 predicts nothing, because the main head predicts codebook 0.
     """
 
-    def __init__(self, shape: DecoderShape, sizes: Sequence[int], codes: CodeEmbedding, projected: bool) -> None:
-        """`sizes`: number of codes in each codebook. `projected`: inputs are projected to the decoder's width."""
+    def __init__(
+        self, shape: DecoderShape, sizes: Sequence[int], codes: CodeEmbedding, projected: bool, shared: bool = True
+    ) -> None:
+        """`sizes`: number of codes in each codebook. `projected`: inputs are projected to the decoder's width.
+        `shared`: `codes` is the table of the text decoder; otherwise it is a parameter of the depth decoder."""
         super().__init__()
-        self._codes = (codes,)  # in a tuple, so that it is not registered as a submodule; see `TiedHead`
+        self._codes = (codes,)  # in a tuple, so that a shared table is not registered as a submodule; see `TiedHead`
+        self.codes = None if shared else codes
         self.shape = shape
         self.proj = nn.Linear(codes.embedding_dim, shape.hidden, bias=False) if projected else None
         self.layers = nn.ModuleList(DecoderLayer(shape) for _ in range(shape.layers))

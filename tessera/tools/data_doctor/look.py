@@ -1,7 +1,7 @@
 """Measure single samples for the data doctor, and prepare samples for display.
 
-`Look` adds measures that the index of a data set lacks. It runs in worker processes and returns numbers only. Details
-of findings are computed again for the few samples that are named.
+`Look` adds measurements that the index of a data set lacks. It runs in worker processes and returns numbers only.
+Details of findings are computed again for the few samples that are named.
 """
 
 from __future__ import annotations
