@@ -323,7 +323,7 @@ def keys_of(section: type[Section]) -> list[str]:
     for name, field in section.model_fields.items():
         word, members = field.alias or name, members_of(field.annotation)
         inner = [member for member in members if isinstance(member, type) and issubclass(member, Section)]
-        inner = [member for member in inner if member is not section]  # a section may contain itself
+        inner = [member for member in inner if member is not section]  # no endless recursion
         keys += [f"{word}.{key}" for section in inner for key in keys_of(section)] or [word]
     return keys
 

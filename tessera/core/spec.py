@@ -27,9 +27,9 @@ class Passes:
     and once for the gradient of the weight if that is trained.
     """
 
-    weights: float = 3.0  # passes over products with weights
-    attention: float = 3.0  # passes over the QK and AV products of attention
-    first: float = 2.0  # passes over the first product of an encoder, whose input has no gradient
+    weights: float = 3.0  # products with weights
+    attention: float = 3.0  # the QK and AV products of attention
+    first: float = 2.0  # the first product of an encoder, whose input has no gradient
 
 
 # Part of the model ("text", "head", "vision", "projector") -> its passes. Parts without a key are fully trained.

@@ -59,7 +59,7 @@ class DepthDecoder(nn.Module):
     """Predict the codes of a frame, codebook by codebook, from the hidden state that predicts its first code.
 
     The sequence of a frame is the hidden state, then the embeddings of its codes but the last. Position g predicts
-    codebook g; position 0 predicts nothing, because the main head does.
+    codebook g; position 0 predicts nothing, because the main head predicts codebook 0.
     """
 
     def __init__(

@@ -196,7 +196,7 @@ def lr_factor(section: ScheduleSection, step: int, steps: int) -> float:
 
 
 def set_learning_rate(optimizer: Optimizer, factor: float) -> float:
-    """Set the learning rate of each group to its `base_lr` times `factor`; return that of the first group."""
+    """Set the learning rate of each group to its `base_lr` times `factor`; return the rate of the first group."""
     for group in optimizer.param_groups:
         group["lr"] = group["base_lr"] * factor
     return float(optimizer.param_groups[0]["lr"])

@@ -130,7 +130,7 @@ class OmniProcessor(GridProcessor):
             if not layout.grid:  # audio without a video is numbered like text
                 continue
             begin, after = runs[0][1], runs[-1][1] + runs[-1][2]
-            shared = int(self.ends_share and layout.sound is not None)  # 1: the begin tokens share a position
+            shared = int(self.ends_share and layout.sound is not None)  # 1 if two begin tokens share a position
             positions[:, at : begin - shared] = position + np.arange(begin - shared - at)
             position = position + (begin - shared - at)
             positions[:, begin - shared : begin] = position - 1

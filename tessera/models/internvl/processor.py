@@ -88,7 +88,7 @@ class InternVLProcessor(VisionProcessor):
         template, original, jinja = INTERNLM if internlm else QWEN, is_original(folder), read_chat_template(folder)
         if not original or "system" in chosen.model_fields_set:
             template = with_system(template, chosen, folder)
-        else:  # the folder's chat template is that of its text decoder, with another system message
+        else:  # the chat template of an original folder has the system message of the text decoder alone
             template = replace(template, system=system_message(folder))
         text_only = not original and jinja is not None and CONTEXT not in jinja
         check_special_tokens(encoder, template, {CONTEXT: config.image_token_id}, config.text.vocab_size, folder)

@@ -281,7 +281,8 @@ class ChatTemplate:
     def headers_in(self, jinja: str) -> bool:
         """Return whether the chat template of a model folder contains the header of any role of this template.
 
-        One header is enough, because templates build the others from role names. A template without headers fits all.
+        One header is enough, because templates build the headers of all roles from the role names. If this template has
+        no headers, return True.
         """
         text = jinja.replace("\\n", "\n")
         parts = [self.header(role) for role in ("user", "assistant")]

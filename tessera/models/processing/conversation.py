@@ -91,7 +91,7 @@ class ConversationProcessor:
         raise AssertionError("the chat template of this family refuses media")
 
     def target(self, kind: PartKind, size: MediaSize) -> tuple[int, int] | None:
-        """Return (width, height) to which the processor resizes media. It may then be decoded at a lower resolution.
+        """Return (width, height) to which the processor resizes media, which may be decoded at a lower resolution.
 
         None: the processor needs full resolution.
         """

@@ -55,8 +55,8 @@ class MediaLayout:
 class MediaStream:
     """Declare which media an encoder reads, its stream in the model's plan, and the keys of its sizes in `measure`.
 
-    An element is a patch or an audio frame. Element pairs are the sum of squared segment lengths, to which the FLOPs
-    of attention are proportional.
+    An element is a patch or an audio frame. The number of element pairs is the sum of squared segment lengths, to
+    which the FLOPs of attention are proportional.
     """
 
     stream: Stream

@@ -44,7 +44,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Refuse attribute names with an underscore, which could imitate internals of Python classes."""
+    """Provide `namespace` in templates. Refuse attributes that begin with an underscore, as internals of Python do."""
 
     # no parameter names, so that templates may use any keyword, even `self`
     def __init__(*args: Any, **values: Any) -> None:

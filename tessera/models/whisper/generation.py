@@ -90,7 +90,7 @@ def generate(
 
 
 def after_stamps(tokens: Sequence[int], first: int, frames: int) -> tuple[list[int], int]:
-    """Return the tokens of a window to keep, and the number of frames from its start to that of the next window.
+    """Return the tokens of a window to keep, and after how many of its frames the next window begins.
 
     `first`: id of the time stamp 0.00. `frames`: number of frames in the window. Two time stamps in a row are the end
     of a sentence and the beginning of the next one. The window may cut off the sentence after the last such pair, so
