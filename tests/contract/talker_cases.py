@@ -125,12 +125,20 @@ def vocoder(codes: int, groups: int) -> dict[str, Any]:
     }
 
 
+def hearing(number: int) -> dict[str, Any]:
+    """Fields of a talker that reads states of the thinker from between its DeepStack layers and its last."""
+    thinker = config_of(number).thinker.model_dump()
+    taps = len(thinker["vision"]["deepstack_visual_indexes"])
+    thinker["text"]["num_hidden_layers"] = taps + 3
+    return {"thinker": thinker, "reads_media": True, "accept_hidden_layer": taps + 1}
+
+
 SPEECH_WORDS = ["<|endoftext|>", "<tts_pad>", "<tts_bos>", "<tts_eos>", *QWEN3_OMNI.special_words()]
 ROLES = ("user", "assistant", "system")
 
 
-def config_with_words(folder: Path, words: Sequence[str], number: int = 0) -> TalkerConfig:
-    """Write a tokenizer, and return a configuration whose ids are those of its tokens."""
+def config_with_words(folder: Path, words: Sequence[str], number: int = 0, media: bool = False) -> TalkerConfig:
+    """Write a tokenizer, and return a configuration whose ids are those of its tokens. `media`: see `hearing`."""
     write_words(folder, 320, SPEECH_WORDS, [*ROLES, *words])
     tokenizer = load_tokenizer(folder)
 
@@ -140,10 +148,11 @@ def config_with_words(folder: Path, words: Sequence[str], number: int = 0) -> Ta
 
     named = {"im_start": "<|im_start|>", "im_end": "<|im_end|>", **{name: name for name in ROLES}}
     named |= {f"tts_{name}": f"<tts_{name}>" for name in ("pad", "bos", "eos")}
-    thinker = config_of(number).thinker.model_dump()
+    more = hearing(number) if media else {"thinker": config_of(number).thinker.model_dump()}
+    thinker = more["thinker"]
     thinker["text"]["vocab_size"] = 320
     thinker |= {name: id_of(word) for name, word in Qwen3OmniConfig.token_fields.items()}
-    return config_of(number, thinker=thinker, **{f"{name}_token_id": id_of(word) for name, word in named.items()})
+    return config_of(number, **more, **{f"{name}_token_id": id_of(word) for name, word in named.items()})
 
 
 def reference_of(config: TalkerConfig, seed: int, dtype: torch.dtype = torch.float32) -> Any:

@@ -7,10 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from omni_cases import rope_index_of
 from parity import from_foreign, spread, to_foreign
+from PIL import Image
 from qwen3_omni_cases import Qwen3Omni
 from talker_cases import (
     NEWLINE,
@@ -18,7 +20,9 @@ from talker_cases import (
     Conversation,
     Heard,
     config_of,
+    config_with_words,
     conversation,
+    hearing,
     packed,
     reference_of,
     sequence_of,
@@ -29,22 +33,17 @@ from torch import Tensor
 from vision_language import Case
 
 from tessera.core.batch import Batch
+from tessera.core.sample import MediaSize, Message, Part, Sample
 from tessera.inference.frozen import frozen_module
+from tessera.models.processing.streams import media_size
 from tessera.models.qwen3_omni_talker import SPEC
 from tessera.models.qwen3_omni_talker.config import TalkerConfig
+from tessera.models.qwen3_omni_talker.processor import MediaTalkerProcessor, TalkerProcessor, TalkerSample
 from tessera.models.qwen3_omni_talker.sequence import SpokenTurns, TalkerIds
-from tessera.models.qwen3_omni_talker.thinker import HEARD, HEARD_FROM, as_question, encode
+from tessera.models.qwen3_omni_talker.thinker import HEARD, HEARD_FROM, STATES, WORDS, as_question, encode
 from tests.close import assert_as_close
 
 OMNI = Qwen3Omni()
-
-
-def hearing_config(number: int) -> TalkerConfig:
-    """A talker that reads states of the thinker from between its DeepStack layers and its last."""
-    thinker = config_of(number).thinker.model_dump()
-    taps = len(thinker["vision"]["deepstack_visual_indexes"])
-    thinker["text"]["num_hidden_layers"] = taps + 3
-    return config_of(number, thinker=thinker, reads_media=True, accept_hidden_layer=taps + 1)
 
 
 @dataclass(frozen=True)
@@ -134,7 +133,7 @@ def ours(config: TalkerConfig, model: Any, questions: list[Asked], folder: Path,
 def test_logits_and_gradients_are_those_of_transformers_with_the_states_of_its_thinker(
     number: int, tmp_path: Path
 ) -> None:
-    config = hearing_config(number)
+    config = config_of(number, **hearing(number))
     reference = reference_of(config, 7 + number)
     reference.save_pretrained(tmp_path)
     kinds = OMNI.media(SHAPES[number].thinker)
@@ -163,3 +162,47 @@ def test_logits_and_gradients_are_those_of_transformers_with_the_states_of_its_t
     named = {name: p.grad for name, p in model.named_parameters() if "_projection" in name}
     for name, gradient in to_foreign(SPEC, config, named).items():
         assert_as_close(gradient, peer_gradients[name], judge_gradients[name], what=name, roundings=16)
+
+
+def test_the_processor_places_media_where_transformers_does(tmp_path: Path) -> None:
+    """Media of two turns of the user, with an answer between them that only the thinker reads."""
+    config = config_with_words(tmp_path, ("red", "blue"), media=True)
+    processor = TalkerProcessor.load(config, tmp_path, min_pixels=64, max_pixels=1024)
+    image, sound = Image.new("RGB", (30, 20), (200, 30, 30)), np.linspace(-0.5, 0.5, 20_000, dtype=np.float32)
+    codes = np.arange(3 * config.num_code_groups).reshape(3, -1)
+    turns = (
+        Message("user", (Part("audio", sound), Part("text", "red"))),
+        Message("assistant", (Part("text", "blue"), Part("codes", codes))),
+        Message("user", (Part("text", "blue"), Part("image", image))),
+        Message("assistant", (Part("text", "red"), Part("codes", codes))),
+    )
+    sample = Sample("row", turns)
+    media = [part.value for part in sample.media()]
+    item = processor.encode(sample, media)
+    assert isinstance(processor, MediaTalkerProcessor)
+    assert isinstance(item, TalkerSample)
+    assert item.question is not None
+    sizes = [MediaSize(0, 0, 3) if each is codes else media_size(each) for each in media]
+    assert processor.measure(sample, sizes)["tokens"] == len(item.tokens)
+    marks = torch.tensor([config.thinker.image_token_id, config.thinker.audio_token_id])
+    assert torch.equal(item.heard, torch.isin(item.tokens, marks).nonzero().flatten())
+    assert torch.equal(item.tokens[item.heard], item.question.tokens[item.heard_from])
+    assert int(item.heard_from[-1]) == len(item.question.tokens) - 1
+    reference = reference_of(config, 1)
+    (layout,) = processor.thinker.layouts(["image"], [media_size(image)])
+    positions, _ = rope_index_of(reference.thinker)(
+        item.tokens[None],
+        torch.tensor([layout.grid]),
+        None,
+        torch.ones_like(item.tokens[None]),
+        False,
+        torch.tensor([len(sound) // 160]),  # mel frames
+        None,
+    )
+    assert torch.equal(positions[:, 0], item.positions)
+    batch = processor.collate([[item]], len(item.tokens) + 4)
+    thinker = frozen_module(SPEC.frozen_input.component(config), SPEC, config, None)  # type: ignore[union-attr]
+    encoded = encode(thinker, batch)
+    assert encoded[STATES].shape == (len(item.heard), config.thinker.text.hidden_size)
+    assert encoded[WORDS].shape[0] == len(item.tokens) + 4
+    assert not [name for name in encoded.tensors if name.startswith("thinker.")]
