@@ -66,7 +66,7 @@ def answer_file(
         # wait here: a rank that starts to write would change files that other ranks are still reading
         dist.wait_for_all_ranks(world)
         numbers = [*_missing(answered, world)]
-        if not answered.all():  # every rank loads the model, also one whose rows are answered: ranks load it together
+        if not answered.all():  # every rank loads the model, even if its rows are answered: loading is collective
             with _started(start, output, world) as answering, output.part(world.rank) as part:
                 answering.run(numbers, answered, part)
         dist.wait_for_all_ranks(world)

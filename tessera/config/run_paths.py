@@ -73,7 +73,7 @@ def kept_text(config: RunConfig) -> str:
 
 
 def find_file(folder: Path, name: str) -> Path:
-    """Return the path of a file of a run. If --overwrite moved the run to a subfolder, log it: the file is there."""
+    """Return the path of a file of a run. If --overwrite moved the run to a subfolder, look there, and log it."""
     for aside in ASIDE:
         if (folder / aside / name).exists():
             _log_aside(folder, aside)

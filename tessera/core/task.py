@@ -137,7 +137,7 @@ class Task(ABC):
         return {}
 
     def setup(self, components: Mapping[str, FrozenModule], world: World) -> None:  # noqa: B027
-        """Store the frozen models, which have their weights. A rank of a pipeline gets only those of its stages."""
+        """Store the frozen models, which have their weights. A pipeline rank gets only the models of its stages."""
 
     def compile(self) -> None:  # noqa: B027
         """Compile operations of the task. It is called if the run compiles blocks (`parallel.compile`)."""

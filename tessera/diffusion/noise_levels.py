@@ -39,7 +39,7 @@ class ShiftByTokens(Section):
         return self
 
     def shift(self, tokens: int) -> float:
-        """Return the shift of a sample with `tokens` latent tokens."""
+        """Return the shift of timesteps for a sample with `tokens` latent tokens."""
         slope = (self.max_shift - self.base_shift) / (self.max_tokens - self.base_tokens)
         shift = self.base_shift + slope * (tokens - self.base_tokens)
         return math.exp(shift) if self.law == "exponential" else max(shift, 1e-6)
@@ -116,14 +116,14 @@ class NoiseLevel:
 
 
 class NoiseLevels:
-    """Draw noise levels by the options."""
+    """Draw noise levels according to `TimeOptions`."""
 
     def __init__(self, options: TimeOptions, objective: Objective) -> None:
         self._options, self._objective = options, objective
         self._signal = [] if objective == "flow" else options.betas.signal_shares(options.steps or TIMES).tolist()
 
     def draw(self, chance: Random, tokens: int) -> NoiseLevel:
-        """Return a random level for a sample with `tokens` latent tokens."""
+        """Return a random noise level for a sample with `tokens` latent tokens."""
         return self.at(self._position(chance), tokens)
 
     def at(self, position: float, tokens: int) -> NoiseLevel:

@@ -99,7 +99,7 @@ class GenerationProcessor:
 
     @cached_property
     def sampling(self) -> VideoSampling:
-        """Return the rule that selects frames of a video: one frame, then a multiple of the VAE's time stride."""
+        """Return how frames of a video are sampled: their number is 1 plus a multiple of the VAE's time stride."""
         time = 1 if self.stride is None else self.stride[0]
         return VideoSampling(self.options.fps, 1, self.options.num_frames, multiple=time, rule="pace")
 

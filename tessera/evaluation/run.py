@@ -218,7 +218,8 @@ def _nothing_measured(benchmark: Benchmark, problems: Sequence[str], refusals: S
     return TesseraError(
         f"no question of {benchmark.title} could be asked: {reasons}",
         where=str(benchmark.root),
-        fix="check the files of the benchmark and the folder of its media: --root FOLDER",
+        fix="check the files of the benchmark and the folder of its media: --root FOLDER; if the model takes another "
+        "prompt, choose the variant for it, such as librispeech:whisper",
         code="evaluation.no-usable-sample",
     )
 

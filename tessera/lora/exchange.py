@@ -47,7 +47,7 @@ _ALPHA = ".alpha"
 
 
 def find_adapter_file(path: Path) -> Path | None:
-    """Return the file of adapter weights: `path`, or the file in this folder; None if `path` is neither."""
+    """Return the file of adapter weights: `path`, or a file in the folder `path`; None if there is none."""
     if path.is_file():
         return path if path.suffix == ".safetensors" and any(_KEY.fullmatch(key) for key in _keys(path)) else None
     if is_adapter_folder(path):

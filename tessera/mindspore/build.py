@@ -46,7 +46,7 @@ def serve_scheduler() -> NoReturn:
 def build_parts(
     module: nn.Module, section: OptimSection, ranks: int
 ) -> tuple[MindSporeEngine, torch.optim.Optimizer, Callable[[], torch.Tensor]]:
-    """Return the engine, the optimizer, and the function that clips gradients, in place of torch's.
+    """Return the engine, the optimizer, and the function that clips gradients. They replace those of torch.
 
     `module`: the torch module on the host, whose weights may be filled later."""
     prepare_process(ranks)

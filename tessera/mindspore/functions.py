@@ -16,7 +16,7 @@ import torch
 from mindspore import ops
 
 Tensor = Any  # mindspore.Tensor: the package has no type annotations
-JOINED = 512  # tokens of segments that share one masked attention product
+JOINED = 512  # maximum number of tokens of segments that share one masked attention product
 
 
 def from_torch(tensor: torch.Tensor) -> Tensor:
@@ -84,8 +84,8 @@ class Spans:
 
     @staticmethod
     def of(lengths: Sequence[int], causal: bool, dtype: torch.dtype) -> Spans:
-        """Return the spans of segments. Short segments share a span: one masked product of all of them costs less than
-        the calls for each."""
+        """Return the spans of segments. Short segments share a span, because one masked product for all of them costs
+        less than a call for each."""
         spans: list[list[int]] = []
         for length in lengths:
             if spans and sum(spans[-1]) + length <= JOINED:

@@ -27,7 +27,7 @@ _MOST_SEGMENTS = 1024  # limit on the segments of one call
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    if x.dtype != weight.dtype or x.numel() == 0:  # the operator takes one dtype
+    if x.dtype != weight.dtype or x.numel() == 0:  # the operator needs equal dtypes
         return F.rms_norm(x, weight.shape, weight, eps)
     out: Tensor = torch.ops.npu.npu_rms_norm(x, weight, epsilon=eps)[0]
     return out

@@ -17,9 +17,9 @@ from torch import Tensor
 
 
 class AttentionLaunch(NamedTuple):
-    """Choose how the kernel is launched, the same for any number of rows. `bench/decode_kernels.py` compares some."""
+    """Hold launch settings of the kernel, for any number of rows. `bench/decode_kernels.py` compares some."""
 
-    part: int  # tokens of a part
+    part: int  # number of tokens in a part of a row
     most: int  # maximum number of parts of a row; in longer rows the parts are longer
     tile: int  # tokens that a thread block reads at once
     warps: int

@@ -70,6 +70,8 @@ class WeightMap:
     renames: tuple[tuple[str, str], ...] = ()
     # Foreign name templates without a native weight (buffers, caches). A template that ends with a dot is a prefix.
     skip: tuple[str, ...] = ()
+    # Prefixes of the foreign names of other parts of the model, which are not trained: an export copies their tensors.
+    other_parts: tuple[str, ...] = ()
     # (foreign name, native name): a foreign tensor that must equal the native one, such as a tied head stored twice
     copies: tuple[tuple[str, str], ...] = ()
     same_names: bool = False  # whether names without a rule are the same in the model and in folders
@@ -187,7 +189,7 @@ class WeightMap:
         return min(spellings, key=len, default=foreign)
 
     def skips(self, foreign: str) -> bool:
-        return any(
+        return foreign.startswith(self.other_parts) or any(
             foreign.startswith(pattern) if pattern.endswith(".") else _template(pattern).fullmatch(foreign)
             for pattern in self.skip
         )

@@ -82,7 +82,7 @@ class Reshape:
 
 
 class RowOrder(ABC):
-    """Base class of operations that only reorder rows. Applied to row indices, they give the source of each row."""
+    """Base class of operations that only reorder rows. Applied to row indices, they return the source of each row."""
 
     @abstractmethod
     def to_native(self, foreign: Sequence[Tensor]) -> Tensor: ...
@@ -371,6 +371,28 @@ class GroupedRows(RowOrder, TensorChunk):
     def chunk_of(self, whole: TensorRows) -> TensorRows | None:
         each, before, rows = sum(self.rows), sum(self.rows[: self.number]), self.rows[self.number]
         return TensorRows.joined(whole.rows(start + before, rows) for start in range(0, whole.shape[0], each))
+
+
+@dataclass(frozen=True)
+class TransposedMatrix(TensorChunk):
+    """Take matrix `number` of a foreign tensor [of, columns, rows] of stacked matrices, transposed."""
+
+    def boxes(self, offsets: Sequence[int], sizes: Sequence[int], foreign: Shapes) -> list[Box]:
+        return [(0, (self.number, *_swapped(offsets)), (1, *_swapped(sizes)))]
+
+    def join_boxes(
+        self, boxes: Sequence[Tensor], offsets: Sequence[int], sizes: Sequence[int], foreign: Shapes
+    ) -> Tensor:
+        return boxes[0][0].T
+
+    def to_native(self, foreign: Sequence[Tensor]) -> Tensor:
+        return foreign[0][self.number].T.contiguous()
+
+    def join_rows(self, chunks: Sequence[TensorRows]) -> list[TensorRows]:
+        return [TensorRows.of(torch.stack([chunk.whole().T for chunk in chunks]))]
+
+    def chunk_of(self, whole: TensorRows) -> TensorRows | None:
+        return None
 
 
 def native_rows(op: Operation, foreign: Sequence[TensorRows]) -> TensorRows:

@@ -75,8 +75,10 @@ def decode(
     sound = np.concatenate([*chunks, np.empty(0)], dtype=np.float32)
     if len(sound) < expected - slack or (clip is None and len(sound) > expected + slack):
         length = "more" if len(sound) > expected else f"only {len(sound) / sampling.rate:.2f} s"
-        stated = "the header states" if clip is None else "the clip has"
-        why = f"{stated} {expected / sampling.rate:.2f} s, {length} could be decoded"
+        if clip is None:
+            why = f"the header states {expected / sampling.rate:.2f} s, {length} could be decoded"
+        else:
+            why = f"the part {clip.start:g} to {clip.end:g} s: {length} could be decoded, then the recording ends"
         raise refused("damaged audio", source.name, why)
     if not is_sound(sound):
         raise refused("damaged audio", source.name, "a sample is not a number, or far above full scale")

@@ -239,7 +239,7 @@ class DiffusionTask(Task):
         return disturb
 
     def _image_shares(self, batch: Batch) -> list[float]:
-        """Return 1 for each sample that keeps its conditioning image, and 0 for each sample that loses it."""
+        """Return 1 for each sample that keeps its conditioning image, and 0 for each sample that is trained without."""
         share = self.options.given_dropout
         return [float(sample.chance("given image").random() >= share) for sample in self._samples(batch)]
 
@@ -300,7 +300,7 @@ class DiffusionTask(Task):
 
     def inputs(self, batch: Batch) -> Batch:
         family = self.family
-        if "clean" not in batch or not any(map(any, batch.shapes.get("frames", ()))):  # features, not encoded here
+        if "clean" not in batch or not any(map(any, batch.shapes.get("frames", ()))):  # stored features
             batch = self._features(batch, self._dropped(batch))
         if family.image_embeds and IMAGE_EMBEDS not in batch:
             raise TesseraError(
