@@ -61,10 +61,13 @@ def serve(
     dtype: Annotated[
         str | None, typer.Option("--dtype", help="float32, bfloat16 or float16; default: as stored")
     ] = None,
+    codec: Annotated[
+        str | None, typer.Option("--codec", help="of a model that speaks: folder of its codec, if its folder has none")
+    ] = None,
     family: FamilyOption = None,
     trust: TrustFlag = False,
 ) -> None:
-    """Serve a model with OpenAI's API: /v1/chat/completions, /v1/completions and more. Ctrl-C or SIGTERM ends it."""
+    """Serve a model with OpenAI's API: /v1/chat/completions, /v1/audio/speech and more. Ctrl-C or SIGTERM ends it."""
     _check_packages()
     check_path(model)
     adapters = _adapters(adapter or [])
@@ -98,6 +101,7 @@ def serve(
         max_length=max_length,
         rows=rows,
         blocks=blocks,
+        codec=codec,
     )
 
 

@@ -168,6 +168,11 @@ class Speaker:
             for of_row in codes
         ]
 
+    def in_voice(self, sample: Sample, speaker: str) -> Sample:
+        """Return a sample whose last message is said by this voice."""
+        *before, last = sample.messages
+        return replace(sample, messages=(*before, replace(last, speaker=speaker)))
+
     def codes_of(self, recording: Any) -> np.ndarray:
         """Return the codes of a recording, int64 [frames, codebooks]."""
         sampling = MediaSampling(audio=AudioSampling(self.codec.rate))
