@@ -102,7 +102,7 @@ def printable(text: str) -> str:
 
 @contextmanager
 def reported() -> Iterator[None]:
-    """Print a `TesseraError` of the block without its traceback, and exit with its code."""
+    """Print a `TesseraError` that the `with` block raises without its traceback, and exit with its code."""
     try:
         yield
     except TesseraError as error:

@@ -68,7 +68,7 @@ def check_debug(world_size: int | None, environ: Mapping[str, str] = os.environ)
     return {
         "parallel.join_timeout_s": _PAUSE_S,
         "parallel.timeout_s": _PAUSE_S,
-        "parallel.watch": False,  # a rank at a breakpoint looks stalled
+        "parallel.watch": False,  # the watchdog would end a rank that is stopped at a breakpoint
     }
 
 

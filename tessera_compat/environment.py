@@ -38,7 +38,7 @@ class Variable:
     """Describe how a run treats an environment variable."""
 
     treatment: Treatment
-    meaning: str  # what it does in other systems, and the setting of Tessera that replaces it
+    meaning: str  # effect of the variable in other systems, and the setting of Tessera that replaces it
     values: AllowedValues | None = None  # None: any value
     setting: str = ""  # recipe key that gets the value when a job file is translated
 

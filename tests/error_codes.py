@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from tests.error_cures import CAUSES, CURES
+from tests.syntax import FUNCTIONS, all_nodes
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("tessera", "tessera_compat")
@@ -138,7 +139,7 @@ def code_texts(nodes: Iterable[ast.AST]) -> set[str]:
 
 def raised(nodes: list[ast.AST], where: str, names: set[str], with_own_code: set[str]) -> Iterator[Raised]:
     """Yield the errors that a file constructs, from all nodes of its tree, the root first."""
-    scopes = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    scopes = [node for node in nodes if isinstance(node, FUNCTIONS)]
     subclasses = names - {"TesseraError"}
     classes = [node for node in nodes if isinstance(node, ast.ClassDef) and node.name in subclasses]
     initializers = {
@@ -175,7 +176,7 @@ def raised(nodes: list[ast.AST], where: str, names: set[str], with_own_code: set
 def parsed() -> dict[Path, list[ast.AST]]:
     """Return the nodes of every file of the library and the second package, parsed once per process."""
     paths = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
-    return {path: list(ast.walk(ast.parse(path.read_text(encoding="utf-8")))) for path in paths}
+    return {path: all_nodes(path.read_text(encoding="utf-8")) for path in paths}
 
 
 @cache

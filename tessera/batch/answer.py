@@ -25,7 +25,7 @@ _BLOCK = 64  # number of consecutive rows that one rank answers
 
 
 class AnswersRows(Protocol):
-    """Declare what answers the rows of an input on one rank."""
+    """Declare the interface of objects that answer input rows on one rank."""
 
     def run(self, numbers: list[range], answered: np.ndarray, part: PartFile) -> None:
         """Answer the rows in `numbers` that are not answered, and write them."""
@@ -66,7 +66,7 @@ def answer_file(
         # wait here: a rank that starts to write would change files that other ranks are still reading
         dist.wait_for_all_ranks(world)
         numbers = [*_missing(answered, world)]
-        if not answered.all():  # every rank loads the model, also one whose rows are answered: ranks load it together
+        if not answered.all():  # every rank loads the model, even if its rows are answered: loading is collective
             with _started(start, output, world) as answering, output.part(world.rank) as part:
                 answering.run(numbers, answered, part)
         dist.wait_for_all_ranks(world)

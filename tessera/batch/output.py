@@ -215,7 +215,7 @@ def _write(folder: Path, settings: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Name the file in errors of the block, such as those of a full disk: the system names none when a write fails."""
+    """Add the file name to errors in the block: if a write fails, as on a full disk, the system names no file."""
     try:
         yield
     except OSError as error:

@@ -22,7 +22,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class PromptRow:
-    """Hold one row of the input: the conversation to answer, and what its output row needs beside the answer."""
+    """Hold one row of the input: the conversation to answer, and further fields of its output row."""
 
     index: int
     conversation: Conversation

@@ -61,7 +61,7 @@ def generate_answers(
         _check_packages()
         _refuse_options([name for name, value in set_here.items() if value is not None])
         bodies = BodyRows.open(Path(data), None if root is None else Path(root), seed)
-        from tessera.batch.service import service_answers  # needs the packages of the server
+        from tessera.batch.service import service_answers  # late: needs packages of the server
         from tessera.server.start import ModelOptions
 
         start = service_answers(bodies, Path(out), ModelOptions(folder, device, family=family, trust=bool(trust)))

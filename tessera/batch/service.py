@@ -79,7 +79,7 @@ class ServiceAnswers:
         with TokenProgress("answering", total, "rows") as progress:
             try:
                 asyncio.run(answer_all())
-            except ExceptionGroup as group:  # the errors of all tasks: the first one has ended the others
+            except ExceptionGroup as group:  # raise the first error, which ended all other tasks
                 raise group.exceptions[0] from None
 
     async def _answer(self, row: BodyRow | UnusableRow) -> tuple[int, dict[str, Any]]:
@@ -95,7 +95,7 @@ class ServiceAnswers:
             name = str(row.body.get("model") or job.model)
             job = replace(job, id=str(row.index), created=self.created, model=name)
             body = await chat_completion(self.service, job, wanted)
-            body["usage"].pop("prompt_tokens_details", None)  # the number of cached tokens depends on the other rows
+            body["usage"].pop("prompt_tokens_details", None)  # dropped: it depends on other rows
             return 200, body
         except ApiError as error:
             refusal = error

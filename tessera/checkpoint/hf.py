@@ -6,7 +6,7 @@ Only safetensors files are read and written, never pickles.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -154,10 +154,45 @@ class GatheredForm(StoredForm):
         return None if full is None or self._ranks.rank else full.detach().cpu().contiguous()
 
 
-def gathered(tensors: Mapping[str, Tensor], prepare: Callable[[str, Tensor], Tensor] | None = None) -> NativeTensors:
-    """Return the native tensors of a model that is sharded over ranks; see `GatheredForm`."""
-    form = GatheredForm(tensors, prepare)
-    return NativeTensors(form, form.weight_map, {name: plan.shape for name, plan in form.tensors().items()}, {})
+class WithOtherParts(StoredForm):
+    """Read the tensors of a model in memory, and those of other parts of the model from the folder of its weights."""
+
+    weight_map = GatheredForm.weight_map
+    in_order = True
+
+    def __init__(self, model: StoredForm, folder: Path, prefixes: tuple[str, ...]) -> None:
+        self.where, self._model, self._folder = model.where, model, SafetensorsForm(folder)
+        stored = self._folder.tensors()
+        self._parts = {name: plan for name, plan in stored.items() if name.startswith(prefixes)}
+
+    def __exit__(self, *_: Any) -> None:
+        self._model.__exit__()
+        self._folder.__exit__()
+
+    def gathering(self, names: Sequence[str]) -> AbstractContextManager[None]:
+        return self._model.gathering([name for name in names if name not in self._parts])
+
+    def tensors(self) -> Mapping[str, PlannedTensor]:
+        return {**self._model.tensors(), **self._parts}
+
+    def read(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
+        return (self._folder if name in self._parts else self._model).read(name, offsets, sizes)
+
+
+def gathered(
+    tensors: Mapping[str, Tensor],
+    prepare: Callable[[str, Tensor], Tensor] | None = None,
+    folder: Path | None = None,
+    other_parts: tuple[str, ...] = (),
+) -> NativeTensors:
+    """Return the native tensors of a model that is sharded over ranks; see `GatheredForm`.
+
+    `other_parts`: prefixes of further tensors, which are read from the folder and keep their names.
+    """
+    form: StoredForm = GatheredForm(tensors, prepare)
+    if folder is not None and other_parts:
+        form = WithOtherParts(form, folder, other_parts)
+    return NativeTensors(form, GatheredForm.weight_map, {name: plan.shape for name, plan in form.tensors().items()}, {})
 
 
 def _holders(ranks: Ranks, tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, PlannedTensor]]:

@@ -77,7 +77,7 @@ def publish(
 
 @contextmanager
 def staged(folder: Path, origin: Origin | None, overwrite: bool, fault: Fault = no_fault) -> Iterator[Path]:
-    """Yield a staging folder. Publish it at the end of the block, or remove it if the block fails."""
+    """Yield a staging folder. Publish it at the end of the `with` block, or remove it if the block fails."""
     staging = begin(folder, overwrite, origin)
     try:
         yield staging.path

@@ -37,7 +37,7 @@ from tessera.runtime.torch_internals import foreach_copy_
 TABLE = "tensors.json"
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CODES}
 _log = logging.getLogger("tessera")
-_MARGIN, _LEFT_FREE = 1.1, 1 << 30  # copies need this factor of memory; bytes of device memory to leave free
+_MARGIN, _LEFT_FREE = 1.1, 1 << 30  # copy on the device if 1.1 times the bytes of the copies + 1 GiB are free
 
 
 # ---------------------------------------------------------------------------------------------- writing

@@ -137,7 +137,7 @@ def resume(
     from tessera.config.reader import parse_overrides
     from tessera.config.run_paths import no_run
 
-    if not run.is_dir():  # before torch is imported
+    if not run.is_dir():  # checked before torch is imported
         raise no_run(run, "config.yaml")
     from tessera.training.run import resume as go_on
     from tessera.training.run import resume_config

@@ -106,7 +106,7 @@ def serve(
 
 
 def _serve(settings: Settings, address: tuple[str, int], drain: float, **model: Any) -> None:
-    """Bind, load the model, and answer until a signal. `model`: fields of `ModelOptions`."""
+    """Bind the port, load the model, and answer requests until a signal. `model`: fields of `ModelOptions`."""
     from tessera.runtime import log
     from tessera.server.app import make_app
     from tessera.server.run import bind, run_server

@@ -15,7 +15,7 @@ FAMILIES = ("llama", "qwen2", "qwen3", "qwen2_vl")  # model families that are wr
 
 @dataclass(frozen=True)
 class Limit:
-    """Name a key, the values that MindSpore supports, and what to set in place of others."""
+    """Name a key, the values that MindSpore supports, and the reason for users."""
 
     key: str
     values: tuple[Any, ...]  # supported values; `without_unsupported` sets the first
@@ -89,7 +89,7 @@ HOST_SETTINGS: Mapping[str, Any] = {
 
 
 def check_framework(values: Mapping[str, Any]) -> None:
-    """Raise if a recipe for MindSpore sets something that is not written for it. `values`: the recipe as a mapping."""
+    """Raise if a recipe for MindSpore uses something that is not available there. `values`: the recipe as a mapping."""
     lacking = unsupported(values)
     if not lacking:
         return
@@ -105,7 +105,7 @@ def check_framework(values: Mapping[str, Any]) -> None:
 
 
 def unsupported(values: Mapping[str, Any]) -> list[Limit]:
-    """Return the limits that a recipe, or a part of one, exceeds."""
+    """Return each `Limit` that a recipe, or a part of one, does not respect."""
     return [limit for limit in LIMITS if _at(values, limit.key, limit.values[0]) not in limit.values]
 
 

@@ -58,7 +58,7 @@ class CheckpointSection(Section):
 
     @property
     def best(self) -> MetricSection | None:
-        """Return the metric by which the best checkpoint is chosen; None if none is."""
+        """Return the metric by which the best checkpoint is chosen; None if none is configured."""
         return MetricSection(metric=self.keep_best) if isinstance(self.keep_best, str) else self.keep_best
 
     @property

@@ -135,9 +135,9 @@ def home(path: str, modules: Iterable[str]) -> str | None:
 
 
 def nearest_path(pattern: str, paths: Sequence[str]) -> str | None:
-    """Return a corrected pattern: the most similar path, with the groups of the pattern in place of its numbers.
+    """Return a corrected pattern: the most similar path, with the groups of `pattern` (such as {*}) as its numbers.
 
-    Other tools accept the end of a path (`q_proj`, `experts.down_proj`): it is completed to the pattern of full paths.
+    A path's end, which other tools accept (`q_proj`, `experts.down_proj`), is completed to a pattern of full paths.
     """
     ends = [path for path in paths if f".{path}".endswith((f".{pattern}", f".{pattern.removesuffix('_proj')}"))]
     if ends and ends != [pattern]:

@@ -52,7 +52,7 @@ def parse_yaml(text: str, where: str) -> Any:
         raise TesseraError(
             f"not readable as YAML: {problem or error}", where=position, code="recipe.not-yaml"
         ) from None
-    except (ValueError, KeyError, ArithmeticError) as error:  # a tag and a value that do not match: !!float x
+    except (ValueError, KeyError, ArithmeticError) as error:  # a value does not match its tag: !!float x
         raise TesseraError(f"not readable as YAML: {first_line(error)}", where=where, code="recipe.not-yaml") from None
     except RecursionError:
         raise TesseraError("the configuration is nested too deeply", where=where, code="recipe.too-deep") from None
@@ -62,7 +62,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
     """Return the content of a YAML or JSON file as a dict."""
     try:
         exists = path.is_file()
-    except OSError as error:  # a name that the file system does not allow
+    except OSError as error:  # such as a name that is too long
         raise TesseraError(
             f"cannot be opened: {error.strerror}", where=str(path)[:200], code="recipe.cannot-open"
         ) from None
@@ -227,7 +227,7 @@ def _problem(section: type[Section], key: str, reports: Sequence[tuple[list[Any]
     literals = [report for _, report in reports if report["type"] == "literal_error"]
     words = [word for report in literals for word in _words(report["ctx"]["expected"])]
     reasons = list(dict.fromkeys(_reason(report) for _, report in reports))
-    if words and len(literals) == len(reports):  # list the words of all types together
+    if words and len(literals) == len(reports):  # list the allowed words of all types together
         reasons = [f"must be {_one_of(words)}"]
     if isinstance(value, (str, int, float)) and first["type"] != "missing":
         reasons[-1] += f", got {_spelled(value)}"
@@ -323,7 +323,7 @@ def keys_of(section: type[Section]) -> list[str]:
     for name, field in section.model_fields.items():
         word, members = field.alias or name, members_of(field.annotation)
         inner = [member for member in members if isinstance(member, type) and issubclass(member, Section)]
-        inner = [member for member in inner if member is not section]  # a section may contain itself
+        inner = [member for member in inner if member is not section]  # no endless recursion
         keys += [f"{word}.{key}" for section in inner for key in keys_of(section)] or [word]
     return keys
 

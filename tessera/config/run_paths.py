@@ -73,7 +73,7 @@ def kept_text(config: RunConfig) -> str:
 
 
 def find_file(folder: Path, name: str) -> Path:
-    """Return the path of a file of a run. If --overwrite moved the run to a subfolder, log it: the file is there."""
+    """Return the path of a file of a run. If --overwrite moved the run to a subfolder, look there, and log it."""
     for aside in ASIDE:
         if (folder / aside / name).exists():
             _log_aside(folder, aside)
@@ -134,10 +134,7 @@ def _with_paths(config: RunConfig, path: Callable[[Path], Path], words: Callable
 
 
 def _named_file(name: str, path: Callable[[Path], Path]) -> str:
-    """Make the path of a task file or of a metric absolute; variants or a function may follow it.
-
-    Do not change other names.
-    """
+    """Make the path in `task.yaml:VARIANTS` or `metric.py:FUNCTION` absolute; return other names unchanged."""
     match = re.fullmatch(r"(.*?\.(?:ya?ml|py))(:.*)?", name)
     return name if match is None else f"{path(Path(match[1]))}{match[2] or ''}"
 

@@ -21,7 +21,7 @@ def read_saved(path: Path) -> dict[str, Any]:
 
 
 def in_keys_of_today(data: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return a saved configuration with the keys of this version, and a text for each setting that has no such key."""
+    """Return a saved configuration with the keys of this version, and a note for each setting that was dropped."""
     saved = dict(data)
     for name, translate in (("data", _data_of_today), ("log", _log_of_today), ("parallel", _parallel_of_today)):
         if isinstance(saved.get(name), Mapping):
@@ -37,7 +37,7 @@ def in_keys_of_today(data: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
 
 
 def _data_of_today(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the section `data` without the removed key `question` of its sources, unless it has a value."""
+    """Return the section `data`. Remove the former key `question` of its sources where it is null."""
     saved = dict(section)
     for split in ("train", "eval"):
         for source in saved[split] if isinstance(saved.get(split), list) else []:

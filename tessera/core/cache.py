@@ -56,7 +56,7 @@ class CacheStep:
     def of(rows: Sequence[CacheRow], block_size: int, device: torch.device | str, width: int = 0) -> CacheStep:
         """Return the `CacheStep` for these rows.
 
-        `width`: columns of the table, if it should have more than are needed.
+        `width`: number of columns of the table; default: as many as are needed.
         """
         width = max(width, *(len(row.blocks) for row in rows))
         parts = _indices(rows, block_size, width)
@@ -78,7 +78,7 @@ class CacheStep:
         )
 
     def refill(self, rows: Sequence[CacheRow]) -> None:
-        """Overwrite the tensors by those of other rows, in one transfer. The numbers of rows and new tokens are equal.
+        """Overwrite the tensors for other rows, in one transfer. Each row must have as many new tokens as before.
 
         Blocks beyond the width of the table are left out.
 

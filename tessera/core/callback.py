@@ -40,7 +40,7 @@ class TrainerHandle(Protocol):
 
     @property
     def rows_drawn(self) -> int:
-        """Return how many rows the steps so far have used."""
+        """Return the number of rows that all steps so far have used."""
         ...
 
     @property
@@ -78,7 +78,7 @@ class TrainerHandle(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all state of the run except tensors, as `state.json` of a checkpoint has it."""
+        """Return all state of the run except tensors, in the form of a checkpoint's `state.json`."""
         ...
 
     # ---- requests
@@ -110,7 +110,7 @@ class RewindHandle(TrainerHandle, Protocol):
         """Fill the model with its initial weights."""
 
     def resume(self, before: int | None = None) -> bool:
-        """Load the newest undamaged checkpoint, of a step below `before` if given; return False if none exists."""
+        """Load the newest undamaged checkpoint; return False if none exists. `before`: only of steps below this one."""
         ...
 
     def restore_state(self, step: int, state: Mapping[str, Any]) -> None:
@@ -201,7 +201,7 @@ StepOutcome = Literal["applied", "dropped", "rewound"]
 
 
 class OptimizerStep(Callback):
-    """Apply the update of every step. The subclass in `observe.anomaly` checks the step first, and may drop it."""
+    """Apply the optimizer's update at each step. The subclass in `observe.anomaly` first checks it, and may drop it."""
 
     def update(
         self, trainer: RewindHandle, loss: Tensor, grad_norm: Tensor, microbatches: Sequence[Batch]

@@ -45,7 +45,7 @@ class Stream:
 
     @staticmethod
     def sources(positions: str) -> str:
-        """Return the name of a tensor: for each slot or position on this rank, its index in the unsharded batch."""
+        """Return the name of the tensor with the index in the unsharded batch of each slot or position of this rank."""
         return f"{positions}.sources"
 
     def selection(self, name: str) -> str:

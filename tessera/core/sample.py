@@ -51,9 +51,10 @@ REGION = re.compile("<(?:ref-object|bbox)>")  # placeholders of regions in a tex
 
 @dataclass(frozen=True)
 class Part:
-    """Hold one part of a message. `value`: text, or media as a path inside the data root, the location of its bytes in
-    another file, bytes, or a decoded object. `regions`: the regions that the placeholders (`REGION`) of a text stand
-    for.
+    """Hold one part of a message.
+
+    `value`: a text, or media: a path inside the data root, the location of bytes in another file, bytes, or a decoded
+    object. `regions`: boxes, points or object names, one for each placeholder (`REGION`) in a text.
     """
 
     kind: PartKind

@@ -23,13 +23,13 @@ from tessera.weights.map import WeightMap
 class Passes:
     """Hold how often a training step computes each kind of matrix product of a module.
 
-    It is computed once in the forward pass, once for the gradient of the input if an earlier module is trained, and
-    once for the gradient of the weight if that is trained.
+    A product is computed once in the forward pass, once for the gradient of the input if an earlier module is trained,
+    and once for the gradient of the weight if that is trained.
     """
 
-    weights: float = 3.0  # passes over products with weights
-    attention: float = 3.0  # passes over the QK and AV products of attention
-    first: float = 2.0  # passes over the first product of an encoder, whose input has no gradient
+    weights: float = 3.0  # products with weights
+    attention: float = 3.0  # the QK and AV products of attention
+    first: float = 2.0  # the first product of an encoder, whose input has no gradient
 
 
 # Part of the model ("text", "head", "vision", "projector") -> its passes. Parts without a key are fully trained.
@@ -192,7 +192,7 @@ class ModelSpec:
     # attention counts half of the square. Recomputation, head positions without a label and unused gradients do not
     # count. The step line, benchmarks and the balancing of ranks use it.
     flops: Callable[..., float] | None = None
-    # (config, measures of samples by name, training: Training) -> FLOPs of each sample, by stream. They may be summed
+    # (config, what `measure` returned, training: Training) -> FLOPs of each sample, by stream. They may be summed
     # over the samples of a row.
     work: Callable[..., dict[str, np.ndarray]] | None = None
     # (config, tokens) -> an invented micro-batch with this number of tokens, for forecasts and dry runs.

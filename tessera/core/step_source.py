@@ -36,7 +36,7 @@ class StepSource(ABC):
 
     @abstractmethod
     def next_step(self) -> Sequence[Batch]:
-        """Return the micro-batches of the next step, on the device of this rank. All ranks return equally many."""
+        """Return the micro-batches of the next step, on the device of this rank. All ranks return the same number."""
 
     def close(self) -> None:  # noqa: B027
         """End processes and close files. `start` may be called again."""

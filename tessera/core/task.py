@@ -34,7 +34,7 @@ Counts = Mapping[str, "int | Tensor"]
 
 @dataclass(frozen=True)
 class LossTerm:
-    """Hold one term of the loss: a sum over tokens or samples, the name of their count, and its weight in the loss."""
+    """Hold one term of the loss: its sum over tokens or samples, the name of the count to divide it by, its weight."""
 
     name: str
     sum: Tensor  # a scalar with a gradient
@@ -80,7 +80,7 @@ class Reference(Protocol):
         ...
 
     def tensors(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
-        """Return tensors to add to the batch for `losses`, made from the reference's outputs: log-probabilities."""
+        """Return tensors that `losses` needs, computed from the reference's outputs, such as log-probabilities."""
         ...
 
 
@@ -94,7 +94,7 @@ class FrozenModule:
         if residence == "offloaded":
             pin = devices.supports(device, "pinned_memory")
             self._host = {p: p.data.pin_memory() if pin else p.data for p in module.parameters()}
-            for buffer in module.buffers():  # small: they stay on the device
+            for buffer in module.buffers():  # buffers are small and stay on the device
                 buffer.data = buffer.data.to(device)
 
     @contextmanager
@@ -107,7 +107,7 @@ class FrozenModule:
                 yield self._module
         finally:
             for part in self._module.modules():
-                # FSDP frees gathered weights of the root in backward, but no backward runs here.
+                # Free gathered weights: FSDP frees those of the root only in backward, which does not run here.
                 if isinstance(part, FSDPModule):
                     part.reshard()
             for parameter, on_host in self._host.items():  # frozen weights do not change, so nothing is copied back
@@ -137,7 +137,7 @@ class Task(ABC):
         return {}
 
     def setup(self, components: Mapping[str, FrozenModule], world: World) -> None:  # noqa: B027
-        """Store the frozen models, which have their weights. A rank of a pipeline gets only those of its stages."""
+        """Store the frozen models, which have their weights. A pipeline rank gets only the models of its stages."""
 
     def compile(self) -> None:  # noqa: B027
         """Compile operations of the task. It is called if the run compiles blocks (`parallel.compile`)."""
@@ -157,7 +157,7 @@ class Task(ABC):
 
     @property
     def encode_steps(self) -> int:
-        """Return for how many training steps `encode` runs at once, before the first of them."""
+        """Return how many training steps one call of `encode` covers; it runs before the first of them."""
         return 1
 
     def encode(self, batches: Sequence[Batch]) -> list[Batch]:
@@ -184,7 +184,7 @@ class Task(ABC):
         return batch
 
     def model_inputs(self, batch: Batch) -> Batch:
-        """Return `inputs(batch)` with the names of all outputs that the task reads in `Batch.outputs`."""
+        """Return `inputs(batch)`. Its field `outputs` names all model outputs that the task reads."""
         return replace(self.inputs(batch), outputs=self.reads)
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:

@@ -80,7 +80,7 @@ def _mapped(file: Path, start: int, entry: Mapping[str, Any]) -> np.ndarray:
 
 
 def write_tables(file: Path, arrays: Mapping[str, np.ndarray], about: Mapping[str, str]) -> None:
-    """Write a file of tables atomically. Several processes may write the same file at once."""
+    """Write a file of tables atomically, so that several processes can write the same file at once."""
     file.parent.mkdir(parents=True, exist_ok=True)
     dense = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     with replacing(file) as fresh:

@@ -63,7 +63,7 @@ class Captions:
     tokenizer: str = "tokenizer"
     length: int = 512  # maximum number of tokens of a caption, without the first `skip`
     template: str = "{}"  # text to tokenize; {} stands for the caption
-    blank: str = ""  # replaces an empty caption
+    blank: str = ""  # text in place of an empty caption
     tidy: bool = False  # replace HTML entities by characters and runs of spaces by one space
     skip: int = 0  # number of embeddings to drop at the beginning: the template before the caption
     pad: int | None = None  # the id of padding tokens; None: `pad_token_id` of the encoder's config.json
@@ -166,7 +166,7 @@ class FrameCaptions(Captions):
     word: str = "<image>"  # the word of the template that stands for the frame
     every: int = 1  # stride: the model reads one of this many hidden states of the frame
     mark: str = ""  # the special token that ends a header of the template
-    closing: int = 4  # number of tokens to drop that end with the last `mark`
+    closing: int = 4  # number of tokens that are dropped, of which the last is a `mark`
     frame_tokens: int = 576  # number of tokens of a frame in the encoder
     negative_every: int = 2  # stride over the frame's hidden states for negative prompts; their frame is black
 
@@ -300,7 +300,7 @@ class FrameTextEncoder(TextEncoder):
         embeddings = []
         for state, caption, at in zip(states, cut, places, strict=True):
             marks = (caption == self.mark).nonzero().flatten().tolist()
-            last = marks[-1] if len(marks) > 2 else len(caption) - 1  # truncation may remove the last `mark`
+            last = marks[-1] if len(marks) > 2 else len(caption) - 1  # no last `mark`: truncated
             text = state[more:]  # skip the extra frame tokens, so that caption positions index the states
             parts = [text[reader.skip : last + 1 - reader.closing], text[last + 1 : len(caption)]]
             frame = state[at : at + reader.frame_tokens : every]

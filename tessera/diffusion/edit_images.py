@@ -28,7 +28,7 @@ from tessera.runtime.files import read_json_mapping
 from tessera.weights.layouts import CLASS_NAME, CONFIG_FILE, DiffusersFolder
 
 Size = tuple[int, int]  # width and height, in pixels
-SHOWN, SHOWN_GRIDS = "shown", "shown_grids"  # batch tensors of images to edit: patches uint8 [P, W], grids [N, 3]
+SHOWN, SHOWN_GRIDS = "shown", "shown_grids"  # images to edit: uint8 patches [P, W], (time, rows, columns) [N, 3]
 EMPTY_IDS = "empty_ids"  # batch tensor: token ids of the empty caption with the images of the sample
 SAVED_FILE = "edit_pipeline.json"  # file in run folders: class of the pipeline, and sizes of patches
 _GEOMETRY = {"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2}  # defaults of Qwen2.5-VL

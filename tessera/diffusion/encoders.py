@@ -216,11 +216,10 @@ class Encoders:
     def _embedded(
         self, encoder: TextEncoder, number: int, batch: Batch, captions: Sequence[Tensor], *, with_empty: bool = False
     ) -> tuple[list[TextEmbedding], TextEmbedding]:
-        """Return the embeddings of token ids, with images or frames of the batch. Samples without ids get blank
-        embeddings.
+        """Return embeddings of the token ids `captions` (blank for samples without ids), and of one further caption.
 
-        One additional caption is encoded last: all ranks must call a sharded encoder, even those with only padding. Its
-        embedding is returned second. With `with_empty` it is the empty caption.
+        The further caption lets a rank with only padding call the encoder, which may be sharded. `with_empty`: it is
+        the empty caption; otherwise its embedding has no meaning. Images or frames are those of the batch.
         """
         ids, device = [caption for caption in captions if len(caption)], captions[0].device
         if self.edit_images is not None:
@@ -243,8 +242,10 @@ class Encoders:
     def _own_empty(
         self, encoder: TextEncoder, number: int, batch: Batch, captions: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[int]]:
-        """Return the embeddings of each sample's empty caption, from the first row that differs from the sample's
-        caption, and the index of that row. Attention is causal, so rows before it are equal."""
+        """Return the embeddings of each sample's empty caption from row s on, and s.
+
+        Row s is the first whose token differs from the sample's caption. Attention is causal: earlier rows are equal.
+        """
         empty = self._empty_ids(batch, number, captions)
         embeddings, _ = self._embedded(encoder, number, batch, empty)
         if self.edit_images is not None:
@@ -316,7 +317,7 @@ class Encoders:
 
     @torch.no_grad()
     def references(self, images: Sequence[Image.Image], pixels: int, device: torch.device) -> SampleConditions:
-        """Return images to edit as latent tokens. `pixels`: the area to which each image is resized."""
+        """Encode images to edit, and return their latents as tokens. `pixels`: area to which each image is resized."""
         assert self.edit_images is not None, "images for a model that does not edit were refused"
         edit = replace(self.edit_images, pixels=pixels)
         with self._use(VAE, Autoencoder) as vae:

@@ -148,7 +148,7 @@ class GenerationFamily:
         return torch.randn(self.channels, *shape, generator=generator)
 
     def mix_noise(self, noise: Tensor, image: Tensor | None, frames: int) -> Tensor:
-        """Return the tokens that sampling starts from. `image`: latents of a conditioning first frame as tokens."""
+        """Return the initial tokens of sampling. `image`: latents of a conditioning first frame, as tokens."""
         return noise
 
     def guide(self, with_prompt: Tensor, without: Tensor, scale: float) -> Tensor:

@@ -38,7 +38,7 @@ from tessera.diffusion.feature_folder import (
 from tessera.errors import TesseraError
 from tessera.runtime.files import read_json_mapping, replacing
 
-PLAN = "plan.json"  # settings of the features in an incomplete folder
+PLAN = "plan.json"  # file with the settings of the features until the folder is complete
 
 
 def shard_name(number: int) -> str:

@@ -39,7 +39,7 @@ class ShiftByTokens(Section):
         return self
 
     def shift(self, tokens: int) -> float:
-        """Return the shift of a sample with `tokens` latent tokens."""
+        """Return the shift of timesteps for a sample with `tokens` latent tokens."""
         slope = (self.max_shift - self.base_shift) / (self.max_tokens - self.base_tokens)
         shift = self.base_shift + slope * (tokens - self.base_tokens)
         return math.exp(shift) if self.law == "exponential" else max(shift, 1e-6)
@@ -107,7 +107,7 @@ class TimeOptions(Section):
 
 @dataclass(frozen=True)
 class NoiseLevel:
-    """Hold one noise level: time, shares of sample and noise, and weight in the loss."""
+    """Hold one noise level: its time, the factors of sample and noise in their sum, and its weight in the loss."""
 
     time: float  # from 0 to 1000
     clean_share: float
@@ -116,14 +116,14 @@ class NoiseLevel:
 
 
 class NoiseLevels:
-    """Draw noise levels by the options."""
+    """Draw noise levels according to `TimeOptions`."""
 
     def __init__(self, options: TimeOptions, objective: Objective) -> None:
         self._options, self._objective = options, objective
         self._signal = [] if objective == "flow" else options.betas.signal_shares(options.steps or TIMES).tolist()
 
     def draw(self, chance: Random, tokens: int) -> NoiseLevel:
-        """Return a random level for a sample with `tokens` latent tokens."""
+        """Return a random noise level for a sample with `tokens` latent tokens."""
         return self.at(self._position(chance), tokens)
 
     def at(self, position: float, tokens: int) -> NoiseLevel:
@@ -181,8 +181,10 @@ def _bell(sigma: float) -> float:
 
 @functools.lru_cache(maxsize=256)
 def _gaussian_scale(shift: float, steps: int) -> tuple[float, float]:
-    """Return the minimum of the loss weights over a schedule, and the mean of weights minus this minimum, as in
-    trainers of Wan."""
+    """Return the minimum of `_bell` over a schedule, and the mean of `_bell` minus the minimum.
+
+    They normalise the loss weights `gaussian`, as in trainers of Wan.
+    """
     bases = [1 - number / steps for number in range(steps)]
     heights = [_bell(shift * base / (1 + (shift - 1) * base)) for base in bases]
     lowest = min(heights)

@@ -99,7 +99,7 @@ class GenerationProcessor:
 
     @cached_property
     def sampling(self) -> VideoSampling:
-        """Return the rule that selects frames of a video: one frame, then a multiple of the VAE's time stride."""
+        """Return how frames of a video are sampled: their number is 1 plus a multiple of the VAE's time stride."""
         time = 1 if self.stride is None else self.stride[0]
         return VideoSampling(self.options.fps, 1, self.options.num_frames, multiple=time, rule="pace")
 
@@ -409,8 +409,7 @@ class GenerationProcessor:
     def hole(self, id: str, length: int, like: Mapping[str, Tensor] | None = None) -> EncodedMedia:
         """Return a sample of zeros in place of an unreadable sample.
 
-        `like`: stored features with zero rows, which give the widths and dtypes of tensors; a batch may contain only
-        unreadable samples.
+        `like`: stored features without rows, which define widths and dtypes: all samples of a batch may be unreadable.
         """
         counts = {"clean": length, "condition": length, "pooled": 1}
         empty = {} if like is None else like

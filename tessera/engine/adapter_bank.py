@@ -28,7 +28,7 @@ _TOKENS = 4096  # initial number of rows of `_others`, one for each token of a c
 
 
 class AdapterBank:
-    """Hold LoRA adapters by name, and apply a different one to each row of a batch.
+    """Hold LoRA adapters by name, and apply to each row of a batch the adapter that its request selects.
 
     If no adapter is loaded or selected, the model computes exactly what it computes without a bank. A layer gets
     storage for adapters when the first adapter for it is loaded, and keeps it. So loading and unloading adapters of the
@@ -92,7 +92,7 @@ class AdapterBank:
         self._install(name, self._slots.index(None), self._checked(folder))
 
     def unload(self, name: str) -> None:
-        """Free the slot of an adapter. No row of a later call may use it."""
+        """Free the slot of an adapter, which must not be selected any more."""
         self._slots[self._slot(name)] = None
         self.selection = None
 

@@ -54,7 +54,7 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def match(self, keys: Iterable[bytes]) -> list[int]:
-        """Return the blocks of the longest prefix with stored blocks, and add a user to each."""
+        """Return the stored blocks of the longest matching prefix, and add a user to each."""
         blocks = []
         for key in keys:
             block = self._with_key.get(key)
@@ -73,7 +73,7 @@ class BlockPool:
             self._with_key[key] = block
 
     def discard(self, blocks: Iterable[int]) -> list[int]:
-        """Return the free blocks among these. No later request can reuse their contents."""
+        """Return which of these blocks are free, and let no later request reuse their contents."""
         free = [block for block in blocks if not self._users[block]]
         for block in free:
             self._forget(block)

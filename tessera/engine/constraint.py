@@ -28,7 +28,7 @@ _SECONDS, _GIB = 3, 4  # limits of CPU time and memory to compile a constraint
 _MOST_GRAMMARS = 32  # limit of compiled grammars in the cache
 _LARGEST_MULTIPLE = 50_000  # limit of `multipleOf`, whose automaton has this many states
 _MOST_LEXER_STATES = 50_000  # limit of lexer states per answer, which take 1 to 2 kB each
-_STEP_FUEL = 100_000  # limits a step to about 10 ms, and the memory of its expressions
+_STEP_FUEL = 100_000  # llguidance's limit of work per token: about 10 ms, and bounded memory
 # White space between the elements of JSON. Without a limit, a weak model may fill the rest of its answer with it.
 _BLANKS = {"whitespace_pattern": r"\n?[ ]{0,32}"}
 _LONGEST_MESSAGE = 300  # maximum characters of an llguidance error in a message, since such errors repeat the grammar
@@ -124,7 +124,7 @@ class Matcher:
         self._words = -(-vocabulary // 32)
 
     def fill(self, mask: Tensor) -> None:
-        """Write the tokens that may follow as bits into a row of a mask: int32, contiguous, on the host."""
+        """Write the allowed next tokens as bits into a row of a mask: int32, contiguous, on the host."""
         count = mask.numel()
         if count == self._words:
             self._matcher.unsafe_compute_mask_ptr(mask.data_ptr(), count * 4)
@@ -139,7 +139,7 @@ class Matcher:
 
     @property
     def finished(self) -> bool:
-        """Whether the answer is complete, and nothing but a stop token may follow."""
+        """Return whether the answer is complete, and nothing but a stop token may follow."""
         return bool(self._matcher.is_stopped())
 
     def _check(self) -> None:

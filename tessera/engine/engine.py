@@ -1,6 +1,6 @@
 """Answer requests that join and leave at any step, with one model and one paged KV cache.
 
-A step plans and starts one call of the model, then reads the tokens of the call before: the device computes while the
+A step plans and starts one call of the model, then reads the tokens of the previous call: the device computes while the
 host handles text. So a row that has ended runs once more, and its last token is dropped.
 """
 
@@ -126,7 +126,7 @@ class Engine:
         """Let a prepared request wait for its turn, and return its number."""
         self.check_room()
         adapter = state.request.adapter
-        self._check_adapter(state.request)  # it may have been unloaded or replaced since `prepare`
+        self._check_adapter(state.request)  # the adapter may have been unloaded or replaced since `prepare`
         state.root = f"{adapter} {self._versions.get(adapter, 0)} {self._versions.get(None, 0)}"
         self._states[state.number] = state
         if state.request.max_new_tokens == 0 and state.request.prompt_logprobs is None:
@@ -189,7 +189,7 @@ class Engine:
 
     @torch.no_grad()
     def step(self) -> list[Delta]:
-        """Run one call of the model, and return the deltas of all requests that the call before has extended."""
+        """Run one call of the model, and return the deltas of all requests that the previous call has extended."""
         try:
             self._step()
         except Exception as error:
@@ -235,7 +235,7 @@ class Engine:
                 state.in_sampler = True
         if rows:
             numbers = [state.row for state in rows if state.row is not None]
-            every = next(iter(masks.values()), None)  # also stacked for rows without a constraint, which do not read it
+            every = next(iter(masks.values()), None)  # any mask, for rows without a constraint, which do not read it
             stacked = None if every is None else torch.stack([masks.get(state, every) for state in rows])
             on_device = None if stacked is None else stacked.to(self.model.device, non_blocking=True)
             flight.take(self._sampler.sample(flight.logits, numbers, on_device))
@@ -354,7 +354,7 @@ class Engine:
 
     @property
     def adapters(self) -> Sequence[str]:
-        """Return the names of the loaded adapters, which new requests may use."""
+        """Return the names of the loaded adapters that new requests can use."""
         return () if self._bank is None else [name for name in self._bank.names if name not in self._leaving]
 
     def load_adapter(self, name: str, folder: str | Path) -> None:

@@ -80,7 +80,7 @@ class DecodeGraphs:
     def clear(self) -> None:
         """Drop captured calls.
 
-        Needed after modules or the memory of weights were replaced, but not after new values.
+        Needed after modules or the memory of weights were replaced, but not after weights got new values.
         """
         self._captured.clear()
 

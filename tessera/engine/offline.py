@@ -1,5 +1,5 @@
-"""Answer prompts that are all known, with an engine of their own whose cache is dropped afterwards, or kept for the
-turns of a conversation."""
+"""Answer a fixed list of prompts with a private engine, whose cache is dropped afterwards or kept for the next turn of
+a conversation."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 The host never waits for the device here: it skips work by what it knows from the requests alone. A random number is a
 hash of seed, index of the token in the answer, and token id, in integer arithmetic. It is the same on every device. All
 other operations are elementwise, a maximum, or sums of integers, whose results do not depend on the order. So a
-row with the same logits gets the same tokens alone, beside any other rows, and after preemption.
+row with the same logits gets the same tokens alone, together with any other rows, and after preemption.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Sampled:
 
     tokens: Tensor  # [n] int64
     not_finite: Tensor  # [n] bool: the logits have NaN or +inf, or are all -inf; the token is meaningless
-    logprobs: Tensor | None = None  # [n] float32; None: no row asked
-    top_values: Tensor | None = None  # [n, k] float32; None: no row asked
+    logprobs: Tensor | None = None  # [n] float32; None: no row needs them
+    top_values: Tensor | None = None  # [n, k] float32; None: no row needs them
     top_tokens: Tensor | None = None  # [n, k] int64
     ranks: Tensor | None = None  # [n] float32: 1 + number of tokens with a larger logit
 

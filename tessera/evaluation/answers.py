@@ -85,7 +85,7 @@ class BenchmarkAnswers:
                 progress.count()
 
     def row(self, number: int, question: BenchmarkQuestion, answer: Answer | None) -> Row:
-        """Return the row of an answer. None: the model could not answer, which counts as an empty answer."""
+        """Return the row of an answer. `answer` None: the model could not answer, which counts as an empty answer."""
         text = "" if answer is None else answer.text
         mark = self.benchmark.metric.mark(text, question)
         return {
@@ -141,7 +141,7 @@ def media_row(sample: Sample, root: Path) -> Row:
             try:
                 with opened(value, root, part.kind) as media:
                     hash_blocks(content, media.file, size_of(media.file))
-            except TesseraError as error:  # a folder of frames, or a URL
+            except TesseraError as error:  # `value` is not a file, such as a folder of frames or a URL
                 content.update(str(error.code).encode())
     return {"media": content.hexdigest()[:16]} if count else {}
 

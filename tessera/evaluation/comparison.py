@@ -113,7 +113,7 @@ def metric_of_result(result: Result) -> AnswerMetric:
 
 
 def pairs_of(first: list[Row], second: list[Row]) -> list[tuple[Row, Row]]:
-    """Return the answers to the questions that both evaluations have marked."""
+    """Return the answers, as pairs, to the questions that both evaluations have scored."""
     others = {(row["index"], row.get("id")): row for row in second if "unusable" not in row}
     marked = ((row, others.get((row["index"], row.get("id")))) for row in first if "unusable" not in row)
     return [(row, other) for row, other in marked if other is not None and row.get("expected") == other.get("expected")]

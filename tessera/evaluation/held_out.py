@@ -132,9 +132,10 @@ def held_out_benchmark(
     trust: Trust,
     folder: Path | None = None,
 ) -> HeldOutBenchmark:
-    """Return the benchmark of chat samples. `metric`: None is `exact`; a file is relative to the working folder.
+    """Return the benchmark of chat samples.
 
-    `folder`: the run whose recipe names the metric; None: the user of this process names it.
+    `metric`: a name, or `file.py:function` with a path relative to the working folder; None: `exact`. `folder`: the
+    folder of the run whose recipe sets the metric; None: the command or the caller sets it.
     """
     chosen, base = metric or DEFAULT_METRIC, None
     check_metric(chosen, where)

@@ -54,7 +54,7 @@ class PairedTest:
 
 
 def value_table(marks: Sequence[Mapping[str, float]]) -> tuple[list[str], np.ndarray]:
-    """Return the names of values, and [questions, names]. A value that a mark lacks is 0."""
+    """Return the names of all values, and an array [questions, names] of them. Values that a mark lacks are 0."""
     names = list(dict.fromkeys(name for mark in marks for name in mark))
     rows = [[mark.get(name, 0.0) for name in names] for mark in marks]
     return names, np.array(rows, dtype=np.float64).reshape(len(marks), len(names))
@@ -123,7 +123,7 @@ def mcnemar(better: int, worse: int) -> float:
 
 
 def _without_spread(value: float, units: int) -> Estimate:
-    """Return the estimate if the variance is unknown: for a single question, or for several with the same mark."""
+    """Return the estimate for a single question, or for several with equal marks: their variance is unknown."""
     return Estimate(value, *_wilson(value, units, _z())) if 0 <= value <= 1 else Estimate(value, value, value)
 
 
@@ -143,9 +143,9 @@ def _wilson(share: float, count: float, z: float) -> tuple[float, float]:
 
 
 def _quantiles(resampled: np.ndarray, units: int) -> tuple[float, float]:
-    """Return quantiles of resampled scores.
+    """Return the bounds of the 95 % interval: quantiles of resampled scores.
 
-    For few questions they are wider, as a t-interval is wider than a normal one.
+    For few questions the quantiles are farther out, as a t-interval is wider than a normal one.
     """
     if units < 2:
         return float(resampled.min()), float(resampled.max())
@@ -155,7 +155,7 @@ def _quantiles(resampled: np.ndarray, units: int) -> tuple[float, float]:
 
 
 def _paired_interval(better: int, worse: int, units: int) -> tuple[float, float]:
-    """Return the interval of Bonett and Price for a difference of paired proportions; it adds 1 to both counts."""
+    """Return the interval of Bonett and Price for a difference of paired proportions, which adds 1 to both counts."""
     up, down = (better + 1) / (units + 2), (worse + 1) / (units + 2)
     half = _z() * math.sqrt(max(0.0, up + down - (up - down) ** 2) / (units + 2))
     return max(-1.0, up - down - half), min(1.0, up - down + half)
@@ -203,9 +203,9 @@ def _resampled(values: np.ndarray) -> np.ndarray:
 
 
 def _exchanged(before: np.ndarray, after: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield the means of both models `RESAMPLES` times, with their answers to a random half of questions exchanged.
+    """Yield the means of both models `RESAMPLES` times; each time, about half of the questions exchange their marks.
 
-    If both models are equally good, these are as likely as the means themselves, for any number of questions.
+    If both models are equally good, exchanged means are as likely as the original ones, for any number of questions.
     """
     generator, units = np.random.default_rng(_SEED), len(before)
     delta, means = after - before, np.concatenate([before.mean(axis=0), after.mean(axis=0)])

@@ -29,7 +29,7 @@ from tessera.version import __version__, package_versions
 _PARTS, _PART_BYTES = 16, 1 << 16  # for each large file, 16 evenly spaced blocks of 64 KiB are hashed
 _NOT_SETTINGS = ("encoder", "train_on", "last_only", "template", "config")  # not settings, or hashed separately
 
-_NAMES = ("task", "source", "files")  # keys of `task` and `task.data` that name what other keys contain or hash
+_NAMES = ("task", "source", "files")  # keys of `task` and `task.data` with names, whose content other keys have or hash
 
 
 class Digest(Protocol):
@@ -149,7 +149,7 @@ def compared(protocol: Mapping[str, Any]) -> dict[str, Any]:
 def protocol_differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return differences that make results incomparable.
 
-    Processors of different families always differ: ignore them.
+    Settings of processors are ignored if the families differ, because they always differ then.
     """
     parts = [compared(each) for each in (first, second)]
     processing = [part.get("processing", {}) for part in parts]

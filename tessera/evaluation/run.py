@@ -163,7 +163,7 @@ def protocol_of(
 
 
 def answers_path(out: Path, title: str) -> Path:
-    """Return the path of the answers to a benchmark. Titles of task files may contain anything."""
+    """Return the path of the answers to a benchmark. Characters of its title that file names cannot have become "-"."""
     return out / f"answers-{re.sub(r'[^A-Za-z0-9_.+-]+', '-', title)[:80]}.jsonl"
 
 
@@ -218,7 +218,8 @@ def _nothing_measured(benchmark: Benchmark, problems: Sequence[str], refusals: S
     return TesseraError(
         f"no question of {benchmark.title} could be asked: {reasons}",
         where=str(benchmark.root),
-        fix="check the files of the benchmark and the folder of its media: --root FOLDER",
+        fix="check the files of the benchmark and the folder of its media: --root FOLDER; if the model takes another "
+        "prompt, choose the variant for it, such as librispeech:whisper",
         code="evaluation.no-usable-sample",
     )
 

@@ -176,7 +176,7 @@ class ModelScope:
         return Path(os.environ.get("MODELSCOPE_CACHE") or "~/.cache/modelscope").expanduser().absolute()
 
     def _folder(self, id: HubId) -> Path:
-        """Return the folder for one commit. In the library's own folder, a new commit replaces files of the old one."""
+        """Return a folder per commit. In modelscope's default folder a new commit overwrites files of the old one."""
         return self.cache / "tessera" / f"{id.kind}s" / id.name / str(id.revision)
 
     def listing(self, id: HubId) -> Listing:

@@ -34,7 +34,7 @@ class LoadedAdapters:
     adapters: Adapters
     tensors: Mapping[str, Tensor]
     base: Path | None  # folder of the base model
-    saved: Sequence[str] = ()  # names of parameters that were trained in full beside the adapters
+    saved: Sequence[str] = ()  # names of parameters that were trained in full in addition to the adapters
 
 
 def bank_of(model: LoadedModel, *, slots: int = 8, rank: int | None = None) -> AdapterBank:

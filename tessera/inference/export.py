@@ -27,6 +27,7 @@ from tessera.core.spec import ModelSpec, Processor
 from tessera.errors import TesseraError
 from tessera.inference.export_record import write_record
 from tessera.inference.proof import Prove, prove_folder
+from tessera.inference.weight_source import published_folder
 from tessera.lora.factors import merge_adapter
 from tessera.lora.select import Adapters, factor_names, is_factor, weight_names
 from tessera.models import is_original
@@ -94,8 +95,13 @@ def export_folder(
         )
     stored = {name: tensor for name, tensor in tensors.items() if not is_factor(name)}
     prepare = (lambda name, weight: merge_adapter(name, weight, tensors, merged)) if merged else None
-    with gathered(stored, prepare) as native:
-        target = trained_target(spec, model_config, weight_map, native.blanks(), processor, files, base)
+    others = published_folder(base) if weight_map.other_parts else None
+    with gathered(stored, prepare, others, weight_map.other_parts) as native:
+        blanks = native.blanks()
+        trained = {name: blank for name, blank in blanks.items() if not name.startswith(weight_map.other_parts)}
+        if len(trained) < len(blanks):  # tensors of other parts keep their names
+            weight_map = replace(weight_map, same_names=True)
+        target = trained_target(spec, model_config, weight_map, trained, processor, files, base)
         if quantize is not None:
             target = quantized_target(target, weight_map, quantize, native.blanks(), str(folder))
         job = folder_job(native, target, weight_map, spec, model_config, base=base, prove=prove)

@@ -1,4 +1,4 @@
-"""Prepare prompts beside the process that drives the device: read and decode media, apply the chat template, tokenize.
+"""Prepare prompts while another thread drives the device: read and decode media, apply the chat template, tokenize.
 
 Conversations with media are prepared in worker processes with memory limits. An image that kills its worker costs only
 its own prompt. Conversations without media are prepared in threads: tokenizing takes less time than a message to

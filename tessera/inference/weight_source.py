@@ -79,6 +79,13 @@ def saved_config(folder: Path) -> dict[str, Any] | None:
     return config
 
 
+def published_folder(path: Path | None) -> Path | None:
+    """Return the folder that a run or a checkpoint started from; a folder itself; None if a run started without."""
+    while path is not None and (path / CONFIG).is_file():
+        path = load_config(read_saved(path / CONFIG)).model.path
+    return path
+
+
 Origin = Literal["folder", "adapters", "run", "checkpoint"]
 
 

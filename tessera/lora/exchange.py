@@ -47,7 +47,7 @@ _ALPHA = ".alpha"
 
 
 def find_adapter_file(path: Path) -> Path | None:
-    """Return the file of adapter weights: `path`, or the file in this folder; None if `path` is neither."""
+    """Return the file of adapter weights: `path`, or a file in the folder `path`; None if there is none."""
     if path.is_file():
         return path if path.suffix == ".safetensors" and any(_KEY.fullmatch(key) for key in _keys(path)) else None
     if is_adapter_folder(path):
@@ -92,7 +92,7 @@ class StoredAdapters:
     norms: Mapping[str, Tensor] = field(default_factory=dict)  # layer -> row norms of DoRA
 
     def factors(self, names: Mapping[str, str], weight_map: WeightMap) -> dict[str, Factors]:
-        """Return the adapters by canonical names (see `factors`). `names`: layer in the file -> its canonical name."""
+        """Return canonical layer name -> adapter. `names`: layer in the file -> its canonical name."""
         modules = {layer: in_memory(name, weight_map) for layer, name in names.items()}
         stated: Mapping[str, tuple[float, float]] = {}
         if self.config is not None:
@@ -262,7 +262,7 @@ def parts_in(path: Path) -> set[str]:
 
 
 def _stripped(names: Sequence[str], part: str, where: str) -> tuple[str, dict[str, str]]:
-    """Return the name prefix of a file, and name -> name without it. Names of the other expert are left out."""
+    """Return the prefix of a file's names, and name -> name without prefix, for the expert `part` only."""
     texts = [name for name in names if name.startswith(_TEXT_ENCODERS)]
     if texts:
         raise TesseraError(

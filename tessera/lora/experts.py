@@ -45,7 +45,7 @@ def wrapper_names(parameters: Mapping[str, Factors]) -> dict[str, str]:
 def take_experts(
     stored: StoredAdapters, experts: Mapping[str, tuple[str, ...]], weight_map: WeightMap
 ) -> tuple[dict[str, Factors], StoredAdapters]:
-    """Split stored adapters into those of experts, by their paths in Tessera's model, and the rest.
+    """Split stored adapters: return the adapters of experts, by path in Tessera's model, and all other adapters.
 
     `experts`: path of a possible expert adapter -> the weights that it adapts; see `expert_paths`.
     """

@@ -76,7 +76,7 @@ def save_adapters(
         for form in dict.fromkeys(forms):
             if form in ("peft", "diffusers"):
                 modules = to_foreign(native, weight_map, str(folder))
-                # `tensors` may be one pipeline stage: other stages have modules with the same name endings.
+                # `tensors` may be those of one pipeline stage: other stages also have modules with these name endings.
                 others = all_modules(tensors, weight_map)
                 kind = "SEQ_CLS" if reward else "CAUSAL_LM" if language and takes_tokens else None
                 config = make_config(modules, others, base, dropout, kind, modules_to_save, experts, every_expert)

@@ -219,7 +219,7 @@ def _without_idle_ranks(factors: Factors) -> Factors:
 
 def check_operation(op: Operation, path: str, where: str) -> None:
     """Raise if the layer is not a linear layer in the target format."""
-    if not (_of_outputs(op) or isinstance(op, ColumnsByHead)):  # reordered columns are handled in matrix A
+    if not (_of_outputs(op) or isinstance(op, ColumnsByHead)):  # column order affects only A
         raise TesseraError(
             f"{path} is not a linear layer in this format ({type(op).__name__}): its adapter cannot be translated",
             where=where,

@@ -132,7 +132,7 @@ def ranks_and_alphas(config: Mapping[str, Any], modules: Collection[str], where:
 def _by_pattern(
     config: Mapping[str, Any], key: str, modules: Collection[str], default: Any, where: str
 ) -> dict[str, Any]:
-    """Return the value of `config[key]` for each module: that of the first pattern that matches the end of its name.
+    """Return the value of each module in `config[key]`: the value of the first pattern that matches the name's end.
 
     The match begins after a dot. Modules without a matching pattern get `default`. This is PEFT's rule.
     """

@@ -20,7 +20,7 @@ from tessera.optim.optimizer import build_optimizer
 
 
 def prepare_process(ranks: int) -> None:
-    """Let MindSpore run operators as they are called, and join its process group if there are several ranks."""
+    """Set MindSpore to eager mode (PyNative), and join its process group if there are several ranks."""
     ms.set_context(mode=ms.PYNATIVE_MODE)
     if ms.get_context("device_target") == "CPU":
         # Launch operators synchronously: waiting threads would take the cores from operators. Steps are 10 times as
@@ -46,7 +46,7 @@ def serve_scheduler() -> NoReturn:
 def build_parts(
     module: nn.Module, section: OptimSection, ranks: int
 ) -> tuple[MindSporeEngine, torch.optim.Optimizer, Callable[[], torch.Tensor]]:
-    """Return the engine, the optimizer, and the function that clips gradients, in place of torch's.
+    """Return the engine, the optimizer, and the function that clips gradients. They replace those of torch.
 
     `module`: the torch module on the host, whose weights may be filled later."""
     prepare_process(ranks)

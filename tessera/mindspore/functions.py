@@ -16,7 +16,7 @@ import torch
 from mindspore import ops
 
 Tensor = Any  # mindspore.Tensor: the package has no type annotations
-JOINED = 512  # tokens of segments that share one masked attention product
+JOINED = 512  # maximum number of tokens of segments that share one masked attention product
 
 
 def from_torch(tensor: torch.Tensor) -> Tensor:
@@ -84,8 +84,8 @@ class Spans:
 
     @staticmethod
     def of(lengths: Sequence[int], causal: bool, dtype: torch.dtype) -> Spans:
-        """Return the spans of segments. Short segments share a span: one masked product of all of them costs less than
-        the calls for each."""
+        """Return the spans of segments. Short segments share a span, because one masked product for all of them costs
+        less than a call for each."""
         spans: list[list[int]] = []
         for length in lengths:
             if spans and sum(spans[-1]) + length <= JOINED:
@@ -114,7 +114,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     length, heads, size = q.shape
     shared = k.shape[1]
-    grouped = ops.transpose(q.reshape(length, shared, heads // shared, size), (1, 2, 0, 3))  # [KV, G, L, D]
+    # [KV, G, L, D], with G query heads for each key-value head
+    grouped = ops.transpose(q.reshape(length, shared, heads // shared, size), (1, 2, 0, 3))
     keys = ops.transpose(k, (1, 2, 0)).expand_dims(1)  # [KV, 1, D, L]
     values = ops.transpose(v, (1, 0, 2)).expand_dims(1)  # [KV, 1, L, D]
     scores = ops.matmul(grouped, keys) / math.sqrt(size)

@@ -94,7 +94,7 @@ class Network:
     # ------------------------------------------------------------------------------------------ inputs
 
     def inputs(self, batch: Batch, dtype: torch.dtype) -> LossInputs:
-        """Return the inputs for `loss`. `dtype`: of angles and pixels, that of the weights."""
+        """Return the inputs for `loss`. Angles and pixels are cast to `dtype`, the dtype of the weights."""
         labels, trained = batch["labels"], batch.get("trained")
         trained = torch.nonzero(labels != IGNORE).flatten() if trained is None else trained
         angles = self._text.rope.angles(batch["positions"])

@@ -22,7 +22,7 @@ class DeviceState:
     def __init__(self, module: nn.Module) -> None:
         """Store the torch module of the run. `load` copies its tensors to this state."""
         self._module = module
-        self.weights: dict[str, Tensor] = {}  # trained ones are parameters, for `mindspore.value_and_grad`
+        self.weights: dict[str, Tensor] = {}  # `Parameter` if trained, for `mindspore.value_and_grad`
         self.moments: dict[str, tuple[Tensor, Tensor]] = {}
         self.gradients: dict[str, Tensor] = {}  # gradients of the current step
 

@@ -33,7 +33,7 @@ FOREIGN = "transformers"  # name of the family that runs classes of transformers
 def family_of(model_type: str, *, with_code: bool = False) -> ModelSpec:
     """Return the model family that reads folders with this `model_type` (or diffusers class) in config.json.
 
-    If no family does, return the family `transformers`, provided that the installed library has a class for the type.
+    Without such a family, return the family `transformers` if the installed transformers has a class for the type.
     `with_code`: config.json has an `auto_map`, which names Python code in the folder; that code is never run.
     """
     types: list[str] = []
@@ -109,7 +109,7 @@ def stored_head(section: ModelSection, spec: ModelSpec) -> Literal["language", "
 
 
 def fresh_names(section: ModelSection, spec: ModelSpec) -> frozenset[str]:
-    """Return the names of the parameters that the weights at `model.path` lack: the head of a new reward model."""
+    """Return the names of parameters that the weights at `model.path` lack. Only a new reward head may be missing."""
     begins = spec.gives(REWARDS) and section.path is not None and stored_head(section, spec) != "reward"
     return frozenset({HEAD} if begins else ())
 

@@ -67,7 +67,7 @@ def _computed_in(module: nn.Module) -> torch.dtype | None:
 
 
 class Arguments:
-    """Turn the tensors of a batch into keyword arguments of `forward`. Raise if a tensor has no parameter there.
+    """Turn the tensors of a batch into keyword arguments of `forward`. Raise if `forward` lacks a parameter for one.
 
     Tensors with a dot in their name (`loss.labels`) belong to the task and are left out.
     """

@@ -22,7 +22,7 @@ from tessera.nn.causal_lm import LanguageModel
 from tessera.nn.decoder import DecoderLayer, DecoderShape, TextDecoder
 from tessera.nn.layers import RMSNorm, TokenEmbedding
 
-CODES = "codes"  # batch tensor [codebooks, T]: codes that are read at each position; IGNORE: none
+CODES = "codes"  # batch tensor [codebooks, T]: input codes of each position; IGNORE: none
 NEXT_CODES = "next_codes"  # batch tensor [codebooks, T]: codes of the frame that follows; IGNORE: none
 CODED = "coded"  # batch tensor [N]: positions at which the codes of the next frame are trained on
 CODE_OUTPUTS = "codes.{*}"  # pattern of the names of outputs with the logits of a codebook
@@ -59,13 +59,17 @@ class DepthDecoder(nn.Module):
     """Predict the codes of a frame, codebook by codebook, from the hidden state that predicts its first code.
 
     The sequence of a frame is the hidden state, then the embeddings of its codes but the last. Position g predicts
-    codebook g; position 0 predicts nothing, because the main head does.
+    codebook g; position 0 predicts nothing, because the main head predicts codebook 0.
     """
 
-    def __init__(self, shape: DecoderShape, sizes: Sequence[int], codes: CodeEmbedding, projected: bool) -> None:
-        """`sizes`: number of codes in each codebook. `projected`: inputs are projected to the decoder's width."""
+    def __init__(
+        self, shape: DecoderShape, sizes: Sequence[int], codes: CodeEmbedding, projected: bool, shared: bool = True
+    ) -> None:
+        """`sizes`: number of codes in each codebook. `projected`: inputs are projected to the decoder's width.
+        `shared`: `codes` is the table of the text decoder; otherwise it is a parameter of the depth decoder."""
         super().__init__()
-        self._codes = (codes,)  # in a tuple, so that it is not registered as a submodule; see `TiedHead`
+        self._codes = (codes,)  # in a tuple, so that a shared table is not registered as a submodule; see `TiedHead`
+        self.codes = None if shared else codes
         self.shape = shape
         self.proj = nn.Linear(codes.embedding_dim, shape.hidden, bias=False) if projected else None
         self.layers = nn.ModuleList(DecoderLayer(shape) for _ in range(shape.layers))
@@ -149,7 +153,7 @@ class SpeechModel(LanguageModel):
             return outputs
         coded, following = batch[CODED], batch[NEXT_CODES]
         states, read = hidden.index_select(0, coded), following.index_select(1, coded)[:-1]
-        if not coded.shape[0]:  # ranks with frames wait for this one in collectives
+        if not coded.shape[0]:  # other ranks may have frames and wait in a collective
             states, read = hidden[:1] * 0, following.new_zeros(following.shape[0] - 1, 1)
         decoded = self.depth(states, read)
         for number, head in enumerate(self.depth.heads, 1):

@@ -80,7 +80,7 @@ class GatedMLP(FusedLayers):
 
 
 class SharedExpert(nn.Module):
-    """Compute an MLP that all tokens use beside their experts. Each token weighs its output by a sigmoid."""
+    """Compute an MLP that all tokens use beside their experts. A sigmoid of each token scales its output."""
 
     def __init__(self, hidden: int, intermediate: int) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class DecoderLayer(nn.Module):
         return groups if plain else []
 
     def decode_weights(self) -> LayerWeights | None:
-        """Return the weights for `decode_layers`, or None if the layer is not plain or its weights are not joined."""
+        """Return the weights for `decode_layers`, or None if the layer has adapters, is sharded or not joined."""
         groups = self.projections()
         weights = [adjacent([linear.weight for linear in group]) for group in groups]
         if not groups or any(weight is None for weight in weights):

@@ -22,12 +22,12 @@ NEEDS: dict[str, Any] = {
     "traced": False,
 }
 _MASK = 2048  # side of the compressed causal mask, for sequences of any length
-_CAUSAL = 3  # sparse mode: the compressed mask, aligned with the last query and the last key
+_CAUSAL = 3  # sparse mode of the operator: compressed causal mask, in which the last query sees the last key
 _MOST_SEGMENTS = 1024  # limit on the segments of one call
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    if x.dtype != weight.dtype or x.numel() == 0:  # the operator takes one dtype
+    if x.dtype != weight.dtype or x.numel() == 0:  # the operator needs equal dtypes
         return F.rms_norm(x, weight.shape, weight, eps)
     out: Tensor = torch.ops.npu.npu_rms_norm(x, weight, epsilon=eps)[0]
     return out

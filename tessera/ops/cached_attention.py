@@ -77,7 +77,7 @@ def _triton(q: Tensor, keys: Tensor, values: Tensor, step: CacheStep, scale: flo
 
 
 def _chunks(q: Tensor, keys: Tensor, values: Tensor, step: CacheStep, scale: float) -> Tensor:
-    """Return the attention of rows with several new tokens, which come after the others."""
+    """Return the attention of rows with several new tokens. They come after the rows with one new token."""
     single = step.single
     k, v = _rows(keys, values, step, slice(single, step.rows))
     starts, longest = step.segments.bounds[single:], step.segments.longest

@@ -45,7 +45,7 @@ def packed_cross_attention(
 
 
 def _apart(q_segments: Segments, k_segments: Segments) -> bool:
-    """Return whether no segment has both queries and keys, if the host knows it.
+    """Return whether no segment has both queries and keys; False if the host does not know the lengths.
 
     Compiled code returns False: it would otherwise be compiled again for every number of segments.
     """

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class LinearLaunch(NamedTuple):
-    """Choose how `vector_linear_kernel` is launched."""
+    """Hold launch settings of `vector_linear_kernel`."""
 
     outputs: int  # rows of the weight that a thread block reads
     inputs: int  # elements of each row that it reads at once

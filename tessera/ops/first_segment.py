@@ -42,7 +42,10 @@ def supports_here(device: torch.device, what: str) -> bool:
 def first_segment_attention(
     q: Tensor, k: Tensor, v: Tensor, first: tuple[int, int], scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return attention [T, H, D] within both segments, without a mask, and flat log-sum-exp. No autograd."""
+    """Return attention [T, H, D] within the first segment and within the rest, without a mask or autograd.
+
+    Also return log-sum-exp, flat.
+    """
     at, key_at = first
     rows = [x[None, :end].transpose(1, 2) for x, end in ((q, at), (k, key_at), (v, key_at))]
     out, lse = cudnn_attention_forward(rows[0], rows[1], rows[2], False, scale)

@@ -79,7 +79,7 @@ def adapted_linear(x: Tensor, product: Tensor, a: Tensor, b: Tensor, scale: floa
 def without_slots(low: Tensor, others: Tensor) -> Tensor:
     """Set inner values of adapters, [tokens, slots x rank], to zero where `others` [tokens, slots] is True.
 
-    Values that are not finite become zero, too: an adapter cannot change the rows of others.
+    This also removes NaN and infinity, so a damaged adapter cannot change tokens that do not use it.
     """
     return low.view(len(low), others.shape[1], -1).masked_fill(others.unsqueeze(-1), 0.0).flatten(1)
 

@@ -161,7 +161,7 @@ class _ChunkedLoss(torch.autograd.Function):
         hidden_grad, rows_grad = ctx.saved_tensors
         if hidden_grad is not None:
             hidden_grad = (hidden_grad.float() * grads[0]).to(hidden_grad.dtype)
-        if rows_grad is not None:  # in one step to the final dtype, because it is as large as the vocabulary
+        if rows_grad is not None:  # cast in the same step: this gradient is as large as the head
             rows_grad = torch.mul(rows_grad, grads[0], out=torch.empty_like(rows_grad, dtype=ctx.rows_dtype))
         return hidden_grad, rows_grad, None, None, None, None, None
 

@@ -24,7 +24,7 @@ _ALIGNMENT = 16  # required alignment of a row in grouped kernels, in bytes
 
 @dataclass(frozen=True)
 class ExpertOrder:
-    """Hold the permutation that sorts choices by expert. The choices of token t are t * k ... t * k + k - 1."""
+    """Hold the permutation that sorts choices by expert. Token t has the choices t * k to t * k + k - 1."""
 
     order: Tensor  # [N] int64: argsort by expert: index of the (token, expert) choice at each sorted position
     inverse: Tensor  # [N] int64: sorted position of each choice

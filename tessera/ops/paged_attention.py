@@ -17,13 +17,13 @@ from torch import Tensor
 
 
 class AttentionLaunch(NamedTuple):
-    """Choose how the kernel is launched, the same for any number of rows. `bench/decode_kernels.py` compares some."""
+    """Hold launch settings of the kernel, for any number of rows. `bench/decode_kernels.py` compares some."""
 
-    part: int  # tokens of a part
+    part: int  # number of tokens in a part of a row
     most: int  # maximum number of parts of a row; in longer rows the parts are longer
     tile: int  # tokens that a thread block reads at once
     warps: int
-    stages: int  # stages of the load pipeline; loads of the table use some stages; 1: no pipeline
+    stages: int  # stages of the software pipeline, some for loads of the block table; 1: no pipeline
     combine_warps: int = 4  # warps of the kernel that combines parts
 
 
@@ -54,7 +54,7 @@ def paged_attention(
     group, width = heads // kv_heads, max(16, 1 << (size - 1).bit_length())
     splits = min(max(1, -(-longest // launch.part)), launch.most)
     out = torch.empty(rows, heads, size, dtype=q.dtype, device=q.device)
-    parts, lse = out, lengths  # unused with one part
+    parts, lse = out, lengths  # placeholders: with one part the kernel writes `out` only
     if splits > 1:
         parts = torch.empty(rows, heads, splits, size, dtype=torch.float32, device=q.device)
         lse = torch.empty(rows, heads, splits, dtype=torch.float32, device=q.device)

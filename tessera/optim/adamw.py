@@ -109,8 +109,8 @@ class AdamW(torch.optim.AdamW):
         )
 
     def _blocks_of(self, sizes: Sequence[int], block: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the sizes of tensors in elements. Return for each block of elements the index of its tensor, and the
-        index of the block in that tensor. The result is the same in every step."""
+        """Return `sizes` (elements of each tensor) as a tensor; for each block of elements the index of its tensor; and
+        the index of the block in that tensor. The result is cached, because it is the same in every step."""
         key = tuple(sizes)
         if key not in self._blocks:
             blocks = torch.tensor([-(-size // block) for size in sizes])

@@ -29,7 +29,7 @@ from tessera.runtime.gradients import scale_gradients
 from tessera.runtime.modules import clean_name, local_shard
 from tessera.runtime.torch_internals import foreach_norm
 
-NOT_OFFLOADED = ("adafactor", "muon")  # optimizers whose updates sum over ranks or multiply matrices
+NOT_OFFLOADED = ("adafactor", "muon")  # updates with collectives or matrix products, which need the device
 
 
 def parameter_groups(module: nn.Module, section: OptimSection, names: Collection[str] = ()) -> list[dict[str, Any]]:
@@ -157,8 +157,7 @@ def _made_by_caller(make: Callable[[list[dict[str, Any]]], Optimizer], groups: l
 
 
 def state_bytes(section: OptimSection, module: nn.Module) -> Callable[[str, int, Sequence[int]], int]:
-    """Return a function that computes the bytes of optimizer state of a parameter from its name, and its bytes and
-    shape on a rank.
+    """Return a function (name, bytes, shape of a parameter on a rank) -> bytes of its optimizer state on this rank.
 
     `module` is the unsharded model, on the meta device.
     """
@@ -197,7 +196,7 @@ def lr_factor(section: ScheduleSection, step: int, steps: int) -> float:
 
 
 def set_learning_rate(optimizer: Optimizer, factor: float) -> float:
-    """Set the learning rate of each group to its `base_lr` times `factor`; return that of the first group."""
+    """Set the learning rate of each group to its `base_lr` times `factor`; return the rate of the first group."""
     for group in optimizer.param_groups:
         group["lr"] = group["base_lr"] * factor
     return float(optimizer.param_groups[0]["lr"])

@@ -1,7 +1,7 @@
 """Save activation memory: recompute activations in backward, or offload them to host memory.
 
-An offloaded module's saved tensors are copied to the host on a separate stream in forward, and copied back in backward
-while the module after it computes. Weights are not copied: FSDP frees and gathers them.
+In forward, an offloaded module's saved tensors are copied to the host on a separate stream. In backward, they are
+copied back while the module that follows it in the model computes. Weights are not copied: FSDP frees and gathers them.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def _policy(keep: Keep, context: Any, op: Any, *args: Any, **kwargs: Any) -> Che
 class ReentrantRecompute(ActivationWrapper):
     """Recompute with torch's reentrant checkpointing.
 
-    Its output requires a gradient only if an input does. So an empty input that requires a gradient is added: otherwise
-    a trained block after a frozen one would get no gradients.
+    With it, the output of a block requires a gradient only if an input does. So add an empty input that requires one:
+    otherwise a trained block after a frozen block would get no gradients.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -166,7 +166,7 @@ def _vocabulary(plan: Plan, weights: Mapping[str, Sequence[int]], position: int)
         return
     pipeline, tokens = plan.layout.pipeline, plan.rows[""]
     size = tokens * width * plan.precision.compute.itemsize
-    # The last stage may have the embedding only as a copy, for its head.
+    # The last stage may have the embedding only as a copy, as the weight of its head.
     if pipeline is None or pipeline.owner[pipeline.home(f"{tables[0]}.weight")] == position:
         yield plan.volume(TENSOR, "all-reduce", 1, size)
     if pipeline is None or pipeline.owner[-1] == position:

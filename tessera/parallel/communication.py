@@ -1,7 +1,7 @@
 """Count the communication of a step, by collective and mesh axis.
 
-Each axis estimates its own from the plan; `CommCounter` counts the collectives of a step that runs, in a fake world or
-a real one. A test compares the two.
+`comm_estimate` estimates it from the plan. `CommCounter` counts the collectives of a step that runs, in a fake or a
+real process group. A test compares both.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class RingSchedule:
         )
 
     def rectangles(self, owner: int) -> Iterator[tuple[slice, slice]]:
-        """Yield rectangles of attention: a slice of this rank's queries and a slice of the keys of `owner`."""
+        """Yield the blocks of the attention matrix to compute: (slice of own queries, slice of `owner`'s keys)."""
         bounds = [0, *accumulate(self.lengths)]
         for (q_start, q_end), q_at in _with_offsets(self.ranges[self.ring.at]):
             for (k_start, k_end), k_at in _with_offsets(self.ranges[owner]):
@@ -170,7 +170,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _next_keys(course: RingSchedule, keys: Tensor, step: int) -> P2PExchange | None:
-    """Start sending keys to the next rank while this step uses them; None in the last step."""
+    """Start sending keys to the next rank while this step uses them. Return None in the last step."""
     ring = course.ring
     if step == ring.ranks - 1:
         return None

@@ -1,6 +1,6 @@
 """Context parallelism: ranks share each sequence, and attention spans all of its tokens.
 
-Also encoders whose input sequences are distributed over ranks: their outputs are gathered in the same way.
+This module also gathers the outputs of encoders whose input sequences are distributed over ranks.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _check_heads(
         whose = f"{heads} heads" if tp == 1 else f"{heads // tp} heads that each of tp={tp} ranks has"
         allowed = [d for d in range(1, heads // tp + 1) if section.cp % d == 0]
         raise TesseraError(
-            f"{ulysses} ranks cannot exchange the {whose} in {path}",
+            f"the {whose} in {path} cannot be distributed evenly over parallel.ulysses={ulysses} ranks",
             where="parallel.ulysses",
             allowed=allowed,
             fix=f"parallel.ulysses={allowed[-1]}: the remaining ranks form a ring" if allowed else "lower parallel.tp",

@@ -99,8 +99,8 @@ def global_counts(
 ) -> dict[str, Tensor] | None:
     """Return `Task.counts`, the numbers of tokens or samples that loss terms are averaged over, for the whole step.
 
-    They are summed over micro-batches and ranks. `contributes`: whether this rank's micro-batches are included. None if
-    the task counts after forward.
+    They are summed over micro-batches and ranks. `contributes`: whether this rank's micro-batches are included. Return
+    None if the task counts only after forward.
     """
     by_batch = [task.counts(batch) for batch in microbatches]
     if by_batch[0] is None:

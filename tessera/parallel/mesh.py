@@ -81,7 +81,7 @@ class Axes:
         return "+".join(joined) or SHARD
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return the position of a rank on every axis of the root."""
+        """Return the position of a rank on every axis of the root mesh."""
         positions: dict[str, int] = {}
         for axis, size in reversed(list(self.root.items())):
             rank, positions[axis] = divmod(rank, size)
@@ -96,7 +96,7 @@ class Axes:
 
 
 def divisors(number: int) -> list[int]:
-    """Return the divisors of a number that are at most 1024."""
+    """Return all divisors of a number, but none above 1024."""
     return [d for d in range(1, min(number, 1024) + 1) if number % d == 0]
 
 

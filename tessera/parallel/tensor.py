@@ -241,10 +241,10 @@ def _decoder(styles: Mapping[str, TensorStyle], axes: Axes) -> str:
 
 
 def _entries(layers: Mapping[str, Split], module: nn.Module) -> tuple[str, ...]:
-    """Return the modules in front of column-split layers. Gradients of their inputs are summed over ranks.
+    """Return the modules whose input gradients are summed over ranks: the column-split layers.
 
-    A module is a column-split layer. If several of them read the same input, it is their parent instead, so that the
-    gradient is summed once; then the parent has no modules with weights other than column- and row-split layers.
+    If several column-split layers read the same input, return their parent instead, so that the gradient is summed
+    once. Such a parent contains no modules with weights other than column- and row-split layers.
     """
     entries: dict[str, None] = {}
     for path, split in layers.items():
@@ -386,7 +386,7 @@ def _distribute(layer: nn.Module, tokens: TokenPlacement, placement: Placement) 
 
 @contextlib.contextmanager
 def _bare(layer: nn.Module) -> Iterator[None]:
-    """Remove the children of a layer during the block, so that torch does not split them like the layer."""
+    """Remove the children of a layer during the `with` block, so that torch does not split them like the layer."""
     parts = dict(layer.named_children())
     for name in parts:
         delattr(layer, name)

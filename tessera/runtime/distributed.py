@@ -75,7 +75,7 @@ def world(
     config: str = "",
     folder: Path | None = None,
 ) -> Iterator[World]:
-    """Join the process group that the environment variables describe, and leave it after the block.
+    """Join the process group that the environment variables describe, and leave it after the `with` block.
 
     A single process has a group of one rank, without a port. An existing process group is used and not destroyed. Raise
     an error that lists the ranks that do not join within `join_timeout_s`, have another `config` or cannot write into

@@ -317,7 +317,7 @@ def write_jsonl(path: Path, rows: Iterable[Row]) -> None:
 def replacing(path: Path) -> Iterator[Path]:
     """Yield the name of a temporary file beside `path`, unique among all processes and machines.
 
-    At the end of the block it replaces `path`. If the block fails, it is removed.
+    At the end of the `with` block, the temporary file replaces `path`. If the block raises, the file is removed.
     """
     fresh = path.with_name(f"{path.name}.{os.getpid()}-{os.urandom(4).hex()}.part")
     try:

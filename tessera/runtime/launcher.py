@@ -120,7 +120,7 @@ def outlive_launcher() -> None:
 
 @contextlib.contextmanager
 def launcher_blamed() -> Iterator[None]:
-    """Watch the launcher. If the `with` block raises after the launcher has ended, report this end, not the error."""
+    """Watch the launcher. If the `with` block raises after the launcher has ended, report the end, not the error."""
     watch_launcher()
     try:
         yield

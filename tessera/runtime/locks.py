@@ -15,7 +15,7 @@ from pathlib import Path
 
 @contextmanager
 def locked(file: Path | None) -> Iterator[None]:
-    """Hold an exclusive lock on a file during the block, then remove the file. If `file` is None, do nothing."""
+    """Hold an exclusive lock on a file during the `with` block, then remove the file. If `file` is None, do nothing."""
     if file is None:
         yield
         return
@@ -31,7 +31,7 @@ def locked(file: Path | None) -> Iterator[None]:
 
 @contextmanager
 def shared(file: Path) -> Iterator[None]:
-    """Hold a shared lock during the block, and set the modification time of its file. The file is not removed."""
+    """Hold a shared lock on a file during the `with` block, and set the file's modification time."""
     handle = _taken(file, fcntl.LOCK_SH)
     assert handle is not None, "a blocking lock is always taken"
     try:
@@ -44,7 +44,7 @@ def shared(file: Path) -> Iterator[None]:
 
 @contextmanager
 def alone(file: Path) -> Iterator[bool]:
-    """Try to lock a file exclusively during the block, without waiting. Yield whether it is locked."""
+    """Try to lock a file exclusively during the `with` block, without waiting. Yield whether it is locked."""
     handle = _taken(file, fcntl.LOCK_EX | fcntl.LOCK_NB, make=False)
     try:
         yield handle is not None

@@ -137,7 +137,7 @@ def quiet_libraries() -> None:
 
 @contextmanager
 def on_screen() -> Iterator[None]:
-    """Show log messages on the terminal during the block."""
+    """Show log messages on the terminal during the `with` block."""
     setup()
     try:
         yield
@@ -147,7 +147,7 @@ def on_screen() -> Iterator[None]:
 
 @contextmanager
 def without_bars(library: Any) -> Iterator[None]:
-    """Disable the progress bars of a Hugging Face library during the block."""
+    """Disable the progress bars of a Hugging Face library during the `with` block."""
     settings = library.utils.logging
     enabled = settings.is_progress_bar_enabled()
     settings.disable_progress_bar()

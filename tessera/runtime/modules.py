@@ -130,7 +130,7 @@ def without_weights(make: Callable[[], nn.Module]) -> nn.Module:
 
 @contextlib.contextmanager
 def seeded(*words: object) -> Iterator[None]:
-    """Seed torch's host generator as a function of `words` inside the block, and restore it afterwards."""
+    """Seed torch's host generator as a function of `words` inside the `with` block, and restore it afterwards."""
     with torch.random.fork_rng(devices=[]):
         # `torch.manual_seed` would also seed the accelerators.
         torch.default_generator.manual_seed(derive(*words))

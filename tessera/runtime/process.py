@@ -81,7 +81,7 @@ class Process:
 
 @contextlib.contextmanager
 def open_files(count: int) -> Iterator[None]:
-    """Raise the limit of open files by `count` during the block, up to the hard limit. Shells often set 1024."""
+    """Raise the limit of open files by `count` during the `with` block, up to the hard limit. Shells often set 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = soft + count if hard == resource.RLIM_INFINITY else min(soft + count, hard)
     if soft != resource.RLIM_INFINITY:

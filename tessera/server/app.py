@@ -156,7 +156,7 @@ class Endpoints:
     ) -> Result:
         """Answer as a whole or as chunks. The client is watched from the beginning.
 
-        The first chunk is awaited here, so that a request that the engine refuses is answered by its status.
+        The first chunk is awaited here, so that a request that the engine refuses gets an error status.
         """
         deadline = asyncio.get_running_loop().time() + self.settings.timeout_s
 

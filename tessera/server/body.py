@@ -1,7 +1,7 @@
-"""Read the JSON of a body. The number of its values is limited before any of them is made.
+"""Read the JSON of a body. The number of its values is checked before they are parsed.
 
-A body of some megabytes can hold millions of tiny values, such as `[{},{},...]`. Each costs a hundred times its
-characters, and a message about its mistake. All clients would wait meanwhile.
+A body of some megabytes can hold millions of tiny values, such as `[{},{},...]`. A value costs a hundred times as much
+as a character, and each wrong value gets an error message. All clients would wait meanwhile.
 """
 
 from __future__ import annotations

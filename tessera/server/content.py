@@ -30,7 +30,7 @@ def chat_messages(
 ) -> list[dict[str, Any]]:
     """Return messages as {role, content parts}. Tools are listed in the system message.
 
-    `continues` True: the model continues the last message; False: raise if the assistant wrote it.
+    `continues`: whether the model continues the last message. If not, raise if the last message is the assistant's.
     """
     if len(messages) > settings.max_messages:
         raise ApiError(

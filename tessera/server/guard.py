@@ -164,7 +164,7 @@ class Admission:
 
     @contextmanager
     def answers(self, count: int) -> Iterator[None]:
-        """Count answers while the block runs. Raise if there are too many."""
+        """Count answers while the `with` block runs. Raise if there are too many."""
         if self._answers and self._answers + count > self._settings.max_requests:
             raise ApiError(
                 429,
@@ -179,7 +179,7 @@ class Admission:
 
     @contextmanager
     def body(self) -> Iterator[_Body]:
-        """Count the bytes of a body while the block runs."""
+        """Count the bytes of a body while the `with` block runs."""
         body = _Body(self)
         try:
             yield body

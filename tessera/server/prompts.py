@@ -1,4 +1,4 @@
-"""Make prompts of messages: download, decode and tokenize beside the event loop."""
+"""Make prompts of messages: download, decode and tokenize outside of the event loop's thread."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def download_media(
 ) -> list[dict[str, Any]]:
     """Return messages with the bytes of media in place of http(s) URLs. Nothing is stored on disk.
 
-    Downloads that have not begun are cancelled with this.
+    If this call is cancelled, downloads that have not begun are cancelled, too.
     """
     loop = asyncio.get_running_loop()
     urls = dict.fromkeys(part[part["type"]] for message in messages for part in message["content"] if _has_url(part))

@@ -57,7 +57,7 @@ class ChoiceState:
         return stop if isinstance(stop, str) or stop in fields.stop_token_ids else None
 
     def end_of_chunk(self, delta: Delta, fields: SamplingFields) -> Fields:
-        """Return the last fields of a choice in a stream: why the answer ends, and its tokens if asked for."""
+        """Return the last fields of a choice in a stream: why the answer ends, and its tokens if requested."""
         end: Fields = {"finish_reason": self.finish_reason()}
         if delta.finish is not None:
             end["stop_reason"] = self.stop_reason(fields)
@@ -138,7 +138,7 @@ async def chat_chunks(service: Service, job: AnswerJob, fields: ChatRequest) -> 
     begun = False
     async with aclosing(service.run(job)) as deltas:
         async for index, delta in deltas:
-            if not begun:  # not before: a request that the engine refuses gets an error status
+            if not begun:  # only now, so that a request that the engine refuses gets an error status
                 begun = True
                 for chunk in _chat_beginnings(head, job, fields):
                     yield chunk

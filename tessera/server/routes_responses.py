@@ -90,7 +90,7 @@ class ResponsesApi:
         return self._send(request, self._stream(body, events, first, result))
 
     async def retrieve(self, request: Request) -> Response:
-        """Answer GET /v1/responses/ID. A stream that is not complete is returned as far as it is."""
+        """Answer GET /v1/responses/ID. An incomplete stream is returned with its content so far."""
         if request.query_params.get("stream", "").lower() in ("true", "1"):
             raise ApiError(400, "stored responses cannot be streamed", param="stream", code="unsupported_parameter")
         id = request.path_params["id"]

@@ -101,7 +101,7 @@ class Service:
         continues: bool,
         frames: int | None = None,
     ) -> TokenPrompt:
-        """Return the prompt of a conversation. `answer`: end with the header of the answer.
+        """Return the prompt of a conversation. `answer`: whether it ends with the header of the answer.
 
         `frames`: number of frames to sample from each video; None: as the processor does.
         """
@@ -145,7 +145,7 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(threads, encode)
 
     async def text_of(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens. There may be as many as the context has."""
+        """Return the text of tokens, of at most as many as the context has."""
         self.check_tokens(tokens, "tokens")
         if len(tokens) > self.settings.max_length:
             raise self._too_long(len(tokens), "tokens")

@@ -19,7 +19,7 @@ T = TypeVar("T")
 INTERNAL = ApiError(500, "an internal error: see the log of the server", code="internal_error")
 
 
-class ClientLeft(Exception):  # its name does not end with Error: it is not an error of this program
+class ClientLeft(Exception):  # not named ClientLeftError, because it is no error of this program
     """Report that the client has closed its connection."""
 
 
@@ -56,7 +56,7 @@ def error_of(error: BaseException) -> ApiError:
 
 
 async def in_time(chunks: AsyncGenerator[T, None], deadline: float) -> AsyncGenerator[T, None]:
-    """Yield chunks until a deadline, in the time of the loop."""
+    """Yield chunks until a deadline, which is a time of the event loop's clock."""
     async with aclosing(chunks):
         while True:
             try:
@@ -130,7 +130,7 @@ class EventStream(Response):
 
 
 def to_json(value: Any) -> str:
-    """Return JSON. Characters that are not valid Unicode (halves of a pair) are escaped."""
+    """Return JSON. Unpaired surrogates are escaped."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     try:
         text.encode()

@@ -33,7 +33,7 @@ class Tokens:
         )
 
     def transcription_instruction(self, language: str | None, prompt: str | None, timestamps: bool) -> str:
-        """Return the text of the user beside a recording that is to be transcribed."""
+        """Return the text that the user's message has in addition to a recording to transcribe."""
         return transcription_instruction(self._processor, language, prompt, timestamps)
 
     def transcript(self, answer: str) -> Transcript:

@@ -35,7 +35,7 @@ _STAMP = re.compile(r"<\|(\d{1,6}(?:\.\d{1,3})?)\|>")
 
 
 class TranscriptionRequest(Body):
-    """Declare the fields of /v1/audio/transcriptions beside the file."""
+    """Declare the fields of /v1/audio/transcriptions, except the file."""
 
     model: str | None = None
     language: str | None = Field(None, pattern=r"^[A-Za-z-]{2,32}$")

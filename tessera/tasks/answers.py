@@ -32,7 +32,7 @@ from tessera.tasks import REFERENCE_MODEL
 
 REFERENCE = "reference_log_probs"
 PAIRS = "pairs"  # key of the number of pairs that losses are averaged over
-_KINDS = {  # kind of data with answers -> tasks for it
+_KINDS = {  # data.kind -> tasks that train on it
     "preference": "train.task=dpo, orpo, simpo or reward",
     "unpaired_preference": "train.task=kto",
 }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -13,10 +15,12 @@ from tessera.config.run_config import RunConfig
 from tessera.core.batch import IGNORE, Batch
 from tessera.core.model_plan import Stream
 from tessera.core.outputs import Outputs, projection
-from tessera.core.task import Counts, Losses, LossTerm
+from tessera.core.spec import Component, FrozenInput, ModelSpec
+from tessera.core.task import Counts, FrozenModule, Losses, LossTerm
 from tessera.errors import TesseraError
 from tessera.nn.codes import CODED, NEXT_CODES, SpeechModel, code_output
 from tessera.ops.loss import linear_cross_entropy
+from tessera.runtime.distributed import World
 from tessera.runtime.rng import generator
 from tessera.tasks.language import LanguageTask
 
@@ -46,6 +50,24 @@ class SpeechTask(LanguageTask):
         super().__init__(neftune_alpha)
         options = {"depth_weight": depth_weight, "depth_frames": depth_frames}
         self.speech = build(SpeechOptions, options, "train.task_options")
+        self._input: FrozenInput | None = None
+        self._config: Any = None
+        self._frozen: FrozenModule | None = None
+
+    def bind(self, spec: ModelSpec, config: Any) -> None:
+        self._input, self._config = spec.frozen_input, config
+
+    def components(self, config: RunConfig, spec: ModelSpec) -> Mapping[str, Component]:
+        return {} if self._input is None else {self._input.name: self._input.component(self._config)}
+
+    def setup(self, components: Mapping[str, FrozenModule], world: World) -> None:
+        self._frozen = None if self._input is None else components.get(self._input.name)
+
+    def encode(self, batches: Sequence[Batch]) -> list[Batch]:
+        if self._input is None or self._frozen is None:
+            return list(batches)
+        with self._frozen.use() as module:
+            return [self._input.encode(module, batch) for batch in batches]
 
     def check(self, config: RunConfig, module: nn.Module) -> None:
         if not isinstance(module, SpeechModel):

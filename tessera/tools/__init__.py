@@ -1,1 +1,1 @@
-"""Functions beside training: convert, compare and publish models, plan a run, examine data sets."""
+"""Functions other than training: convert, compare and publish models, plan a run, examine data sets."""

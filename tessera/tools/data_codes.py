@@ -148,14 +148,14 @@ def sources_of(section: DataSection, split: Literal["train", "eval"]) -> list[So
 
 @dataclass(frozen=True)
 class Speech:
-    """Hold a row whose recordings are decoded but not encoded yet. `sounds`: by their number in `sample.media()`."""
+    """Hold a row with decoded recordings, to be encoded. `sounds`: index in `sample.media()` -> recording."""
 
     sample: Sample
-    flat: bool  # whether the row is written as a text with its codes, not as a conversation
+    flat: bool  # whether to write the row as a text with codes, not as a conversation
     sounds: dict[int, np.ndarray]
 
     def row(self, codec: Codec, codebooks: int) -> dict[str, Any]:
-        """Return the row with codes in place of the recordings, as JSON."""
+        """Encode the recordings, and return the row with codes in their place, as a mapping for JSON."""
         codes = {n: codec.encode(torch.from_numpy(sound), codebooks).cpu().numpy() for n, sound in self.sounds.items()}
         if self.flat:
             question, answer = self.sample.messages
@@ -180,10 +180,10 @@ class Speech:
 
 @dataclass(frozen=True)
 class ReadSpeech:
-    """Decode the recordings of rows: the work of a `Pool`. Only recordings in messages of `roles` are decoded."""
+    """Decode the recordings of rows, as the work of a `Pool`. Recordings in messages of other roles are kept."""
 
     sources: Sequence[Source]
-    roles: tuple[str, ...] | None  # None: all
+    roles: tuple[str, ...] | None  # roles whose recordings are decoded; None: all
     sampling: MediaSampling
     limits: Limits
     timeout_s: float
@@ -192,7 +192,7 @@ class ReadSpeech:
         return sum(map(len, self.sources))
 
     def at(self, number: int) -> tuple[Source, int]:
-        """Return the data set of a row, and its number there."""
+        """Return the data set that contains a row, and the index of the row in it."""
         for source in self.sources:
             if number < len(source):
                 return source, number
@@ -304,7 +304,7 @@ class CodeWriter:
         done.rows += len(lines)
 
     def _root(self) -> Path | None:
-        """Return the folder of media that rows still name: those of roles that are not spoken."""
+        """Return the root folder of the media that written rows still refer to: recordings that are not encoded."""
         if self.roles is None or all(source.record_format == "transcript" for source in self.sources):
             return None
         return self.sources[0].root.resolve()
@@ -344,7 +344,7 @@ class _Shard:
 
 
 def _home(folder: Path) -> Path:
-    """Return the folder to write to: `folder` itself if it is complete, else one beside it."""
+    """Return the folder to write to: `folder` if it is complete, otherwise `folder` with the suffix `.part`."""
     if (folder / RECORDS / PLAN).is_file():
         return folder
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

@@ -42,14 +42,14 @@ class _Count:
 
 
 class _Search:
-    """Search for recipe changes with which a step fits into a device's memory, which dry runs count."""
+    """Search for recipe changes with which a step fits into the memory of a device. Dry runs count the memory."""
 
     def __init__(self, size: DeviceSize, world: int) -> None:
         self._size, self._world = size, world
         self._usable = size.usable(world)
 
     def fit(self, config: RunConfig) -> DeviceFit:
-        log.logger().info("counting a step on tensors without memory, as on %s", self._size.name)
+        log.logger().info("counting the memory of a step on fake tensors, as on %s", self._size.name)
         first = self._count(config, f"a step on {self._size.name}")
         fit = DeviceFit(
             self._size.name, self._size.total, self._usable, first.held, first.total, uncounted=first.uncounted

@@ -88,8 +88,7 @@ def dry_run(
     world: int = 1,
     device: str | None = None,
 ) -> list[Role]:
-    """Run one step on fake tensors for each role, and return the roles: groups of ranks with equal memory and
-    communication.
+    """Run one step on fake tensors for each role, which is a group of ranks with equal memory and communication.
 
     `device`: name (`h200`, `24g`) or GiB of the device to simulate; None: that of the recipe. Each role runs in a
     separate process, because torch keeps device meshes and process groups until a process ends.

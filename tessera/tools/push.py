@@ -247,7 +247,7 @@ class _Repository:
 
 @contextmanager
 def _open_hugging_face(name: str, private: bool) -> Iterator[_Repository]:
-    """Yield the repository, created if it does not exist. Inside the block errors of the hub are explained."""
+    """Create the repository if it does not exist, and yield it. Explain errors of the hub in the `with` block."""
     client = HuggingFace(WHERE)
     library = client.library
     token = library.get_token()
@@ -285,7 +285,7 @@ def _open_hugging_face(name: str, private: bool) -> Iterator[_Repository]:
 
 @contextmanager
 def _open_modelscope(name: str, private: bool) -> Iterator[_Repository]:
-    """Yield the repository, created if it does not exist. Inside the block errors of the hub are explained."""
+    """Create the repository if it does not exist, and yield it. Explain errors of the hub in the `with` block."""
     client = ModelScope(WHERE)
     from modelscope_hub.constants import Visibility
 

@@ -30,6 +30,7 @@ from tessera.data.loader.loader import Loader
 from tessera.data.order.step_order import StepSize
 from tessera.diffusion.family import GenerationSpec
 from tessera.errors import TesseraError
+from tessera.inference.frozen import frozen_module
 from tessera.models.files.exported_config import keep_base_config
 from tessera.models.files.side_files import seal_side_files, side_folder, write_side_files
 from tessera.models.processing.conversation import warn_of_another_template
@@ -148,7 +149,7 @@ def _engine(
 ) -> tuple[TrainingEngine, Optimizer, Callable[[], Tensor]]:
     """Return the engine and the optimizer of the recipe's framework, and the function that clips gradients."""
     if config.framework == "mindspore":
-        from tessera.mindspore.build import build_parts  # it imports MindSpore, which most machines do not have
+        from tessera.mindspore.build import build_parts  # not at the top: it imports MindSpore
 
         return build_parts(module, config.optim, world.size)
     trained = [shard.name for shard in plan.param_shards if shard.trained]
@@ -208,7 +209,8 @@ def _frozen_components(config: RunConfig, setup: ModelSetup, mesh: Mesh, world: 
             module = parallelize(frozen.module, frozen.plan, mesh, world.device)
             fill_copy(module, config, setup, world.device)
         elif position in (None, mesh.position(PP)):
-            module = place_frozen(component.loaded(setup.config), component.residence, mesh, world.device)
+            loaded = frozen_module(component, setup.spec, setup.config, config.model.path, config.train.seed)
+            module = place_frozen(loaded, component.residence, mesh, world.device)
         else:
             continue
         modules[name] = FrozenModule(module, world.device, component.residence)

@@ -58,7 +58,7 @@ class Ema(Callback):
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Replace the weights of the module by the average inside of the context."""
+        """Inside of the `with` block, replace the weights of the module by their average."""
         reshard(self.module)  # free gathered weights, which FSDP would use instead of the changed shards
         with torch.no_grad():
             weights = [local_shard(weight).detach().clone() for _, weight in self._trained]

@@ -116,7 +116,7 @@ class GenerationModel(nn.Module):
         return self.packed(items, seed)
 
     def packed(self, items: Sequence[EncodedMedia], seed: int = 0) -> Batch:
-        """Return samples as one batch on the device. Noise and noise levels are drawn from the seed."""
+        """Return samples as one batch on the device. The seed determines noise and noise levels."""
         return replace(self.processor.pack(items), seeds=(seed,)).to(self.device)
 
     # ------------------------------------------------------------------------------------------ training

@@ -173,7 +173,7 @@ def _start_framework(config: RunConfig) -> None:
         check_installed()
         read_msrun(os.environ)
         if is_scheduler(os.environ):
-            from tessera.mindspore.build import serve_scheduler  # it imports MindSpore
+            from tessera.mindspore.build import serve_scheduler  # not at the top: it imports MindSpore
 
             serve_scheduler()
 
@@ -280,7 +280,7 @@ def open_run(
     overwrite: bool,
     rows: GivenRows | None = None,
 ) -> Iterator[tuple[RunConfig, list[Callback]]]:
-    """Open the folder of a run on all ranks, and close it at the end of the block.
+    """Open the folder of a run on all ranks, and close it at the end of the `with` block.
 
     Yield the recipe as it is saved in the folder, and callbacks that the trainer needs for the folder. `rows`: rows in
     memory of a new run, which are written into the folder."""

@@ -33,7 +33,7 @@ class Saves:
         checkpoints: CheckpointManager,
         settings: CheckpointSection,
         collect: Callable[[], Saved],
-        paused: Callable[[str], AbstractContextManager[None]],  # context manager that counts the time as paused
+        paused: Callable[[str], AbstractContextManager[None]],  # context manager that stops the clock of training
         on_save: Callable[[Path], None],  # called with the path of each written checkpoint
     ) -> None:
         self.checkpoints = checkpoints

@@ -377,7 +377,7 @@ def check_reads(task: Task, spec: ModelSpec, where: str, fix: str | None = None)
     for name in task.reads:
         if spec.outputs is not None and not spec.gives(name):
             raise TesseraError(
-                f"{type(task).__name__} reads the output {name!r}, which {spec.name} models do not give",
+                f"{type(task).__name__} reads the output {name!r}, which {spec.name} models do not return",
                 where=where,
                 allowed=spec.outputs,
                 fix=fix,

@@ -40,7 +40,7 @@ class Rule:
         return (self.foreign,) if isinstance(self.foreign, str) else self.foreign
 
     def as_stored(self, shapes: Mapping[str, tuple[int, ...]]) -> Rule:
-        """Return the rule that writes stacked experts in the orientation of a folder with these tensor shapes."""
+        """Return this rule, but let it write stacked experts transposed or not, as in a folder with these shapes."""
         op = self.op.op if isinstance(self.op, TensorChunk) else self.op
         if not isinstance(op, TransposeIfNeeded):
             return self
@@ -70,6 +70,8 @@ class WeightMap:
     renames: tuple[tuple[str, str], ...] = ()
     # Foreign name templates without a native weight (buffers, caches). A template that ends with a dot is a prefix.
     skip: tuple[str, ...] = ()
+    # Prefixes of the foreign names of other parts of the model, which are not trained: an export copies their tensors.
+    other_parts: tuple[str, ...] = ()
     # (foreign name, native name): a foreign tensor that must equal the native one, such as a tied head stored twice
     copies: tuple[tuple[str, str], ...] = ()
     same_names: bool = False  # whether names without a rule are the same in the model and in folders
@@ -83,9 +85,9 @@ class WeightMap:
         return next((other for other in self.others.values() if other.mark in foreign), self)
 
     def as_stored(self, shapes: Mapping[str, Sequence[int]]) -> WeightMap:
-        """Return the weight map that writes tensors as in a folder with these shapes.
+        """Return a copy of this map that writes tensors as in a folder with these shapes.
 
-        Stacked experts are transposed as in the folder, and a tied head is written if the folder stores it."""
+        Stacked experts are transposed if they are in the folder, and a tied head is written if the folder has one."""
         there = {self.canonical(name): tuple(shape) for name, shape in shapes.items()}
         twice = {native: copy for copy, native in self.copies if copy in there}
         rules = [rule.as_stored(there) for rule in self.rules]
@@ -137,7 +139,7 @@ class WeightMap:
         return match
 
     def group_of(self, name: str) -> tuple[str, ...]:
-        """Return the native names that share a foreign tensor with this name, in order."""
+        """Return the native names, in order, whose tensors are parts of the same foreign tensor as `name`."""
         for rule in self.rules:
             match = _template(rule.native).fullmatch(name)
             if match and isinstance(rule.op, TensorChunk):
@@ -151,12 +153,12 @@ class WeightMap:
         return (name,)
 
     def to_foreign(self, native: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Translate native tensors to foreign tensors. All tensors of a `group_of` must be passed together."""
+        """Translate native tensors to foreign tensors. Pass all tensors that `group_of` returns together."""
         rows = {name: TensorRows.of(tensor) for name, tensor in native.items()}
         return {name: tensor.whole() for name, tensor in self.to_foreign_rows(rows).items()}
 
     def to_foreign_rows(self, native: Mapping[str, TensorRows]) -> dict[str, TensorRows]:
-        """Translate native tensors to foreign tensors like `to_foreign`, without concatenating row blocks."""
+        """Translate like `to_foreign`, but keep tensors as lists of row blocks (see `TensorRows`)."""
         foreign_tensors: dict[str, TensorRows] = {}
         for name, rows in native.items():
             rule, foreign = self.required_rule(name)
@@ -187,7 +189,7 @@ class WeightMap:
         return min(spellings, key=len, default=foreign)
 
     def skips(self, foreign: str) -> bool:
-        return any(
+        return foreign.startswith(self.other_parts) or any(
             foreign.startswith(pattern) if pattern.endswith(".") else _template(pattern).fullmatch(foreign)
             for pattern in self.skip
         )

@@ -82,7 +82,7 @@ class Reshape:
 
 
 class RowOrder(ABC):
-    """Base class of operations that only reorder rows. Applied to row indices, they give the source of each row."""
+    """Base class of operations that only reorder rows. Applied to row indices, they return the source of each row."""
 
     @abstractmethod
     def to_native(self, foreign: Sequence[Tensor]) -> Tensor: ...
@@ -251,8 +251,8 @@ class Stack:
 class TransposeIfNeeded:
     """Transpose the last two dimensions, unless the foreign tensor has the native shape [..., rows, columns].
 
-    Tensors are written transposed, unless `as_native`. Square matrices are never transposed: their shape does not show
-    whether they are.
+    In the reverse direction the native tensor is always transposed, unless `as_native`. Square matrices are not
+    transposed in either direction, because their shape does not show the layout.
     """
 
     rows: int
@@ -373,8 +373,30 @@ class GroupedRows(RowOrder, TensorChunk):
         return TensorRows.joined(whole.rows(start + before, rows) for start in range(0, whole.shape[0], each))
 
 
+@dataclass(frozen=True)
+class TransposedMatrix(TensorChunk):
+    """Take matrix `number` of a foreign tensor [of, columns, rows] of stacked matrices, transposed."""
+
+    def boxes(self, offsets: Sequence[int], sizes: Sequence[int], foreign: Shapes) -> list[Box]:
+        return [(0, (self.number, *_swapped(offsets)), (1, *_swapped(sizes)))]
+
+    def join_boxes(
+        self, boxes: Sequence[Tensor], offsets: Sequence[int], sizes: Sequence[int], foreign: Shapes
+    ) -> Tensor:
+        return boxes[0][0].T
+
+    def to_native(self, foreign: Sequence[Tensor]) -> Tensor:
+        return foreign[0][self.number].T.contiguous()
+
+    def join_rows(self, chunks: Sequence[TensorRows]) -> list[TensorRows]:
+        return [TensorRows.of(torch.stack([chunk.whole().T for chunk in chunks]))]
+
+    def chunk_of(self, whole: TensorRows) -> TensorRows | None:
+        return None
+
+
 def native_rows(op: Operation, foreign: Sequence[TensorRows]) -> TensorRows:
-    """Compute `op.to_native` on row blocks. Reordered rows are views, not copies."""
+    """Compute `op.to_native` for tensors in row blocks. Operations that only select or reorder rows return views."""
     rows = None
     if isinstance(op, Identity | StoredTwice):
         rows = foreign[0]
@@ -386,7 +408,7 @@ def native_rows(op: Operation, foreign: Sequence[TensorRows]) -> TensorRows:
 
 
 def foreign_rows(op: Operation, native: TensorRows) -> list[TensorRows]:
-    """Compute `op.to_foreign` on row blocks. Reordered rows are views, not copies."""
+    """Compute `op.to_foreign` for a tensor in row blocks. Operations that only select or reorder rows return views."""
     if isinstance(op, Identity):
         return [native]
     if isinstance(op, StoredTwice):

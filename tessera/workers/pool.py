@@ -23,7 +23,7 @@ from tessera.workers.messages import Packed, receive
 from tessera.workers.servers import PoolServer, ServerLostError, WorkerProcess
 
 Note = Callable[[int], None]
-PoolWork = Callable[[Any, Note], Any]  # (item, note) -> result; before reading sample n, it must call `note(n)`
+PoolWork = Callable[[Any, Note], Any]  # (item, note) -> result; must call `note(n)` before it reads sample n
 
 _SMALL = 1 << 14  # bytes that a socket can buffer while the receiver does not read
 _SERVERS = 3  # number of killed servers after which the pool raises

@@ -36,7 +36,7 @@ class TooSlow(TesseraError):
 
 @contextmanager
 def time_limit(seconds: float | None) -> Iterator[None]:
-    """Raise `TooSlow` inside the block after `seconds`, as soon as the interpreter runs.
+    """Raise `TooSlow` inside the `with` block after `seconds`, as soon as the interpreter runs.
 
     Code that hangs in C is not interrupted; the pool kills such a worker. Only the main thread of a process can be
     interrupted: in other threads there is no limit. A nested limit replaces the outer one until its block ends.
@@ -74,7 +74,7 @@ WORKER_VARIABLE = "TESSERA_DATA_WORKER"  # set in the environment of worker proc
 
 @contextmanager
 def memory_limit(allowed: int) -> Iterator[None]:
-    """Limit further allocations of a worker process inside the block to `allowed` bytes. More raise `MemoryError`.
+    """Inside of the `with` block, let a worker process allocate at most `allowed` more bytes, else `MemoryError`.
 
     A hostile file may make a decoder allocate much more than the size in its header. Shared memory is not limited. Only
     worker processes are limited: elsewhere allocations of other threads would fail.

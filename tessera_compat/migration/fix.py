@@ -98,7 +98,7 @@ class _Fixer:
     # ------------------------------------------------------------------------------------------ one place
 
     def _rewrite(self, match: Match) -> bool:
-        """Collect the edits of a place. Return whether it can be rewritten."""
+        """Collect the edits of a matched expression. Return whether the expression can be rewritten."""
         forms: Mapping[str, Callable[[ast.expr], list[tuple[int, int, str]]]] = {
             "to_device": self._to_device, "is_device": self._is_device, "device_text": self._device_text,
             "backend": self._backend, "autocast": self._autocast, "grad_scaler": self._grad_scaler,

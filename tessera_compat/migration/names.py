@@ -31,7 +31,7 @@ class Scope:
     parent: Scope | None = None
     is_class: bool = False
     path: str = ""  # dotted name of the module, class or function
-    owner: str = ""  # dotted name of the class that contains it
+    owner: str = ""  # dotted name of the class that contains the function
     # What a name is bound to: a dotted name, an expression, or None if it is unknown.
     bindings: dict[str, list[str | ast.expr | None]] = field(default_factory=dict)
     stars: list[str] = field(default_factory=list)  # modules of `from module import *`

@@ -13,7 +13,7 @@ import yaml
 from tessera.config.reader import parse_yaml, read_mapping
 from tessera.errors import TesseraError, nearest
 
-Options = Mapping[str, Any]  # by dotted key, without the leading `cfg.`
+Options = Mapping[str, Any]  # dotted key without the leading `cfg.` -> value
 Kind = Literal["path", "text", "size", "flag", "number", "list", "lists", "stages", "names", "pairs"]
 _SHAPES: Mapping[Kind, tuple[str, Callable[[Any], bool]]] = {
     "path": ("a path", lambda value: isinstance(value, str) and value != ""),

@@ -27,7 +27,7 @@ from tessera_compat.shards.layout import MegatronLayout, check_layout, parse_lay
 from tessera_compat.shards.resplit import resplit
 from tessera_compat.shards.weight_form import FAMILIES as FORMS
 
-Options = Mapping[str, Any]  # by dotted key, without the leading `cfg.`
+Options = Mapping[str, Any]  # dotted key without the leading `cfg.` -> value
 _TEXT = "text_decoder.decoder.layers.{i}."
 _VISION = "image_encoder.encoder.blocks.layers.{i}."
 _CANONICAL = "common_model_config.enable_canonical_hf_struct"

@@ -21,7 +21,7 @@ from tessera_compat.mindspeed_mm.report import JobReport
 
 log = logging.getLogger("tessera")
 
-LONGEST_CELL = 32_767  # characters of a cell of Excel
+LONGEST_CELL = 32_767  # maximum number of characters in a cell of Excel
 OWN_KEYS = {"dataset_path", "evaluation_dataset", "evaluation_model", "result_output_path", "use_custom_prompt"}
 
 

@@ -123,7 +123,7 @@ FAMILY_VISION_KEYS: dict[str, dict[str, KeyRule]] = {
     "qwen2_vl": {
         **_GRID,
         "hidden_size": sets("vision.embed_dim"),
-        "ffn_hidden_size": sets("vision.mlp_ratio"),  # `_set_mlp_ratio` divides it by the width of the encoder
+        "ffn_hidden_size": sets("vision.mlp_ratio"),  # first the width: `_set_mlp_ratio` divides it by `hidden_size`
     },
     "qwen2_5_vl": {
         **_GRID,

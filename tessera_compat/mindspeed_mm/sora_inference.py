@@ -78,7 +78,7 @@ class AskedVideos:
     folder: Path  # output folder
     parts: str | None  # diffusers folder with VAE and text encoders
     dtype: str | None
-    options: dict[str, Any] = field(default_factory=dict)  # fields of the sampling `MediaRequest`
+    options: dict[str, Any] = field(default_factory=dict)  # fields of the `MediaRequest` that samples the videos
     second: str | None = None  # transformer for low noise levels
     boundary: float | None = None  # noise level at which the second transformer takes over
 

@@ -108,7 +108,7 @@ def _number(value: Any, default: int) -> int:
 
 
 def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the keys of all sections with dots. Lists and empty sections are values."""
+    """Yield all dotted keys of nested sections with their values. Lists and empty sections count as values."""
     for key, value in data.items():
         if isinstance(value, Mapping) and value and prefix.count(".") < 8:
             yield from _flat(value, f"{prefix}{key}.")

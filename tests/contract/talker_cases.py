@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, Qwen3OmniMoeForConditionalGeneration
 
 from tessera.core.batch import Batch
-from tessera.models.qwen3_omni_talker import TALKER as SPEC
+from tessera.models.qwen3_omni_talker import SPEC
 from tessera.models.qwen3_omni_talker.config import TalkerConfig
 from tessera.models.qwen3_omni_talker.processor import TalkerProcessor
 from tessera.models.qwen3_omni_talker.sequence import TalkerIds, spoken_sequence
@@ -84,7 +84,7 @@ def config_of(number: int, **changes: Any) -> TalkerConfig:
     control = ("pad_id", "bos_id", "eos_token_id", "nothink_id", "think_bos_id", "think_eos_id")
     fields = {
         "text": text,
-        "predictor": predictor,
+        "depth": predictor,
         "thinker": qwen3_omni_cases.Qwen3Omni().config(shape.thinker).model_dump(),
         "vocoder": vocoder(shape.codes, shape.groups),
         "num_code_groups": shape.groups,
@@ -160,7 +160,7 @@ def conversation(config: TalkerConfig, seed: int, frames: int, *, earlier: bool 
 
     before = [*turn(SYSTEM, 3), *turn(USER, 4), *turn(ASSISTANT, 2)] if earlier else []
     answer = turn(ASSISTANT, int(chance.integers(1, max(2, frames))))[:-2]
-    codes = chance.integers(0, config.predictor.vocab_size, (frames, config.num_code_groups))
+    codes = chance.integers(0, config.depth.vocab_size, (frames, config.num_code_groups))
     return Conversation((*before, *turn(USER, int(chance.integers(2, 9))), *answer), codes)
 
 
@@ -182,7 +182,7 @@ def packed(config: TalkerConfig, talks: Sequence[Conversation], words: nn.Module
     samples = [sequence_of(config, talk) for talk in talks]
     length = sum(len(sample.tokens) for sample in samples) + padding
     processor = object.__new__(TalkerProcessor)
-    object.__setattr__(processor, "sizes", (config.predictor.vocab_size,) * config.num_code_groups)
+    object.__setattr__(processor, "sizes", (config.depth.vocab_size,) * config.num_code_groups)
     object.__setattr__(processor, "_pad", 0)
     batch = processor.collate([samples], length)
     batch = replace(batch, seeds=(0,))

@@ -21,6 +21,7 @@ from tessera.core.batch import Batch, Segments
 from tessera.core.spec import ModelSpec, Passes
 from tessera.diffusion.family import GenerationSpec
 from tessera.models import FAMILIES, family_of, resolve
+from tessera.nn.codes import CODED, CODES, NEXT_CODES, code_output
 from tessera.ops.loss import linear_cross_entropy
 from tessera.training.setup import build_meta_model
 from tests.errors import raises
@@ -95,6 +96,7 @@ def text_batch(config: Any) -> Batch:
 
 
 BATCHES: dict[str, Callable[[Any], Batch]] = {
+    "csm": lambda config: FAMILIES.get("csm").example(config, 96),  # type: ignore[misc]
     "glm4v": bicubic_batch,
     "internvl": lambda config: FAMILIES.get("internvl").example(config, 96),  # type: ignore[misc]
     "llama": text_batch,
@@ -107,6 +109,7 @@ BATCHES: dict[str, Callable[[Any], Batch]] = {
     "qwen3": text_batch,
     "qwen3_asr": lambda config: FAMILIES.get("qwen3_asr").example(config, 96),  # type: ignore[misc]
     "qwen3_omni": lambda config: FAMILIES.get("qwen3_omni").example(config, 256),  # type: ignore[misc]
+    "qwen3_omni_talker": lambda config: FAMILIES.get("qwen3_omni_talker").example(config, 96),  # type: ignore[misc]
     "qwen3_vl": table_batch,
     "whisper": lambda config: FAMILIES.get("whisper").example(config, 96),  # type: ignore[misc]
 }
@@ -191,7 +194,9 @@ def test_configurations_survive_the_way_through_transformers(name: str, preset: 
     assert type(config).from_hf(config.to_hf()) == config
     (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
     AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path / "again")
-    assert resolve(ModelSection(path=tmp_path / "again"))[1] == config
+    spec = FAMILIES.get(name)
+    named = None if config.to_hf()["model_type"] in spec.hf_types else name  # one folder, two families: talkers
+    assert resolve(ModelSection(path=tmp_path / "again", family=named))[1] == config
 
 
 def materialized(name: str, **changes: Any) -> tuple[ModelSpec, Any, nn.Module]:
@@ -219,8 +224,15 @@ def test_initialization_is_a_function_of_the_generator_and_gives_finite_gradient
 
 
 def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
-    hidden, head = model(batch)["logits"]
+    outputs = model(batch)
+    hidden, head = outputs["logits"]
     total, count = linear_cross_entropy(hidden, head.weight, batch["labels"], implementation="eager")
+    if CODED not in batch:
+        return total / count
+    following = batch[NEXT_CODES].index_select(1, batch[CODED])
+    for number, labels in enumerate(following[1:], 1):
+        hidden, head = outputs[code_output(number)]
+        total = total + linear_cross_entropy(hidden, head.weight, labels, implementation="eager")[0]
     return total / count
 
 
@@ -244,7 +256,11 @@ def squares(config: Any, batch: Batch, passes: Passes) -> float:
     """What torch's counter counts beyond us: of causal attention all of the square, and not half."""
     text = config.text
     pairs = sum(length**2 for length in batch.segments["text"].lengths)
-    return passes.attention * 2 * text.num_hidden_layers * text.num_attention_heads * text.head_size * pairs
+    total = passes.attention * 2 * text.num_hidden_layers * text.num_attention_heads * text.head_size * pairs
+    if CODED not in batch:
+        return total
+    depth, pairs = config.depth, batch[CODED].shape[0] * len(batch[CODES]) ** 2
+    return total + passes.attention * 2 * depth.num_hidden_layers * depth.num_attention_heads * depth.head_size * pairs
 
 
 LAYERS = 12  # enough that one layer more or less is little

@@ -55,6 +55,7 @@ def with_model(cases: list[Case], folder: Path) -> list[Case]:
     return [of_model(case, {**MODEL, "tokenizer": str(folder / "data" / "tokenizer")}) for case in cases]
 
 
+@pytest.mark.slow  # Qwen2.5-Omni has the same vision encoder and decoder in `make test`
 def test_layouts_train_like_one_process(tmp_path: Path) -> None:
     train_like_one_process(with_model(CASES, tmp_path), tmp_path)
 

@@ -13,7 +13,7 @@ from talker_cases import SHAPES, conversations, packed, pair, sequence_of, their
 from torch import Tensor
 
 from tessera.core.batch import Batch
-from tessera.models.qwen3_omni_talker import TALKER as SPEC
+from tessera.models.qwen3_omni_talker import SPEC
 from tessera.nn.codes import code_output
 from tessera.tasks.speech import CODE_LOSS, DEPTH_LOSS, SpeechTask
 from tests.close import assert_as_close
@@ -68,12 +68,12 @@ def test_logits_losses_and_gradients_are_those_of_transformers(number: int) -> N
     mine, peer = ours(number, torch.float32), transformers_result(number, torch.float32)
     exact = transformers_result(number, torch.float64)
     config, _, _ = pair(number)
-    kept, at = [], 0
+    rows, at = [], 0
     for talk in conversations(config):
         length = len(sequence_of(config, talk).tokens)
-        kept += range(at, at + length - 1)
+        rows += range(at, at + length - 1)
         at += length
-    mine.outputs["logits"] = mine.outputs["logits"][kept]
+    mine.outputs["logits"] = mine.outputs["logits"][rows]
     for name, output in mine.outputs.items():
         assert_as_close(output, peer.outputs[name], exact.outputs[name], what=name, roundings=4)
     unused = "talker.hidden_projection."  # no conversation has media
@@ -86,6 +86,6 @@ def test_logits_losses_and_gradients_are_those_of_transformers(number: int) -> N
         beside = exact.gradients[re.sub(r"\.[qk]_proj\.", ".v_proj.", name)]
         assert_as_close(grad, peer.gradients[name], exact.gradients[name], what=name, roundings=8, terms=beside)
     double = ours(number, torch.float64)
-    double.outputs["logits"] = double.outputs["logits"][kept]
+    double.outputs["logits"] = double.outputs["logits"][rows]
     for name, output in double.outputs.items():
         torch.testing.assert_close(output, exact.outputs[name], rtol=1e-5, atol=1e-6, check_dtype=False)

@@ -231,11 +231,11 @@ def experts(
 UNBALANCED = {"balance": 0.0}
 DEEPER = {**UNBALANCED, "layers": 4}
 EXPERTS = [
-    experts("experts, other micro-batches", 1, {}, {"train.micro_batch": 4}, rows=4),
+    experts("experts, other micro-batches", 1, {}, {"train.micro_batch": 4}, rows=4, slow=True),
     experts("ep 2", 2, {"ep": 2}, slow=True),
     experts("ep 2, no balance loss, recompute", 2, {"ep": 2, "recompute": [LAYERS]}, rows=4, **UNBALANCED),
     experts("experts, tp 2, sequence, no balance loss", 2, SEQUENCE, **UNBALANCED, slow=True),
-    experts("experts, cp 2 ring", 2, RING, {"train.micro_batch": 2}, rows=4),
+    experts("experts, cp 2 ring", 2, RING, {"train.micro_batch": 2}, rows=4, slow=True),
     experts("experts, interleaved-zb, no balance loss", 2, {**ZB, "virtual": 2}, **DEEPER, slow=True),
     experts("ep 2 x fsdp 2, uneven shards", 4, {"ep": 2}, experts=6, slow=True),
     experts("experts, tp 2, sequence, balance loss", 2, SEQUENCE, rows=4),

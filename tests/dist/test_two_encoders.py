@@ -39,11 +39,11 @@ WHOLE = {"tp": 2, "sequence_parallel": True, "encoders": {"image": {"tp": 1}, "a
 IN_FIRST = {"pp": 2, "layers": {"image": [1, 1], "audio": [0, 2], "text": [0, 2]}}
 CASES = [
     case("cp 2, patches shared, audio distributed", 2, {"cp": 2, "encoders": {"image": {"cp": 2}}}),
-    case("two heads, fsdp 2", 2, {}, heads=2),
-    case("two heads, tp 2, sequence parallel, both encoders whole", 2, WHOLE, heads=2),
     case("two heads, pp 2, split in the first encoder", 2, IN_FIRST, heads=2),
 ]
 MORE = [
+    case("two heads, fsdp 2", 2, {}, heads=2),
+    case("two heads, tp 2, sequence parallel, both encoders whole", 2, WHOLE, heads=2),
     case("tp 2, sequence parallel, both encoders whole", 2, WHOLE),
     case("pp 2, split in the first encoder", 2, IN_FIRST),
     case("two heads, tp 2, sequence parallel", 2, {"tp": 2, "sequence_parallel": True}, heads=2),

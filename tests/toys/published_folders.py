@@ -76,7 +76,7 @@ MODELS: Mapping[str, tuple[str, str]] = {
     "Qwen2.5-VL-72B-Instruct": ("qwen2_5_vl", "72b"),
     "Qwen3-ASR-0.6B": ("qwen3_asr", "0.6b"),
     "Qwen3-ASR-1.7B": ("qwen3_asr", "1.7b"),
-    "Qwen3-Omni-30B-A3B-Instruct": ("qwen3_omni", "30b-a3b"),
+    "Qwen3-Omni-30B-A3B-Instruct": ("qwen3_omni_talker", "30b-a3b"),
     "Qwen3-4B": ("qwen3", "4b"),
     "Qwen3-8B": ("qwen3", "8b"),
     "Qwen3-VL-2B-Instruct": ("qwen3_vl", "2b"),
@@ -85,6 +85,7 @@ MODELS: Mapping[str, tuple[str, str]] = {
     "Qwen3-VL-30B-A3B-Instruct": ("qwen3_vl", "30b-a3b"),
     "llava-1.5-7b-hf": ("llava", "1.5-7b"),
     "llava-onevision-qwen2-7b-ov-hf": ("llava", "onevision-7b"),
+    "csm-1b": ("csm", "1b"),
     "whisper-large-v3": ("whisper", "large-v3"),
     "whisper-large-v3-turbo": ("whisper", "large-v3-turbo"),
 }
@@ -154,7 +155,7 @@ _WAN_22 = {
 }
 _DEPTHS = (
     *("num_layers", "num_single_layers", "num_hidden_layers", "depth", "dual_attention_layers"),
-    *("encoder_layers", "decoder_layers"),
+    *("encoder_layers", "decoder_layers", "accept_hidden_layer"),
     *("num_res_blocks", "layers_per_block"),  # of VAEs
 )
 

@@ -233,6 +233,7 @@ def test_every_key_of_the_pages_exists(page: Path) -> None:
 
 NAMES = {
     "cogvideox": "CogVideoX",
+    "csm": "CSM",
     "flux": "Flux",
     "glm4v": "GLM-4.1V",
     "hunyuan_video": "HunyuanVideo",
@@ -250,6 +251,7 @@ NAMES = {
     "qwen3": "Qwen3",
     "qwen3_asr": "Qwen3-ASR",
     "qwen3_omni": "Qwen3-Omni",
+    "qwen3_omni_talker": "talker",
     "qwen3_vl": "Qwen3-VL",
     "qwen_image": "Qwen-Image",
     "sd3": "Stable Diffusion 3",

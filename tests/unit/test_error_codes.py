@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import re
 
 from tessera.errors import TesseraError, with_fix
 from tests.error_codes import CODE, PAGE, all_raised, code_texts, page, parsed, raised
 from tests.error_cures import CAUSES, CURES
 from tests.errors import raises
+from tests.syntax import all_nodes
 
 
 def test_every_error_has_a_code_of_a_listed_subject() -> None:
@@ -51,20 +51,16 @@ def test_every_code_has_a_cause_in_words() -> None:
 
 
 def test_a_planted_error_without_a_code_is_found() -> None:
-    tree = ast.parse("def f(x):\n    raise TesseraError(f'no {x}', fix='name it')\n")
-    (error,) = raised(list(ast.walk(tree)), "f.py", {"TesseraError"}, set())
+    nodes = all_nodes("def f(x):\n    raise TesseraError(f'no {x}', fix='name it')\n")
+    (error,) = raised(nodes, "f.py", {"TesseraError"}, set())
     assert (error.where, error.code, error.cause, error.cure) == ("f.py:2", None, "no <x>", "name it")
 
 
 def test_codes_that_are_computed_or_passed_on_are_found() -> None:
-    nodes = list(
-        ast.walk(
-            ast.parse(
-                "def f(x, *, code):\n    raise TesseraError('no', code=code)\n"
-                "f(1, code='run.one-way' if x else 'run.two')\n"
-                "code = 'run.three-ways'\nraise TesseraError('no', code=code)\nf(1, 'run.four-ways')\n"
-            )
-        )
+    nodes = all_nodes(
+        "def f(x, *, code):\n    raise TesseraError('no', code=code)\n"
+        "f(1, code='run.one-way' if x else 'run.two')\n"
+        "code = 'run.three-ways'\nraise TesseraError('no', code=code)\nf(1, 'run.four-ways')\n"
     )
     codes = {(error.where, error.code) for error in raised(nodes, "f.py", {"TesseraError"}, set())}
     assert codes == {("f.py:2", ""), ("f.py:3", "run.one-way"), ("f.py:3", "run.two"), ("f.py:5", None)}

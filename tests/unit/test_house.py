@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.syntax import DEFINITIONS, FUNCTIONS, IMPORTS, NAMES, all_nodes
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "tessera"
 COMPAT = ROOT / "tessera_compat"  # the same distribution, another import package
@@ -77,9 +79,9 @@ DEVICE_WORDS = re.compile(r"torch\.(?:cuda|npu)\b|\btorch_npu\b|[\"'](?:cuda|npu
 
 
 @functools.cache
-def nodes(source: str) -> tuple[ast.AST, ...]:
+def nodes(source: str) -> list[ast.AST]:
     """Return all nodes of a source. Most rules read every file: each is parsed once."""
-    return tuple(ast.walk(ast.parse(source)))
+    return all_nodes(source)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -410,9 +412,9 @@ def own_private_names(sources: list[str]) -> set[str]:
     private_names: set[str] = set()
     for source in sources:
         for node in nodes(source):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            if isinstance(node, DEFINITIONS):
                 private_names.add(node.name)
-            elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
+            elif isinstance(node, NAMES) and isinstance(node.ctx, ast.Store):
                 private_names.add(node.attr if isinstance(node, ast.Attribute) else node.id)
     return {name for name in private_names if name.startswith("_")}
 
@@ -428,7 +430,7 @@ def private_symbols(source: str, ours: set[str]) -> list[str]:
     modules = {
         (alias.asname or alias.name).split(".")[0]
         for node in nodes(source)
-        if isinstance(node, ast.Import | ast.ImportFrom)
+        if isinstance(node, IMPORTS)
         for alias in node.names
         if (getattr(node, "module", None) or alias.name).split(".")[0] in ("torch", "transformers")
     }
@@ -600,7 +602,7 @@ def long_functions(source: str) -> dict[str, int]:
     lengths = {
         f"{node.name} in line {node.lineno}": (node.end_lineno or node.lineno) - node.lineno + 1
         for node in nodes(source)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        if isinstance(node, FUNCTIONS)
     }
     return {name: lines for name, lines in lengths.items() if lines > MAX_FUNCTION_LINES}
 
@@ -635,11 +637,11 @@ def names_without_content(source: str, refused: Set[str] = NAMES_WITHOUT_CONTENT
     }
     names: list[tuple[str | None, ast.AST]] = []
     for node in nodes(source):
-        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+        if isinstance(node, NAMES) and isinstance(node.ctx, ast.Store):
             names.append((node.id if isinstance(node, ast.Name) else node.attr, node))
         elif isinstance(node, ast.arg):
             names.append((node.arg, node))
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        elif isinstance(node, DEFINITIONS):
             names.append((node.name, node))
         elif isinstance(node, ast.alias):
             names.append((node.asname, node))
@@ -692,10 +694,10 @@ def defined_names(source: str) -> set[str]:
     waiting: list[ast.AST] = list(statements(source))
     while waiting:
         node = waiting.pop()
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        if isinstance(node, DEFINITIONS):
             names.add(node.name)
             continue
-        if isinstance(node, ast.Import | ast.ImportFrom):
+        if isinstance(node, IMPORTS):
             names.update(alias.asname or alias.name.split(".")[0] for alias in node.names)
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.add(node.id)

@@ -60,7 +60,7 @@ class IndexMaker:
     on_bad_sample: Policy  # what to do with unusable or too long samples: skip and list them, or raise
     cache_folder: Path | None
     truncate: Truncate = "never"
-    # processes that measure records; 0: the calling process; auto: the calling process if that takes a few seconds
+    # processes that read records; 0: the calling process; auto: the calling process if that takes only a few seconds
     workers: Workers = "auto"
     timeout_s: float = 60.0
     max_bad_share: float = 1.0  # raise if a larger share of a data set is unusable

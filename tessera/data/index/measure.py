@@ -38,13 +38,13 @@ from tessera.workers.worker import TooSlow, time_limit
 
 log = logging.getLogger("tessera")
 
-CHUNK = 1024  # rows that a worker measures at a time
+CHUNK = 1024  # rows of a `RecordRange`
 FIRST_CHUNK = 64  # rows of the first chunk; its time is used to estimate the time of all chunks
 SOON = 3.0  # seconds of work below which no worker process is started
 MAX_WORKERS = 32
 Workers = int | Literal["auto"]
 MAX_BAD = 10_000  # limit of bad rows that are listed with the reason; further ones are only counted
-COMMON = ("row", "id_hash", "content")  # arrays of every table of samples, besides the measures
+COMMON = ("row", "id_hash", "content")  # arrays that an index has of its samples, in addition to their costs
 Measure = Callable[[Sample, Sequence[MediaSize]], dict[str, int]]
 
 
@@ -65,7 +65,7 @@ class NeedsWorkerProcess(Exception):
 
 @dataclass(frozen=True)
 class RecordRange:
-    """Hold a range [first, last) of record positions, which one worker measures at a time."""
+    """Hold a range [first, last) of record positions. A worker computes the costs of one range at a time."""
 
     first: int
     last: int
@@ -75,7 +75,7 @@ class RecordRange:
         return self.last - self.first
 
     def without(self, lost: Lost) -> RecordRange | None:
-        """Return the range with one more record that crashed or hung its worker and counts as bad."""
+        """Return the range with one more lost record, which crashed or hung its worker and counts as bad."""
         return None if lost.at is None else replace(self, lost=(*self.lost, (lost.at, lost.reason)))
 
 
@@ -103,7 +103,7 @@ def content_hash(sample: Sample) -> int:
                 words.append(value.content)
             elif isinstance(value, AudioSamples):
                 crc = zlib.crc32(value.mono().tobytes(), crc)
-            elif isinstance(value, ArchiveMember):  # do not change this text: the hashes in stored indexes depend on it
+            elif isinstance(value, ArchiveMember):  # do not change "Within(...": hashes in stored indexes depend on it
                 member = value
                 words.append(
                     f"Within(file={member.file!r}, start={member.start}, size={member.size}, name={member.name!r})"
@@ -113,12 +113,12 @@ def content_hash(sample: Sample) -> int:
 
 @dataclass(frozen=True)
 class Measured:
-    """Hold arrays of usable records (row, id_hash, content; column.*: tokens and other costs), and the bad rows."""
+    """Hold arrays of the usable records (row, id_hash, content; column.*: tokens and other costs), and the bad rows."""
 
     arrays: dict[str, np.ndarray]
     bad: tuple[BadRow, ...] = ()
     bad_count: int = 0
-    slow_at: float = 0.0  # time limit in seconds that a row exceeded; 0: none did. A longer limit may make it usable
+    slow_at: float = 0.0  # time limit in seconds, if a row exceeded it; 0: none did. More time can make the row usable
     crashed: int = 0  # rows that crashed or hung the process that read them
 
     def tables(self, **about: str) -> MemoryTables:
@@ -129,7 +129,7 @@ class Measured:
 
     @staticmethod
     def of(tables: AnyTables) -> Measured:
-        """Return the measures in the tables of an index."""
+        """Return the arrays and bad rows in the tables of an index."""
         arrays = {name: array for name, array in tables.items() if name in COMMON or name.startswith("column.")}
         about = tables.about
         return Measured(
@@ -138,7 +138,7 @@ class Measured:
 
     @staticmethod
     def join(parts: Sequence[Measured]) -> Measured:
-        """Concatenate the measures of consecutive ranges of records."""
+        """Concatenate the results of consecutive ranges of records."""
         full = [part.arrays for part in parts if len(part.arrays["row"])] or [parts[0].arrays]
         bad: list[BadRow] = []
         for part in parts:
@@ -170,7 +170,7 @@ def _arrays(usable: Sequence[tuple[int, Sample, dict[str, int]]]) -> dict[str, n
 
 @dataclass(frozen=True, eq=False)
 class MeasureRows:
-    """Measure ranges of records: the work of a `Pool`. Each range is written to disk at once."""
+    """Compute the costs of ranges of records, in the processes of a `Pool`. Each finished range is written to disk."""
 
     source: Source
     rows: range | np.ndarray  # record indices, ascending; a `RecordRange` is a slice of them
@@ -195,13 +195,13 @@ class MeasureRows:
         slow_at = self.timeout_s if slow else 0.0
         measured = Measured(_arrays(usable), tuple(bad), len(bad), slow_at, crashed=len(part.lost))
         if self.folder is not None:
-            # Writing fails if another process has finished the index and deleted the folder. Then measure it again.
+            # Writing fails if another process has finished the index and deleted the folder. The result stays valid.
             with suppress(TesseraError):
                 keep_tables(self._file(part), measured.tables(key=self._key(part)))
         return measured
 
     def _outcomes(self, part: RecordRange, note: Note) -> Iterator[tuple[int, Any, dict[str, int] | Exception]]:
-        """Yield a tuple for each record: row, sample (None if it is unreadable), measures or the error."""
+        """Yield a tuple for each record: row, sample (None if it is unreadable), and its costs or the error."""
         samples, lost = self._samples(part), dict(part.lost)
         for position in range(part.first, part.last):
             row, sample = int(self.rows[position]), None
@@ -217,7 +217,7 @@ class MeasureRows:
                     sample = None if isinstance(record, RecordError) else record
                     outcome = record if isinstance(record, RecordError) else self._cost(record)
             except TooSlow as error:
-                if sample is None:  # the interrupted generator is lost: a new one continues after this row
+                if sample is None:  # the interrupted generator cannot continue: read on with a new one
                     samples = self._samples(RecordRange(position + 1, part.last))
                 outcome = error
             except (TesseraError, OSError) as error:
@@ -241,7 +241,7 @@ class MeasureRows:
     # ------------------------------------------------------------------------------------------ one file per part
 
     def read_chunk(self, part: RecordRange) -> Measured | None:
-        """Return the measures of a range that an earlier process wrote to disk, or None."""
+        """Return the result of a range that an earlier process wrote to disk; None if there is none."""
         tables = None if self.folder is None else open_tables(self._file(part), self._key(part))
         if tables is None:
             return None
@@ -268,10 +268,11 @@ def measure_all(
     title: str,
     look: Callable[[Measured], None] | None = None,
 ) -> Measured:
-    """Measure all records of `work`, in order. `look` is called with each measured chunk, and may raise."""
+    """Compute the costs of all records of `work`, in order. `look` gets each chunk, and can stop this by raising."""
     starts = [0, *range(FIRST_CHUNK, len(work.rows), CHUNK)]
     ranges = [RecordRange(*bounds) for bounds in pairwise([*starts, len(work.rows)])]
-    # If the folder exists, a record may have crashed an earlier run. Then worker processes are used from the start.
+    # If the folder exists, an earlier run did not finish, perhaps because of a record that crashes its process. Then
+    # worker processes are used from the start.
     careful = work.folder is not None and work.folder.is_dir()
     earlier = {part: measured for part in ranges if (measured := work.read_chunk(part)) is not None} if careful else {}
     if work.folder is not None:
@@ -319,7 +320,7 @@ def _run(work: MeasureRows, ranges: Sequence[RecordRange], workers: Workers, car
         for _, measured in pool.map(ranges, again=RecordRange.without):
             if isinstance(measured, Lost):
                 raise TesseraError(
-                    f"the worker processes end before they read a record: {measured.reason}",
+                    f"worker processes end before they have read a record: {measured.reason}",
                     where=str(work.source.path),
                     fix="set data.workers=0 to see the error",
                     code="data.workers-end-early",

@@ -33,7 +33,7 @@ def too_long(tables: AnyTables, length: int) -> np.ndarray:
 
 
 def drop_long(tables: AnyTables, source: Source, long: np.ndarray, length: int) -> Measured:
-    """Return a `Measured` without usable rows. It lists the samples at the positions `long` as bad: too long."""
+    """Return a `Measured` without usable rows, which lists the samples at the positions `long` as bad."""
     tokens, rows = tables["column.tokens"], tables["row"]
     bad = [
         BadRow(row, _id(source, row), f"{count} tokens do not fit into data.length {length}", "data.sample-too-long")
@@ -43,7 +43,7 @@ def drop_long(tables: AnyTables, source: Source, long: np.ndarray, length: int) 
 
 
 def with_cuts(measured: Measured, cut: Measured, long: np.ndarray) -> MemoryTables:
-    """Merge the measures of the samples that fit with those of truncated long samples."""
+    """Merge the arrays of the samples that fit with those of truncated long samples."""
     keep = np.ones(len(measured.arrays["row"]), dtype=bool)
     keep[long] = False
     arrays = {name: array[keep] for name, array in measured.arrays.items()}
@@ -91,7 +91,7 @@ class Truncation:
 
 @dataclass(frozen=True)
 class TruncateToLength:
-    """Truncate a sample to the row length and measure it. Two further measures describe the truncation."""
+    """Truncate a sample to the row length. Return its costs and, as cut_messages and cut_characters, the truncation."""
 
     processor: MediaProcessor
     length: int
@@ -131,7 +131,8 @@ class TruncateToLength:
         def fits(characters: int) -> bool:
             return characters == 0 or measured(characters)["tokens"] <= self.length
 
-        # Each trial tokenizes text, so narrow the search first: about length / tokens of the characters should fit.
+        # Each trial tokenizes text, so begin the search near the expected number of characters: the share of the text
+        # that fits should be about length / tokens.
         low, high = 0, len(text)
         guess = max(1, len(text) * self.length // max(1, self.processor.measure(sample, [])["tokens"]))
         for near in (guess * 3 // 4, guess * 3 // 2):
@@ -171,7 +172,7 @@ def _text(message: Message) -> str:
 
 @dataclass(frozen=True, eq=False)
 class SourceIndex:
-    """Hold the usable rows of one data set with their measures, and the unusable rows with the reasons."""
+    """Hold the usable rows of one data set with their costs, and the unusable rows with the reasons."""
 
     source: Source
     tables: AnyTables
@@ -186,7 +187,7 @@ class SourceIndex:
 
     @property
     def columns(self) -> dict[str, np.ndarray]:
-        """Return the measures of each usable row by name."""
+        """Return the costs of the usable rows by name, such as "tokens"."""
         return {name.removeprefix("column."): t for name, t in self.tables.items() if name.startswith("column.")}
 
     @property
@@ -204,7 +205,7 @@ class SourceIndex:
         return self.bad_count - int(self.tables.about.get("dropped", 0))
 
     def read(self, at: int) -> Sample:
-        """Return the sample at a position of `rows`, truncated as indexed. Raise `RecordError` if it has changed."""
+        """Return the sample at a position of `rows`, truncated as in the index. Raise `RecordError` if it changed."""
         row = int(self.rows[at])
         sample = self.source.read(row)
         if id_hash(sample.id) != self.tables["id_hash"][at] or content_hash(sample) != self.tables["content"][at]:
@@ -225,7 +226,7 @@ class SplitIndex:
     parts: tuple[SourceIndex, ...]
     starts: np.ndarray  # [data sets + 1]: index of the first sample of each data set
     repeats: AnyTables  # samples with a repeated id: "sample" (index), "times" (how often the id occurred before)
-    identity: str  # hash of samples, measures and file paths
+    identity: str  # hash of samples, costs and file paths
     content: str  # hash of samples and lengths, without file paths
 
     def __len__(self) -> int:
@@ -240,12 +241,12 @@ class SplitIndex:
         return sum(part.bad_count for part in self.parts)
 
     def column(self, name: str) -> np.ndarray:
-        """Return one measure, such as "tokens", of all samples as int64."""
+        """Return the cost `name`, such as "tokens", of all samples as int64."""
         columns = [part.tables[f"column.{name}"] for part in self.parts if len(part)]
         return np.concatenate(columns, dtype=np.int64)
 
     def measure(self, name: str, sample: int) -> int:
-        """Return one measure of one sample, from the mapped file; `column` would load all samples into memory."""
+        """Return the cost `name` of one sample, from the mapped file; `column` would load all samples into memory."""
         part, at = self._at(sample)
         return int(part.tables[f"column.{name}"][at])
 

@@ -28,7 +28,7 @@ class RowRequest:
     processor: Processor | None
     seed: int
     cache_folder: Path | None = None  # where indexes are stored; None: they are not stored
-    work: Work | None = None  # ({name: measure of each sample}) -> {stream ("text", "vision"): FLOPs of each sample}
+    work: Work | None = None  # ({name: cost of each sample}) -> {stream ("text", "vision"): FLOPs of each sample}
     dataset: Any = None  # data set or loader that the caller passed as an object
     step: StepSize | None = None  # set if a step has a fixed number of samples, not of rows
 

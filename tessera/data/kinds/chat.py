@@ -75,7 +75,7 @@ def with_format(section: DataSection, record_format: RecordFormat) -> DataSectio
 
 
 def pack_file(request: RowRequest, processor: MediaProcessor, section: DataSection, seed: int) -> PackedRows:
-    """Pack the samples of one streamed file into rows. `section`: the data section with this file only."""
+    """Pack the samples of one streamed file into rows. `section`: the data section, reduced to this file."""
     return pack_rows(replace(request, section=section, seed=seed), processor, report=False)
 
 
@@ -87,9 +87,9 @@ def pack_rows(
     count_names: Sequence[str] = COUNTS,
     report: bool = True,
 ) -> PackedRows:
-    """Return the rows of a split: indexed, ordered and packed.
+    """Index, order and pack the samples of a split, and return its rows.
 
-    `hole`, `count_names`: see `PackedRows`. `report`: log the number of rows; off for each file of a stream.
+    `hole`, `count_names`: see `PackedRows`. `report`: log the number of rows; False for the files of a stream.
     """
     section = request.section
     limits = limits_of(section)
@@ -134,7 +134,7 @@ def pack_rows(
 
 
 def weigh(index: SplitIndex, sections: Sequence[SourceSection], work: Work | None) -> Samples:
-    """Return the token counts and FLOPs of all samples and the mixture weights of the data sets, for packing."""
+    """Return the token counts and FLOPs of all samples, and the mixture weights of the data sets, as packing needs."""
     explicit = [section.weight for section in sections if section.weight is not None]
     weights = tuple(explicit) if len(explicit) == len(sections) else None
     tokens, starts = index.column("tokens"), np.asarray(index.starts, dtype=np.int64)
@@ -146,7 +146,7 @@ def weigh(index: SplitIndex, sections: Sequence[SourceSection], work: Work | Non
         token_work = {stream: float(flops[0]) for stream, flops in work(token).items()}
     except KeyError as error:
         raise TesseraError(
-            f"ModelSpec.work of the model reads {error}, which its processor does not measure",
+            f"ModelSpec.work of the model needs {error}, which Processor.measure does not return",
             where="data.balance",
             allowed=index.names,
             fix="add it to the result of Processor.measure, or remove ModelSpec.work",

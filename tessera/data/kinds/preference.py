@@ -56,7 +56,7 @@ class PairProcessor:
         return self.inner.target(kind, size)
 
     def training_on(self, roles: Sequence[str], *, last_only: bool = False) -> Self:
-        """Return a processor that trains on the last answer only. The arguments have no effect."""
+        """Return a processor that trains on the last answer only, whatever the arguments are."""
         return replace(self, inner=self.inner.training_on(["assistant"], last_only=True))
 
     def measure(self, sample: Sample, sizes: Sequence[MediaSize]) -> dict[str, int]:
@@ -107,7 +107,7 @@ class PairProcessor:
         return self.inner.prompt([self.conversation(sample) for sample in samples], media, sizes)
 
     def conversation(self, sample: Sample) -> Sample:
-        """Return the sample as a conversation that ends with an answer of the assistant."""
+        """Return the conversation that ends with the chosen answer."""
         return _apart(sample)[0]
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -70,7 +70,7 @@ class RatedProcessor(PairProcessor):
                     at += len(answer.tokens)
             marks += [(answer.desirable, number) for answer in rated]
             count += len(rated)
-            # Masked tokens of unreadable samples come last, so that the positions of the others do not change.
+            # The masked tokens of unreadable samples come last in a row, so that the other samples are where `pair` is.
             spread.append([*rated, *moved, *(item for item in row if not isinstance(item, RatedAnswer))])
         batch = self.inner.collate(spread, length)
         return replace(
@@ -90,7 +90,7 @@ class RatedProcessor(PairProcessor):
 
 
 def with_answer_of(question: Encoded, answer_of: Encoded) -> Encoded:
-    """Return the question of one sample with the answer of another. Positions in an answer rise by 1 per token."""
+    """Return the question of one sample with the answer of another, whose positions continue those of the question."""
     asks, begins = _answer_start(question), _answer_start(answer_of)
     answer = answer_of.tokens[begins:]
     ahead = torch.arange(len(answer)) + _position_after(question.positions[..., :asks])

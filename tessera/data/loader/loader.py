@@ -97,9 +97,9 @@ class Prefetcher:
         return False
 
 
-WAIT = 0.02  # share of a step's time that may be spent waiting for data
-_WINDOW = 8  # number of steps after which the number of workers may change
-_LONG_S = 2.0  # seconds of waiting for data after which the number of workers may change sooner
+WAIT = 0.02  # share of a step's time that is accepted as waiting for data
+_WINDOW = 8  # number of steps after which the number of workers is adjusted
+_LONG_S = 2.0  # seconds of waiting for data after which the number of workers is adjusted before that
 _WORTH_S = 5.0  # seconds that the first worker processes must save over the run
 _UNSETTLED = 2  # steps whose times are ignored at the start and after each change of the number of workers
 _WINDOWS = 8  # number of windows after which the number of workers is fixed
@@ -150,7 +150,7 @@ class Tuner:
             return
         if self.workers == 0:
             needed = 1.25 * waiting / computing
-        else:  # the worker processes made the batches of a step while the step waited and while it computed
+        else:  # the worker processes make batches during the whole step: while it waits and while it computes
             needed = self.workers * (waiting + computing) / computing
         self.workers = int(min(self._cpus, max(self.workers + 1, math.ceil(needed))))
         self._unsettled = _UNSETTLED
@@ -189,10 +189,10 @@ class Loader:
     because a resumed run may have another global batch.
 
     With workers, at most workers * prefetch batches wait in host memory, and those of one step, at most 8, on the
-    device. `workers="auto"` starts without worker processes and adds some if steps wait for data; `steps`, if known,
-    limits the possible gain. A source with media starts with one worker, because a decoder that crashes would end the
-    run. `prepare` is applied to every batch before the copy to the device. `encode` is applied to the batches of
-    `encode_steps` steps at once, on the device.
+    device. `workers="auto"` starts without worker processes, and adds some if steps wait for data and enough steps are
+    left of `steps` (None: unknown) to gain from them. A source with media starts with one worker, because a decoder
+    that crashes would end the run. `prepare` is applied to every batch before the copy to the device. `encode` is
+    applied to the batches of `encode_steps` steps at once, on the device.
     """
 
     def __init__(

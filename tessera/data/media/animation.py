@@ -50,7 +50,7 @@ def decode(
         header = _header(image, source.name, limits)
         size = checked_size(header, source.name, limits, sampling, target)
         frames = Frames(sampling.choose(header.total, header.rate), size, target, source.name)
-        with suppress(EOFError):  # fewer frames than the header states: `Frames.stacked` repeats one or raises
+        with suppress(EOFError):  # fewer frames than the header states: `Frames.stacked` repeats the last or raises
             while (number := frames.next) is not None:
                 image.seek(number + _still_images(image))
                 image.load()
@@ -79,5 +79,5 @@ def _header(image: Image.Image, name: str, limits: Limits) -> VideoHeader:
 
 
 def _still_images(image: Image.Image) -> int:
-    """Return the number of images before the first frame: 1 for a PNG with a default image, otherwise 0."""
+    """Return the number of images that are no frames: 1 for an animated PNG with a default image, else 0."""
     return 1 if getattr(image, "default_image", False) and getattr(image, "n_frames", 1) > 1 else 0

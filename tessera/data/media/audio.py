@@ -15,11 +15,11 @@ from tessera.data.media.containers import container, decoder
 from tessera.data.media.files import Limits, Opened, refused, refusing, size_of
 from tessera.errors import TesseraError
 
-# Formats whose length FFmpeg only estimates from the bit rate. For these, the durations of all packets are added up.
+# Formats whose length FFmpeg only estimates from the bit rate: their length is the sum of the durations of all packets.
 _GUESSED = {"mp3", "aac", "amr", "amrnb", "amrwb", "ac3", "eac3"}
 _SLACK_SECONDS = 0.1  # tolerated difference from the length in the header: encoders add silence at both ends
 _SLACK_SHARE = 0.005
-_SEEK_SECONDS = 1.0  # decoded before the start of a clip: codecs such as MP3 and Opus depend on the audio before
+_SEEK_SECONDS = 1.0  # audio decoded before a clip starts: codecs such as MP3 and Opus depend on what precedes
 _RATES = range(1000, 768_001)
 _WAV_CHUNKS = 100  # limit of RIFF chunks before the samples
 _WAV_UNKNOWN = 0x7FFF0000  # size limit in bytes: programs that write to a pipe state a larger size, which means unknown
@@ -40,7 +40,7 @@ def has_sound(source: Opened, limits: Limits) -> bool:
 
 
 def probe(source: Opened, limits: Limits, sampling: AudioSampling, clip: AudioClip | None = None) -> MediaSize:
-    """Return the size of a recording, or of a clip of it, from the header."""
+    """Return the number of samples of a recording, or of a clip of it, from the header."""
     _check_wav(source)
     with container(source, "audio", limits) as held:
         return MediaSize(0, 0, 0, samples=_sample_count(held, source.name, sampling, clip))
@@ -75,8 +75,10 @@ def decode(
     sound = np.concatenate([*chunks, np.empty(0)], dtype=np.float32)
     if len(sound) < expected - slack or (clip is None and len(sound) > expected + slack):
         length = "more" if len(sound) > expected else f"only {len(sound) / sampling.rate:.2f} s"
-        stated = "the header states" if clip is None else "the clip has"
-        why = f"{stated} {expected / sampling.rate:.2f} s, {length} could be decoded"
+        if clip is None:
+            why = f"the header states {expected / sampling.rate:.2f} s, {length} could be decoded"
+        else:
+            why = f"the part {clip.start:g} to {clip.end:g} s: {length} could be decoded, then the recording ends"
         raise refused("damaged audio", source.name, why)
     if not is_sound(sound):
         raise refused("damaged audio", source.name, "a sample is not a number, or far above full scale")
@@ -98,7 +100,7 @@ def resampled(samples: AudioSamples, sampling: AudioSampling) -> tuple[np.ndarra
 
 
 def decoded_size(samples: AudioSamples, sampling: AudioSampling) -> MediaSize:
-    """Return the size of decoded audio after resampling."""
+    """Return the number of samples that decoded audio has after resampling."""
     count = len(samples.mono())
     return MediaSize(0, 0, 0, samples=_checked_count(count / samples.rate, samples.rate, "audio in memory", sampling))
 
@@ -191,7 +193,7 @@ def _seek(held: Any, stream: Any, start: float) -> None:
 
 
 def _from(frames: Iterator[Any], stream: Any, start: float, rate: int, name: str) -> tuple[Iterator[Any], int]:
-    """Return the frames, and how many samples at `rate` precede `start` in them."""
+    """Return the frames, and how many samples, at `rate`, the first frame begins before `start`."""
     first = next(frames, None)
     if first is None or first.pts is None:
         raise refused("damaged audio", name, f"nothing could be decoded at {start:g} s")

@@ -65,7 +65,7 @@ class AudioSamples:
 
 
 def is_sound(samples: np.ndarray) -> bool:
-    """Return whether all samples are numbers that features can be computed from: neither NaN nor too large."""
+    """Return whether no sample is NaN or so large that its features would overflow."""
     return bool(np.abs(samples).max(initial=0.0) <= _LOUDEST)
 
 
@@ -78,7 +78,7 @@ def wav_bytes(sound: np.ndarray, rate: int) -> bytes:
 
 
 def clip_of(value: Any) -> Any:
-    """Return the `AudioClip` that a path with a span names, such as talk.flac#t=12.5,17.25. Return others unchanged."""
+    """Return the `AudioClip` of a path with a span, such as talk.flac#t=12.5,17.25. Return other values unchanged."""
     match = _SPAN.search(value) if isinstance(value, str) else None
     return value if match is None else AudioClip(value[: match.start()], float(match[1]), float(match[2]))
 

@@ -100,7 +100,7 @@ def resolve(value: Any, root: Path) -> Path:
 
 
 def _locate(value: Any, root: Path) -> tuple[str, os.stat_result]:
-    """Return the path and the stat of a media file. Links are resolved only if there is one below the root."""
+    """Return the path and the stat of a media file. Links are resolved only if the path below the root has any."""
     if not isinstance(value, (str, Path)) or "\0" in str(value):
         raise TesseraError(
             f"not a path: {value!r:.80}", fix="write the path of a file as text", code="media.not-a-path"
@@ -122,7 +122,7 @@ def _locate(value: Any, root: Path) -> tuple[str, os.stat_result]:
             code="media.path-leads-up",
         )
     try:
-        if inner.startswith(os.sep):  # an absolute path outside of the root, or a link to the root
+        if inner.startswith(os.sep):  # an absolute path that is outside of the root, or that reaches it through a link
             return _follow_links(text, base)
         names = [part for part in parts if part and part != "."]
         try:

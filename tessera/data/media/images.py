@@ -139,7 +139,7 @@ def open_image(source: Opened, limits: Limits) -> Iterator[Image.Image]:
                 fix="make the image smaller",
                 code="media.too-many-pixels",
             ) from None
-        except UnidentifiedImageError:  # its message contains a memory address
+        except UnidentifiedImageError:  # not `{error}`: the message of Pillow contains a memory address
             raise TesseraError(
                 f"unreadable image: {source.name} (not a supported image format)",
                 fix="convert the file to a common format, such as PNG or JPEG",
@@ -152,7 +152,7 @@ def open_image(source: Opened, limits: Limits) -> Iterator[Image.Image]:
 
 
 def _for_pillow(source: Opened, head: bytes, size: int) -> BinaryIO:
-    """Return the file for Pillow. PNG chunks that may decompress to any size (text, colour profile) are left out.
+    """Return the file for Pillow, without PNG chunks whose decompressed size has no limit (text, colour profile).
 
     Raise for a huge WebP or AVIF file, which Pillow would read into memory at once.
     """
@@ -198,7 +198,7 @@ def _turn(image: Image.Image) -> int:
 
 
 def _uninverted(image: Image.Image) -> Image.Image:
-    """Invert a CMYK JPEG that Adobe did not write. Pillow inverts all of them, which is right for Adobe's only."""
+    """Invert a CMYK JPEG that Adobe did not write: Pillow has inverted it, but only those of Adobe need that."""
     if image.mode == "CMYK" and image.format in ("JPEG", "MPO") and "adobe" not in image.info:
         return ImageChops.invert(image)
     return image
@@ -209,7 +209,7 @@ def _detached(image: Image.Image) -> Image.Image:
 
 
 def rgb_of(image: Image.Image) -> Image.Image:
-    """Convert an image to 8-bit RGB like `to_rgb`. An RGB image is returned unchanged, and keeps its file open."""
+    """Convert an image to 8-bit RGB like `to_rgb`. An RGB image is returned itself, and can still refer to its file."""
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
     if image.mode.startswith("I;16") or image.mode == "I":
@@ -219,7 +219,7 @@ def rgb_of(image: Image.Image) -> Image.Image:
         return Image.fromarray(values.astype(np.uint8)).convert("RGB")
     if image.mode == "F":
         floats = np.nan_to_num(np.asarray(image), posinf=0.0, neginf=0.0)
-        scaled = floats * 255 if 0 < float(floats.max(initial=0)) <= 1 else floats  # the range may be 0..1 or 0..255
+        scaled = floats * 255 if 0 < float(floats.max(initial=0)) <= 1 else floats  # white is 1 or 255
         return Image.fromarray(np.clip(scaled, 0, 255).astype(np.uint8)).convert("RGB")
     if "A" in image.getbands() or "a" in image.getbands() or "transparency" in image.info:
         see_through = image.convert("RGBA")
@@ -229,7 +229,7 @@ def rgb_of(image: Image.Image) -> Image.Image:
 
 
 def _jpeg_size(file: BinaryIO) -> tuple[int, int] | None:
-    """Return (width, height) of a JPEG without EXIF, which may rotate it; None for others.
+    """Return (width, height) of a JPEG without EXIF; None for other files, and with EXIF, which can rotate the image.
 
     Pillow parses all tables before the size, which took 40 % of the time to index small images.
     """

@@ -39,7 +39,7 @@ class MediaSampling(VideoSampling):
 
 @runtime_checkable
 class MediaProcessor(Processor, Protocol):
-    """Declare the methods of a family's processor that an index of samples with media needs, beyond `Processor`."""
+    """Declare the methods that a family's processor needs, in addition to `Processor`, to index samples with media."""
 
     @property
     def fingerprint(self) -> str:
@@ -61,7 +61,7 @@ class MediaProcessor(Processor, Protocol):
 
 @runtime_checkable
 class ChatProcessor(LanguageProcessor, MediaProcessor, Protocol):
-    """Declare the methods of a family's processor that conversations need."""
+    """Declare the methods that a family's processor needs to encode conversations."""
 
     def training_on(self, roles: Sequence[str], *, last_only: bool = False) -> Self:
         """Return the same processor with other roles to train on. `last_only`: only on the last turn of these roles."""
@@ -74,7 +74,7 @@ class ChatProcessor(LanguageProcessor, MediaProcessor, Protocol):
 
 @runtime_checkable
 class KeepsMediaWhole(Protocol):
-    """Declare the method of a processor that needs some media of a sample in their original size."""
+    """Declare the method of a processor that reads some media of a sample in their original size."""
 
     def whole_media(self, sample: Sample) -> Sequence[int]:
         """Return the indices of the media of a sample that are decoded in their original size, without `target`."""
@@ -85,12 +85,12 @@ class KeepsMediaWhole(Protocol):
 class PadsSamples(Protocol):
     """Declare a processor that pads the rows of a batch to the longest row, not to a constant length.
 
-    Its models may attend across samples of one row; `packs` is False for these.
+    `packs` is False for a model whose attention does not separate the samples of a row.
     """
 
     @property
     def packs(self) -> bool:
-        """Return whether several samples may share a row."""
+        """Return whether several samples are packed into a row."""
         ...
 
 
@@ -108,7 +108,7 @@ def probe(
     decoded = _decoded_size(part, limits, sampling)
     if decoded is not None:
         return decoded
-    # Without a target: (0, 0), so that the limit on the resized frames of a video does not apply.
+    # Without a target the size is unknown: pass (0, 0), to which the limit on resized frames of a video never applies.
     wanted: Target = (lambda size: (0, 0)) if target is None else partial(target, part.kind)
     folder = folder_of(part.value, root) if part.kind == "video" else None
     if folder is not None:
@@ -143,7 +143,7 @@ def decode(
 def read_media(
     sample: Sample, root: Path, limits: Limits, processor: MediaProcessor
 ) -> tuple[list[Any], list[MediaSize]]:
-    """Decode all media of a sample for a processor. Return them and the sizes in their headers."""
+    """Decode all media of a sample for a processor. Return the media, and their sizes according to the headers."""
     whole = processor.whole_media(sample) if isinstance(processor, KeepsMediaWhole) else ()
     read = [
         _decode(part, root, limits, processor.sampling, None if number in whole else processor.target)
@@ -184,7 +184,7 @@ def _decode(
 
 
 def _with_sound(source: Opened, limits: Limits, sampling: VideoSampling) -> bool:
-    """Return whether the sound track of a video is decoded: it has one, and the model reads it."""
+    """Return whether to decode the sound track of a video: if the video has one, and the model takes it as input."""
     wanted = isinstance(sampling, MediaSampling) and sampling.video_sound
     return wanted and not is_animation(source.file) and audio.has_sound(source, limits)
 

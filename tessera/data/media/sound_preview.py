@@ -79,7 +79,7 @@ def _columns(count: int) -> np.ndarray:
 
 
 def _waveform(sound: np.ndarray) -> np.ndarray:
-    """Return the lowest and the highest sample of each column as a line; full scale is the height."""
+    """Return an image with a line from the lowest to the highest sample in each column. The height is full scale."""
     drawn = np.full((_WAVE, _WIDTH, 3), _BACKGROUND, np.uint8)
     bounds = _columns(len(sound))
     rows = np.arange(_WAVE)
@@ -92,7 +92,7 @@ def _waveform(sound: np.ndarray) -> np.ndarray:
 
 
 def _spectrogram(sound: np.ndarray) -> np.ndarray:
-    """Return the power at each time and frequency, from 0 at the bottom to half of the rate at the top."""
+    """Return an image of the power at each time and frequency: from 0 at the bottom to half of the rate at the top."""
     padded = np.concatenate([sound, np.zeros(_WINDOW, np.float32)])
     windows = np.stack([padded[start : start + _WINDOW] for start in _columns(len(sound))[:-1].tolist()])
     power = np.abs(np.fft.rfft(windows * np.hanning(_WINDOW), axis=1)) ** 2

@@ -69,7 +69,7 @@ def fetch_image(url: str, policy: UrlPolicy) -> Path:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         note = file.with_name(file.name + _NOTE)
         note.unlink(missing_ok=True)
-        if policy.private or len(way) > 1:  # the note comes first: an image without a note counts as public
+        if policy.private or len(way) > 1:  # written before the image: a cached image without a note counts as public
             with replacing(note) as fresh:
                 fresh.write_text(json.dumps({"urls": way, "private": policy.private}), encoding="utf-8")
         with replacing(file) as fresh:

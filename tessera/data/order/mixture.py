@@ -96,7 +96,7 @@ def permutation(count: int, *key: int) -> np.ndarray:
 
 
 def draws_per_set(sizes: Sequence[int], weights: Sequence[float] | None) -> list[int]:
-    """Return the number of draws of each set in an epoch, at least 1. Weights do not change the sum, up to rounding."""
+    """Return how many samples an epoch draws from each data set, at least 1: in total as many as without weights."""
     if weights is None:
         return list(sizes)
     total = sum(sizes)
@@ -161,7 +161,8 @@ def similarity_order(
 ) -> np.ndarray:
     """Sort samples so that neighbours are similar: by set, by excess FLOPs in steps of 5 %, by tokens.
 
-    Tokens are in ascending and descending order in turn. `step`: an excess below it counts as 0.
+    The number of tokens rises in one 5 % step and falls in the next, so that neighbours of two steps are similar, too.
+    `step`: an excess below it counts as 0.
     """
     edges = [max(1, step)]
     while edges[-1] <= int(excess.max(initial=0)):

@@ -26,7 +26,7 @@ _PACK, _SPREAD, _TIES = 0x5041434B, 0x4445414C, 0x54494553  # keys of independen
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """Hold the measures of all samples, one data set after another."""
+    """Hold the tokens and FLOPs of all samples, one data set after another."""
 
     tokens: np.ndarray  # [N]: number of tokens of each sample
     starts: np.ndarray  # [sets + 1]: index of the first sample of each data set
@@ -69,7 +69,8 @@ class RowTable:
     If the arrays are mapped from a file, processes share them, and only the path is pickled.
     """
 
-    arrays: Mapping[str, np.ndarray]  # members, bounds, starts, draws; balanced: work; with weights: by_similarity
+    # members, bounds, starts and draws; `work` if rows are balanced; `by_similarity` if data sets have weights
+    arrays: Mapping[str, np.ndarray]
     stats: PackingStats
 
     def __len__(self) -> int:
@@ -157,7 +158,7 @@ def _make(samples: Samples, config: PackingConfig) -> RowTable:
 
 
 def mixture_of(samples: Samples, excess: np.ndarray, step: int, shuffle: bool = True) -> Mixture:
-    """Return the mixture of data sets. Draws of a set with a weight are similar samples; see `similarity_order`."""
+    """Return the mixture of data sets. With weights, a draw takes similar samples in all epochs: `similarity_order`."""
     starts = np.asarray(samples.starts, dtype=np.int64)
     sizes = np.diff(starts)
     draws = np.cumsum([0, *draws_per_set(sizes.tolist(), samples.weights)])
@@ -228,7 +229,7 @@ _PASS, _ROW = 0x50415353, 0x524F57
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """Map row indices, counted over all epochs, to samples. Every epoch has the same rows of draws in another order."""
+    """Map row indices, counted over all epochs, to samples. Epochs differ in the order of the rows of a `RowTable`."""
 
     table: RowTable
     seed: int

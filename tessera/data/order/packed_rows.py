@@ -41,7 +41,7 @@ def hole(id: str, length: int) -> Encoded:
 
 
 class GuardedRows(RowSource):
-    """Make batches by `guarded` in every process: also in this one, where no sample is known to crash."""
+    """Make batches by `guarded`, which worker processes call, too. In this process `lost`, the crashes, is empty."""
 
     def batch(self, rows: Sequence[int]) -> Batch:
         return self.guarded(rows, {}, no_note)

@@ -191,7 +191,7 @@ def _balanced(weights: np.ndarray, ranks: int, micro_batch: int) -> np.ndarray:
 
 
 def _micro_batches(together: np.ndarray, weights: np.ndarray, ranks: int, micro_batch: int) -> np.ndarray:
-    """Return row indices [ranks, micro_batch], with about equal weight per rank. `together`: rows, heaviest first."""
+    """Return row indices [ranks, micro_batch]: the rows `together`, heaviest first, with about equal work per rank."""
     laps = together.reshape(micro_batch, ranks)
     batches, held = np.empty((ranks, micro_batch), dtype=np.int64), np.zeros(ranks)
     for lap, row in enumerate(laps):

@@ -41,7 +41,7 @@ class StepOrder:
 
     mixture: Mixture
     by_length: np.ndarray  # indices of all draws, shortest first
-    row_of: np.ndarray  # [samples of a step]: row index within a step of each stratum
+    row_of: np.ndarray  # [samples of a step]: for each stratum, the index of its row within a step
     rows_per_step: int
     seed: int
     stats: PackingStats
@@ -107,7 +107,7 @@ def step_order(samples: Samples, config: PackingConfig, size: StepSize) -> StepO
     bounds = _bounds(count, size.samples)
     most = np.maximum.reduceat(np.append(longest[by_length], 0), bounds.reshape(-1))[::2]
     row_of = _rows(most, config, size)
-    rows = int(row_of.max()) + 1  # no row is empty, so this is their number
+    rows = int(row_of.max()) + 1  # number of rows in a step, because none is empty
     epoch = -(-count // size.samples) * rows
     padding = 1 - mixture.mean(tokens) / (epoch * config.length)
     stats = PackingStats(epoch, config.length, max(0.0, padding))
@@ -122,7 +122,10 @@ def step_order(samples: Samples, config: PackingConfig, size: StepSize) -> StepO
 
 
 def _bounds(draws: int, strata: int) -> np.ndarray:
-    """Return [strata, 2]: for each stratum the range [first, end) of draws that it takes in any epoch."""
+    """Return [strata, 2]: the range [first, end) of draws from which each stratum takes one draw per step.
+
+    Strata divide the draws, sorted by length, so that every step has a sample of each length.
+    """
     steps = -(-draws // strata)
     places = steps * strata
     first = np.arange(strata, dtype=np.int64) * steps * draws // places
@@ -132,7 +135,10 @@ def _bounds(draws: int, strata: int) -> np.ndarray:
 
 
 def _rows(most: np.ndarray, config: PackingConfig, size: StepSize) -> np.ndarray:
-    """Return the row index of each stratum. The number of rows is the least multiple of `size.multiple` possible."""
+    """Return the index of the row, within a step, that gets the sample of each stratum.
+
+    The number of rows is the least possible multiple of `size.multiple`.
+    """
     rows = size.samples if not config.pack else max(size.least_rows, -(-int(most.sum()) // config.length))
     rows = _up(rows, size.multiple)
     while rows <= size.samples:

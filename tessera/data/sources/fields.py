@@ -96,8 +96,8 @@ class ColumnMap:
     text: tuple[str, ...] = _TEXT_KEYS
     path: str = "path"  # path of an image or a video; the suffix decides which
     references: str = "references"  # images to edit
-    offset: str = "offset"  # seconds before the part of a recording that is transcribed
-    duration: str = "duration"  # seconds of this part
+    offset: str = "offset"  # start of the transcribed part of a recording, in seconds
+    duration: str = "duration"  # length of this part, in seconds
     codes: str = "audio_codes"  # speech as codes: frames x codebooks
     speaker: str = "speaker"  # name or number of the voice
     chosen: str = "chosen"
@@ -159,7 +159,7 @@ def check_columns(columns: Mapping[str, str], where: str) -> None:
 class RecordSchema:
     """Detect the format of records by their keys, which `columns` may rename.
 
-    `answered` False: answers may be missing.
+    `answered`: whether a record needs an answer.
     """
 
     def __init__(self, columns: Mapping[str, str], answered: bool = True) -> None:
@@ -168,7 +168,7 @@ class RecordSchema:
         self._media_named = any(f"{kind}s" in columns for kind in MEDIA)
 
     def decide(self, record: Mapping[str, Any]) -> RecordFormat | None:
-        """Return the format of a record; None if its keys fit no format or several (a conversation without media)."""
+        """Return the format of a record; None if its keys fit none, or several: LLaVA and ShareGPT without media."""
         key = self.names["messages"].messages
         # `columns` may name one key for both `messages` and `conversations`: then the key of the speaker decides.
         if has(record, key) and ("messages" not in self.columns or not self._speaks(record[key])):
@@ -210,7 +210,7 @@ class RecordSchema:
         return "messages" in self.columns and has(record, names.messages)
 
     def _is_illustrated(self, record: Mapping[str, Any]) -> bool:
-        """Return whether a record is a question, or a text with other media or placeholders, not a transcription."""
+        """Return whether a record cannot be a transcript: it has images, videos, placeholders, or a question."""
         names = self.names["text"]
         others = any(has(record, key) for kind in ("image", "video") for key in names.media[kind])
         placed = any("<audio>" in text for key in names.text if isinstance(text := record.get(key), str))
@@ -334,7 +334,7 @@ def value_of(value: Any, key: str) -> Any:
     {"bytes", "path"} and {"array", "sampling_rate"} are forms of Hugging Face data sets.
     """
     if isinstance(value, dict) and value.get("array") is not None and "sampling_rate" in value:
-        return AudioSamples(value["array"], value["sampling_rate"])  # also if it names the file it was decoded from
+        return AudioSamples(value["array"], value["sampling_rate"])  # even if `value` has the path of a file, too
     if isinstance(value, dict) and ("bytes" in value or "path" in value):
         value = value["bytes"] if value.get("bytes") is not None else value.get("path")
     if isinstance(value, (bytes, ArchiveMember, Image.Image)) or hasattr(value, "__array__"):

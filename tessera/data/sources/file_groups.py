@@ -407,7 +407,7 @@ class _BoundedFile:
 
     def read(self, size: int) -> bytes:
         if not 0 <= size <= _MAX_READ_BYTES:
-            raise ValueError(f"a name has {size} bytes")
+            raise ValueError(f"a name has {size} bytes, the limit is {_MAX_READ_BYTES}")
         return self._file.read(size)
 
 

@@ -124,7 +124,7 @@ def _parse_text(record: Mapping[str, Any], names: ColumnMap) -> tuple[Message, .
 
 
 def _parse_transcript(record: Mapping[str, Any], names: ColumnMap) -> tuple[Message, ...]:
-    """Return the recording as the question, with the words of the user if there are any, and its text as the answer."""
+    """Return the recording, and the user's text if there is one, as the question, and the transcript as the answer."""
     text = next((record[key] for key in names.text if has(record, key)), None)
     if not isinstance(text, str) or not text.strip():
         fail("data.no-text", f"no text under {' or '.join(map(repr, names.text))}")
@@ -175,7 +175,7 @@ def _parse_preference(record: Mapping[str, Any], names: ColumnMap) -> tuple[Mess
 def _with_answer(
     record: Mapping[str, Any], rest: dict[str, Any], answer: Any, names: ColumnMap
 ) -> tuple[dict[str, Any], RecordFormat, ColumnMap]:
-    """Return a record with only one of the two answers, the simpler record format that it has then, and its keys."""
+    """Return a pair's record with only one of its answers, and the format and keys of this simpler record."""
     if isinstance(answer, list) and _is_full_conversation(answer, names):
         return {**rest, names.messages: answer}, "messages", names
     sharegpt = column_map("sharegpt", {})

@@ -104,7 +104,7 @@ class ParquetFile(Container):
         try:
             table = self._read(group)
         except RecordError as error:
-            return _Group(None, 0, error)  # remembered, so that the group is not read again for each row
+            return _Group(None, 0, error)  # stored with its error, so that the group is not read again for each row
         mapped = _mapped(spilled, table.num_rows) if table.nbytes > SPILL_BYTES and _spill(table, spilled) else None
         return _Group(table, table.nbytes) if mapped is None else _Group(mapped, 0)
 
@@ -269,6 +269,6 @@ def _make_room(folder: Path, needed: int) -> bool:
     while files and (total + needed > SPILLED_BYTES or free - needed < _FREE_SHARE * disk.total):
         file = files.pop(0)
         size = file.stat().st_size
-        file.unlink(missing_ok=True)  # processes that map it can still read it
+        file.unlink(missing_ok=True)  # processes that have mapped the file can still read it
         total, free = total - size, free + size
     return free - needed >= _FREE_SHARE * disk.total

@@ -35,7 +35,7 @@ def with_regions(messages: tuple[Message, ...], objects: Any) -> tuple[Message, 
     words = [word for text in texts for word in REGION.findall(text)]
     if not words:
         return messages
-    if isinstance(objects, str):  # the cell of a table
+    if isinstance(objects, str):  # a cell of CSV or Parquet contains JSON as text
         try:
             objects = json.loads(objects)
         except (ValueError, RecursionError):

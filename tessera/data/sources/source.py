@@ -95,7 +95,7 @@ class Source:
 
     @cached_property
     def _others_fit(self) -> bool:
-        """Return whether other records have the recipe's format. Then a record of another format is just a bad one."""
+        """Return whether some records have the recipe's format. Then a record of another format is a bad sample."""
         if not self.format_given or self.record_format not in KIND_OF_FORMAT:
             return False
         records = (record for _, record in _some(self.records) if not isinstance(record, RecordError))
@@ -106,7 +106,7 @@ class Source:
         detected = self.schema.decide(content)
         if chosen in KIND_OF_FORMAT and not self.schema.fits(content, chosen):
             detected = next((other for other in KIND_OF_FORMAT if self.schema.fits(content, other)), detected)
-        if chosen == "transcript" and detected == "text":  # a row without a recording is a bad one
+        if chosen == "transcript" and detected == "text":  # a transcript without a recording is a bad sample
             detected = chosen
         if self.instruction and not content.get(names.prompt):
             content = {**content, names.prompt: self.instruction}
@@ -197,7 +197,7 @@ def open_record_file(
     columns: Mapping[str, str] = MappingProxyType({}),
     cache_folder: Path | None = None,
 ) -> Container:
-    """Open one file of records by its suffix. `name`: of the file in the locations of records."""
+    """Open one file of records by its suffix. `name`: the file name that messages show for its records."""
     _refuse_compressed(path)
     suffix = suffix_of(path.name)
     if suffix == "parquet":
@@ -230,7 +230,7 @@ def _refuse_compressed(path: Path) -> None:
 
 
 def _inside(files: list[Path]) -> list[Path]:
-    """Return the files of a folder; raise for a link out of it. A file that the recipe names may be such a link."""
+    """Return the files; raise if one is a link out of its folder. Only files that the recipe names can be one."""
     for file in files:
         if leads_out(file, file.parent):
             raise TesseraError(

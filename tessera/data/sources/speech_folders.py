@@ -46,12 +46,12 @@ class Utterances(Container):
 
 
 def has_transcripts(folder: Path) -> bool:
-    """Return whether a folder has texts of recordings as LibriSpeech has them."""
+    """Return whether a folder has transcript files of LibriSpeech."""
     return any(folder.glob(f"*{_TRANSCRIPTS}"))
 
 
 def transcript_files(folder: Path) -> list[Path]:
-    """Return the files with texts in a folder of LibriSpeech, at any depth."""
+    """Return the transcript files in a folder of LibriSpeech, at any depth."""
     return [folder / name for name, _ in walk(folder) if name.endswith(_TRANSCRIPTS)]
 
 

@@ -184,7 +184,10 @@ def _csv_header(path: Path, name: str, delimiter: str) -> list[str]:
 
 
 def find_lines(path: Path, limit: int | None = None, *, quoted: bool = False) -> np.ndarray:
-    """Return the byte spans [n, 3] of lines that are not blank. `quoted`: ignore line ends in double quotes (CSV)."""
+    """Return an array [lines, 3] of lines that are not blank: first byte, size in bytes, line number.
+
+    `quoted`: ignore line ends in double quotes (CSV).
+    """
     parts: list[np.ndarray] = []
     count, lines_before, open_quotes = 0, 0, 0
     with open_regular(path) as file, open_regular(path) as again:
@@ -234,7 +237,10 @@ def _is_array(path: Path) -> bool:
 
 
 def find_elements(path: Path, limit: int | None = None) -> np.ndarray:
-    """Return the byte spans [n, 3] of the elements of a JSON array, found by matching brackets outside of strings."""
+    """Return an array [records, 3] of the elements of a JSON array: first byte, size in bytes, record number.
+
+    They are found by matching brackets outside of strings.
+    """
     spans = array("q")
     with open_regular(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         position = element_end = data.find(b"[") + 1

@@ -103,7 +103,7 @@ class StreamedRows(GuardedRows):
         return True  # whether samples have media is unknown before the files are opened
 
     def without(self, samples: Mapping[str, str]) -> StreamedRows:
-        copied = copy.copy(self)  # by `__getstate__`, without open files: the copy opens them again
+        copied = copy.copy(self)  # `__getstate__` excludes open files: the copy opens them again
         copied.left_out = {**self.left_out, **samples}
         return copied
 
@@ -206,7 +206,7 @@ class StreamedRows(GuardedRows):
             with self._lock:
                 rows = self._open.get(shard)
                 if rows is None:
-                    while len(self._open) >= _OPEN:  # close before the download, which may need the disk space
+                    while len(self._open) >= _OPEN:  # close old files first: the download can need their disk space
                         closed, _ = self._open.popitem(last=False)
                         self._held.pop(closed).close()
                     rows = self._open[shard] = self._opened(shard)
@@ -230,9 +230,9 @@ class StreamedRows(GuardedRows):
             source = file.section.model_copy(update={"path": path, "hub_id": None})
             # 1.0: no limit for a single file; `_check_share` checks the share of bad samples over all files.
             of_file = {"train": [source], "workers": 0, "stream": False, "max_bad_share": 1.0}
-            # The first process measures and packs the file; the others read its index.
+            # The first process makes the index of the file and packs it; the others read the index.
             rows = self.pack(self.section.model_copy(update=of_file), mix(self.seed, _SHARD, shard) >> 1)
-            if [file.name, file.facts] != self._facts[shard]:  # checked after packing, during which it may change
+            if [file.name, file.facts] != self._facts[shard]:  # checked last: the file can change while it is packed
                 raise TesseraError(
                     f"{file.name} has changed since the run started: a resumed run would read other rows",
                     where=str(path),
@@ -281,7 +281,7 @@ def _counts_of(rows: PackedRows) -> _FileCounts:
 
 
 def _shared(number: int, base: int) -> int:
-    """Return the index of a sample over all files. A complement (~index) becomes the complement of the result."""
+    """Return the index of a sample over all files. For the complement ~number, return the complement of that index."""
     return number + base if number >= 0 else number - base
 
 

@@ -234,7 +234,7 @@ def stretched(rows: int, columns: int, base_rows: int, base_columns: int) -> tup
 
 
 def _line(start: int, stop: int, count: int) -> Line:
-    """Return first position and distance of `count` positions: the last is at `stop` x (count - 1) / count."""
+    """Return the first position and the distance of `count` positions from `start` to `stop` x (count - 1) / count."""
     return (float(start), (stop * (count - 1) / count - start) / (count - 1) if count > 1 else 0.0)
 
 
@@ -245,7 +245,7 @@ def rope_positions(config: CogVideoXConfig, batch: Batch, positions: Tensor, sam
     lines = [stretched(rows, columns, *config.grid[1:]) for _, rows, columns in batch.shapes.get("latents", ())]
     if config.patch_size_t is not None or all(line == PLAIN for line in lines):
         return wide
-    lines += [PLAIN] * (batch["timesteps"].shape[0] - len(lines))  # entries for padding
+    lines += [PLAIN] * (batch["timesteps"].shape[0] - len(lines))  # padding samples
     table = torch.tensor(lines, device=positions.device)[samples]  # [N, axis, 2]
     return torch.cat([wide[:1], wide[1:] * table[..., 1].T + table[..., 0].T])
 

@@ -140,7 +140,7 @@ class DiffusionTask(Task):
             )
 
     def _choose_encoders(self, config: RunConfig) -> EncoderOptions | None:
-        """Return the encoder options of the recipe. Without any, media data use the encoders in the model's folder."""
+        """Return the recipe's encoder options. Without any, runs on media use the encoders in the model's folder."""
         folder = None if config.model.path is None else pipeline_folder(config.model.path)
         chosen = "encoders" in self.options.model_fields_set
         if not chosen and folder is not None and (folder / VAE).is_dir() and reads_media(config):
@@ -239,7 +239,7 @@ class DiffusionTask(Task):
         return disturb
 
     def _image_shares(self, batch: Batch) -> list[float]:
-        """Return 1 for each sample that keeps its conditioning image, and 0 for each sample that loses it."""
+        """Return 1 for each sample that keeps its conditioning image, and 0 for each sample that is trained without."""
         share = self.options.given_dropout
         return [float(sample.chance("given image").random() >= share) for sample in self._samples(batch)]
 
@@ -300,7 +300,7 @@ class DiffusionTask(Task):
 
     def inputs(self, batch: Batch) -> Batch:
         family = self.family
-        if "clean" not in batch or not any(map(any, batch.shapes.get("frames", ()))):  # features, not encoded here
+        if "clean" not in batch or not any(map(any, batch.shapes.get("frames", ()))):  # stored features
             batch = self._features(batch, self._dropped(batch))
         if family.image_embeds and IMAGE_EMBEDS not in batch:
             raise TesseraError(

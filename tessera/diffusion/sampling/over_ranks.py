@@ -57,7 +57,7 @@ class SharedTokens:
 
 @dataclass
 class ModelOverRanks:
-    """Call a model that is split over ranks like an unsharded model."""
+    """Let callers use a model that is split over ranks as if it were unsharded."""
 
     module: nn.Module
     family: GenerationFamily

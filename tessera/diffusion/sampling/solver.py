@@ -115,7 +115,7 @@ def make_solver(
 
 
 def with_solver(config: Mapping[str, Any], solver: str) -> dict[str, Any]:
-    """Return the configuration of another solver with the same noise levels."""
+    """Return the configuration of the scheduler class `solver`, with the noise levels of `config`."""
     if solver not in SOLVERS:
         raise TesseraError(
             f"unknown solver {solver!r}",

@@ -22,7 +22,7 @@ from tessera.nn.joint_transformer import TransformerShape
 
 @dataclass(frozen=True)
 class SD3Family(NoiseInModelType, GenerationFamily):
-    """Use the center of a square table of positions with `table` rows; text is at position 0."""
+    """Describe SD3. An image gets the center of a table of `table` x `table` positions; text is at position 0."""
 
     table: int = 0
 

@@ -12,7 +12,7 @@ from tessera.diffusion.wan.config import WanConfig
 from tessera.diffusion.wan.model import WanModel
 from tessera.diffusion.wan.weights import MODEL_TYPES, hf_config, original, weights
 
-_SMALL = {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}  # diffusers' defaults are the 14B model
+_SMALL = {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}  # diffusers' defaults describe the 14B model
 _IMAGES = {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120}
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     # A preset for the small VAE (4 channels) and text encoder (64 features) of the quick start.

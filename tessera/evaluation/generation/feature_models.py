@@ -231,7 +231,7 @@ def _load(folder: Path, name: str) -> nn.Module:
             dtype=torch.float32,
             output_loading_info=True,
         )
-    unused = "pooler."  # only the class token is used
+    unused = "pooler."  # missing tensors of the pooler do not matter: only the class token is used
     missing = [key for key in report["missing_keys"] if not key.startswith(unused)]
     if missing:
         raise TesseraError(

@@ -181,9 +181,10 @@ def prepared(image: Tensor) -> Tensor:
 
 
 def fill(module: Inception, tensors: Mapping[str, Tensor]) -> list[str]:
-    """Fill the module with a state dict. Return the names of tensors that are missing, unknown or of another shape.
+    """Fill the module with a state dict, if it has the right tensors.
 
-    The counters of batch normalization may be missing: they have no effect. With any such name, nothing is filled.
+    Otherwise change nothing, and return the names of tensors that are missing, unknown or of another shape. Counters
+    of batch normalization are optional: they have no effect.
     """
     expected = module.state_dict()
     counters = {name for name in expected if name.endswith("num_batches_tracked")}

@@ -124,7 +124,7 @@ def sample_suite(
 
 
 def _follow(on_step: OnStep, before: int, total: int, finished: int, _: int, step: int, steps: int) -> None:
-    """Report a step of a part of the benchmark. `before`: number of samples before this part."""
+    """Report a sampling step to `on_step`. `before`: number of samples before this batch."""
     on_step(before + finished, total, step, steps)
 
 

@@ -273,7 +273,7 @@ def _split(features: Tensor, lengths: Sequence[int]) -> list[Tensor]:
 
 
 def _once(videos: Sequence[np.ndarray]) -> Callable[[FeatureModel], Tensor]:
-    """Return a function that encodes all frames of the videos by a model. Each model is called only once."""
+    """Return a function that encodes all frames of the videos by a model, and caches the features of each model."""
     encoded: dict[str, Tensor] = {}
 
     def encode(model: FeatureModel) -> Tensor:

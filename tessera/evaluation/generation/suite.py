@@ -42,7 +42,7 @@ class SuitePrompt:
         return list(self.columns.get(DIMENSIONS) or CUSTOM_DIMENSIONS)
 
     def file_name(self, index: int, suffix: str) -> str:
-        """Return the name that VBench expects."""
+        """Return the file name that VBench expects of sample `index`."""
         return f"{self.text}-{index}{suffix}"
 
 
@@ -110,7 +110,7 @@ def check_names(prompts: Sequence[SuitePrompt], count: int, suffix: str, where: 
             problem = f"is longer than {_NAME_BYTES} bytes with its ending"
         if problem is not None:
             raise TesseraError(
-                f"the prompt {prompt.text[:60]!r} cannot be part of a file name, as VBench has it: it {problem}",
+                f"VBench needs the prompt in the file name, but the prompt {prompt.text[:60]!r} {problem}",
                 where=where,
                 fix="change or remove this prompt",
                 code="generation.prompt-not-a-file-name",

@@ -61,7 +61,7 @@ def _is_box(data: Any) -> bool:
 
 
 def boxes_of(answer: str) -> list[Box]:
-    """Return the boxes of an answer in JSON; if there are none, every run of four numbers, or every (x, y), (x, y)."""
+    """Return the boxes in an answer: those in JSON, else all runs of four numbers, else all pairs (x, y), (x, y)."""
     block = re.search(r"```(?:json)?\s*(.*?)```", answer, re.DOTALL | re.IGNORECASE)
     texts = [block[1]] if block else []
     texts += [answer, *(answer[answer.find(a) : answer.rfind(b) + 1] for a, b in ("[]", "{}") if a in answer)]
@@ -123,9 +123,9 @@ def boxes(
 ) -> AnswerMetric:
     """Score a box by its intersection over union with the expected one.
 
-    `unit`: the unit in which the model writes boxes. `any`: all boxes of the answer as pixels and as thousandths, of
-    which the best counts; `size`: shares, thousandths or pixels by the largest number. `expected`: how the field `box`
-    is written, in pixels.
+    `unit`: the unit in which the model writes boxes. `any`: each box of the answer is read as pixels and as
+    thousandths, and the best result counts. `size`: the largest number decides between shares, thousandths and pixels.
+    `expected`: format of the field `box`, which is in pixels.
     """
 
     def mark(answer: str, question: BenchmarkQuestion) -> Mark:

@@ -32,7 +32,7 @@ _FORMS = ("{}.", "{},", "{}:", "{})", "{}).", "({})", "({}).", ":{}", ":{},", ":
 
 
 def _stripped(text: str, marks: str) -> str:
-    """Strip each punctuation mark once from both ends, in this order, and add a blank at both ends."""
+    """Strip the characters `marks` from both ends, one after another in their order, and add a blank at both ends."""
     for mark in marks:
         text = text.strip(mark)
     return f" {text} "
@@ -158,8 +158,9 @@ _RULES: dict[Rule, Find] = {
 def choice(*, rule: Rule = "vlmevalkit", letters: str = "", mean_of: str = "") -> AnswerMetric:
     """Score 1 for the letter of the right option.
 
-    `letters`: options that the question itself contains. `mean_of`: a category; the score is then the mean over the
-    means of its values. An expected answer that is not a letter is compared as text, without case and final full stops.
+    `letters`: letters of the options, if the text of the question contains the options. `mean_of`: name of a category:
+    the score is the mean of the scores of its values. An expected answer that is not a letter is compared as text,
+    without case and final full stops.
     """
     find = _RULES[rule]
 

@@ -82,7 +82,7 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 @dataclass(frozen=True)
 class Judge:
-    """Describe the endpoint. `url`: up to and including /v1."""
+    """Describe the endpoint of a language model that judges answers. `url` ends with /v1."""
 
     url: str
     model: str

@@ -48,14 +48,15 @@ def whisper_basic(text: str) -> str:
 def whisper_english(text: str) -> str:
     """Return an English text as Whisper's English normaliser does: numbers as digits, titles and short forms in full.
 
-    Its list of British spellings belongs to Whisper's folders and is not used.
+    The normaliser's list of British spellings is a file in Whisper's folders. It is not used here.
     """
     for begin, end in _ASIDES:
         text = _without(text.lower(), begin, end)
-    text = re.sub(r"[<(\[]", " ", text)  # without an end, they take transformers' patterns quadratic time
+    # On opening brackets without an end and on runs of blanks, transformers' patterns take quadratic time.
+    text = re.sub(r"[<(\[\s]+", " ", text)
     try:
         return str(_english_normaliser()(text)).strip()
-    except ValueError:  # numbers of thousands of digits
+    except ValueError:  # Python refuses to convert numbers of thousands of digits
         return whisper_basic(text)
 
 
@@ -103,7 +104,10 @@ def wer(*, normalise: Normalisation = "spoken") -> AnswerMetric:
 
 
 def cer(*, normalise: Normalisation = "spoken", blanks: bool = False) -> AnswerMetric:
-    """Return the same for characters. `blanks`: white space counts."""
+    """Return the number of wrong, missing and added characters divided by that of expected characters.
+
+    `blanks`: whether white space counts.
+    """
 
     def characters(text: str) -> str:
         text = _NORMALISED[normalise](text)

@@ -22,7 +22,7 @@ OTHER = "Other Answers"
 
 
 def _comparable(text: str) -> list[str | float]:
-    """Return a number rounded to two digits, or a text in lower case. A single letter needs a blank beside it."""
+    """Return a number rounded to two digits, or a text in lower case. A single letter gets a blank beside it."""
     text = text.strip()
     try:
         return [round(float(text.replace(",", "")), 2)]

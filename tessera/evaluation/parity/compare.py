@@ -215,9 +215,9 @@ class _Judge:
         return None if first is None or second is None else (first, second)
 
     def drift(self, step: int, module: str = "") -> float:
-        """Return by how many roundings weights of a later step are apart, after updates that agreed.
+        """Return how far the weights of both sides are apart at a step, in units of rounding, after updates that agree.
 
-        These are all weights, or those of a module if they are farther apart.
+        With `module`, return the larger value of all weights and of those of the module.
         """
         if step == self._first_step:
             return 1.0
@@ -275,8 +275,9 @@ class _Judge:
 
 
 def _comparable_batch(key: tuple[Any, ...], ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
-    """Return whether the values of a batch tensor mean the same on both sides: tensors other than tokens may contain
-    indices.
+    """Return whether equal samples have equal values in a batch tensor on both sides.
+
+    Tokens and labels always have. Other tensors can contain indices, which depend on how the batch is split.
     """
     if key[1] != "data" or key[2] in ("tokens", "labels"):
         return True

@@ -62,14 +62,14 @@ class RecordedShard:
 
 @dataclass
 class JoinedTensor:
-    """Hold a tensor of one side, joined from shards. `tensor`: its kept elements; None: statistics only."""
+    """Hold a tensor of one side, joined from shards. `tensor`: its recorded elements; None: only statistics."""
 
     shards: list[RecordedShard]
     tensor: Tensor | None
     shape: list[int]
     stride: int = 1
     replicas: list[Tensor] = field(default_factory=list)  # copies of the tensor on other ranks
-    partial: bool = False  # whether the replicas may be terms of a sum
+    partial: bool = False  # whether the replicas can be terms of a sum instead of copies
 
     @property
     def entry(self) -> TensorEntry:
@@ -84,7 +84,7 @@ class JoinedTensor:
         return sum(shard.entry.not_finite for shard in self.shards)
 
     def moved(self, which: str) -> float | None:
-        """Return the effect of rounding on the joined tensor. `name`: `moved_max`, `moved_rms` or `moved_norm`."""
+        """Return how much rounding changes the joined tensor. `which`: `moved_max`, `moved_rms` or `moved_norm`."""
         values = [getattr(shard.entry, which) for shard in self.shards]
         measured = [value for value in values if value is not None]
         return max(measured) if measured else None
@@ -109,7 +109,7 @@ def grouped(recording: Recording) -> Groups:
 
 
 def join(shards: Sequence[RecordedShard], like: Sequence[int]) -> JoinedTensor | None:
-    """Join shards into one tensor. `like`: its shape on the other side. None if the shards do not fit."""
+    """Join shards into one tensor; None if they do not fit. `like`: the shape of the tensor on the other side."""
     first = shards[0].entry
     if any(shard.elements is None for shard in shards):
         return _only_statistics(shards, like)
@@ -187,7 +187,7 @@ def _by_offsets(shards: Sequence[RecordedShard]) -> JoinedTensor | None:
 
 
 def _by_shape(shards: Sequence[RecordedShard], like: list[int]) -> JoinedTensor | None:
-    """Join the shards of tensor and context parallel ranks. Each smaller dimension belongs to one of the two."""
+    """Join the shards of ranks with tensor and context parallelism. Each of them splits one dimension."""
     if len(shards[0].entry.shape) != len(like):
         return None
     parts = sorted({shard.at(_SHARED): shard for shard in reversed(shards)}.items())
@@ -203,7 +203,7 @@ def _by_shape(shards: Sequence[RecordedShard], like: list[int]) -> JoinedTensor 
         features = next((d for d in range(1, len(like)) if first.shape[d] != like[d]), None)
         if features is not None:
             pieces.append((rows, torch.cat(tensors, dim=features)))
-        elif len(by_context) == 1 and first.shape[0] * len(group) == like[0]:  # sequence parallelism
+        elif len(by_context) == 1 and first.shape[0] * len(group) == like[0]:  # sequence parallelism splits the rows
             pieces += [(rows + number * first.shape[0], tensor) for number, tensor in enumerate(tensors)]
         else:
             pieces.append((rows, tensors[0]))
@@ -232,7 +232,7 @@ def _row_numbers(shards: Sequence[RecordedShard]) -> list[Tensor] | None:
         sharding = SequenceSharding(ring, ulysses, unit)
         ranges = [sharding.ranges(total, shard.sequence_position) for shard in shards]
         numbers = [torch.cat([torch.arange(start, end) for start, end in parts]) for parts in ranges]
-    else:  # the batch has each element's index in an all-gather of parts of the longest length
+    else:  # a batch tensor has each element's index in the all-gathered parts, which are padded to the longest one
         order = first.batch_tensor(encoder[0])
         if order is None or not len(order) or total % len(order):
             return None

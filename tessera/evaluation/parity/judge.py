@@ -59,7 +59,7 @@ class Rounding:
     rms: float | None
     eps: float
     depth: float = 1.0
-    floor: float = 0.0  # rounding error of the two tensors whose difference this is
+    floor: float = 0.0  # for a tensor that is a difference, such as an update: rounding error of the two terms
     drift: float = 1.0  # difference of the two sides' weights in multiples of a rounding, if more than one
 
     def limits(self, largest: float, rms: float) -> tuple[float, float]:

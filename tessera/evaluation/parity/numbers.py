@@ -21,7 +21,7 @@ def compare_numbers(a: Recording, b: Recording, drift: Callable[[int], float]) -
 
 
 def _steps(recording: Recording) -> dict[int, StepNumbers]:
-    """Return the numbers of each step over all ranks. Sums of context parallel ranks are left out."""
+    """Return the numbers of each step over all ranks, without sums that each context-parallel rank has of its part."""
     steps: dict[int, StepNumbers] = {}
     for record in recording.ranks:
         for row in record.steps:
@@ -57,7 +57,7 @@ def _scalars(row: StepNumbers, other: StepNumbers, eps: float, drift: float) -> 
             continue
         value, other_value = row.values[name], other.values[name]
         moved = max(row.moved.get(name, 0.0), other.moved.get(name, 0.0))
-        if name == "grad_norm":  # its rounding was not measured, and the gradients themselves are compared
+        if name == "grad_norm":  # not compared: its rounding is unknown, and the gradients themselves are compared
             continue
         limit = ROUNDINGS * drift * moved + 2 * eps * abs(value)
         finding = ParityFinding(row.step, "loss", name, 0.0 if name != "loss" else 1.0)

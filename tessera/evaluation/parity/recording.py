@@ -95,13 +95,13 @@ class StepNumbers:
 
 @dataclass
 class RankRecord:
-    """Hold what one rank recorded. `position`: its index on each mesh axis. `split`: sequence parts of cp ranks."""
+    """Hold what one rank recorded. `position`: its index on each mesh axis. `split`: how cp ranks split sequences."""
 
     rank: int
     position: dict[str, int] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
-    split: list[int] | None = None  # ring, ulysses, unit
-    # Encoders whose input is split over ranks -> batch tensor with the order of its elements, position of this rank.
+    split: list[int] | None = None  # arguments of `SequenceSharding`: ring, ulysses, unit
+    # Encoder whose input is split over ranks -> (batch tensor with the order of its elements, position of this rank).
     encoders: dict[str, tuple[str, int]] = field(default_factory=dict)
     compute: str = "F32"
     # Module -> its attributes that are plain numbers: eps, scales, dropout, whether it trains.
@@ -130,7 +130,7 @@ _RANK = TypeAdapter(RankRecord)
 
 
 def write_rank(record: RankRecord, folder: Path) -> None:
-    """Write the two files of a rank. Another process may read them only after `publish`."""
+    """Write the two files of a rank. Other processes can read them after `publish`."""
     content = dataclasses.asdict(dataclasses.replace(record, tensors={}))
     del content["tensors"]
     tensors = {key: tensor.contiguous() for key, tensor in record.tensors.items()}

@@ -30,7 +30,7 @@ class ColumnsSection(Section):
     id: str | None = None  # template of the question's id; default: the index of the row
     empty: tuple[str, ...] = ()  # texts that stand for an empty cell, such as nan
     answer: str | None = "answer"  # a text or a list of texts; null: questions without expected answers
-    # form of the expected answer; list: also as text; number: index of the option, from 0
+    # what `answer` contains: a text; a list, also written as text; or the index of the right option, from 0
     answer_is: Literal["text", "list", "number"] = "text"
     options: str | list[str] | None = None  # a column with a list, or columns whose names are letters
     images: tuple[str, ...] = ()  # columns or templates of paths
@@ -45,7 +45,7 @@ class ColumnsSection(Section):
 
 
 class CasesSection(Section):
-    """Declare a text that depends on the row: that of the first pattern that matches `of`."""
+    """Declare a text that depends on the row: `cases` maps patterns to texts; the first match of `of` counts."""
 
     of: str
     cases: Mapping[str, str]

@@ -91,7 +91,7 @@ class OmniProcessor(GridProcessor):
         return replace(layout, tokens=tuple(frames), sound=replace(track, tokens=tuple(sound)))
 
     def times(self, count: int, size: MediaSize) -> tuple[float, ...]:
-        # Two products in fp32, as in transformers.
+        # The order of the two fp32 products is that of transformers.
         seconds = np.arange(count, dtype=np.float32) * self.seconds(size)
         return tuple((seconds * np.float32(self.tokens_per_second)).astype(self.position_type).tolist())
 
@@ -130,7 +130,7 @@ class OmniProcessor(GridProcessor):
             if not layout.grid:  # audio without a video is numbered like text
                 continue
             begin, after = runs[0][1], runs[-1][1] + runs[-1][2]
-            shared = int(self.ends_share and layout.sound is not None)  # 1: the begin tokens share a position
+            shared = int(self.ends_share and layout.sound is not None)  # 1 if two begin tokens share a position
             positions[:, at : begin - shared] = position + np.arange(begin - shared - at)
             position = position + (begin - shared - at)
             positions[:, begin - shared : begin] = position - 1

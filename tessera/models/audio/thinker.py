@@ -10,7 +10,7 @@ from tessera.models.audio.family import AudioFamily, with_clips
 from tessera.models.vision.family import GridFamily
 from tessera.weights.layouts import CONFIG_FILE, folder_layout
 
-# Names in folders of full models and of transformers' modules -> names of a thinker alone.
+# (prefix of names in a full model's folder or in transformers' modules, prefix in a thinker's folder)
 THINKER_NAMES = (
     *((f"thinker.{part}", part) for part in ("model.", "visual.", "audio_tower.", "lm_head.")),
     ("model.audio_tower.", "audio_tower."),

@@ -248,7 +248,7 @@ def _fingerprint(processor: Processor) -> str:
 
 
 def _stop_where_trained(path: Path, stops: Sequence[int]) -> None:
-    """Add the stop tokens of training to `eos_token_id` in generation_config.json, unless one of them is there."""
+    """Add the stop tokens of training to `eos_token_id` in generation_config.json, unless it contains one of them."""
     if not stops:
         return
     settings = read_json(path) if path.is_file() else {}

@@ -150,7 +150,7 @@ _DROPOUTS = ("hidden_dropout_prob", "attention_dropout", "projection_dropout")
 
 
 def _tied(data: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
-    """Return whether the head is tied: `tie_word_embeddings` is true in config.json or text_config, and false in none.
+    """Return whether the head is tied: `tie_word_embeddings` is true in config.json or text_config, false in neither.
 
     transformers 5 writes true at the top level even if text_config contains false, and true is its default. It then
     looks for a head in the weight files, and published folders contain one.

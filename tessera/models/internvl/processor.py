@@ -88,7 +88,7 @@ class InternVLProcessor(VisionProcessor):
         template, original, jinja = INTERNLM if internlm else QWEN, is_original(folder), read_chat_template(folder)
         if not original or "system" in chosen.model_fields_set:
             template = with_system(template, chosen, folder)
-        else:  # the folder's chat template is that of its text decoder, with another system message
+        else:  # the chat template of an original folder has the system message of the text decoder alone
             template = replace(template, system=system_message(folder))
         text_only = not original and jinja is not None and CONTEXT not in jinja
         check_special_tokens(encoder, template, {CONTEXT: config.image_token_id}, config.text.vocab_size, folder)
@@ -192,7 +192,7 @@ class TileCutter:
     def fit(self, height: int, width: int) -> tuple[int, int]:
         """Return the number of columns and rows of tiles whose aspect ratio is nearest to the image's.
 
-        If several are equally near, return the largest one that the image fills at least by half.
+        If several are equally near, return the largest of those whose area the image fills at least by half.
         """
         if self.most == 1:
             return 1, 1

@@ -281,12 +281,14 @@ class ChatTemplate:
     def headers_in(self, jinja: str) -> bool:
         """Return whether the chat template of a model folder contains the header of any role of this template.
 
-        One header is enough, because templates build the others from role names.
+        One header is enough, because templates build the headers of all roles from the role names. If this template has
+        no headers, return True.
         """
         text = jinja.replace("\\n", "\n")
         parts = [self.header(role) for role in ("user", "assistant")]
         parts += [part for role in ("user", "assistant") for part in self._turn(role).before.split("{role}")]
-        return any(len(word) > 3 and word in text for word in (part.strip() for part in parts))
+        words = [word for part in parts if len(word := part.strip()) > 3]
+        return not words or any(word in text for word in words)
 
     def jinja(self) -> str:
         """Return the template as Jinja, for exports."""

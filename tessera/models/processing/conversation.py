@@ -91,7 +91,7 @@ class ConversationProcessor:
         raise AssertionError("the chat template of this family refuses media")
 
     def target(self, kind: PartKind, size: MediaSize) -> tuple[int, int] | None:
-        """Return (width, height) to which the processor resizes media. It may then be decoded at a lower resolution.
+        """Return (width, height) to which the processor resizes media, which may be decoded at a lower resolution.
 
         None: the processor needs full resolution.
         """
@@ -414,7 +414,7 @@ def check_rope_length(length: int, longest: int | None) -> None:
 class TextOptions(Section):
     """Declare the keys of `data.processor` that concern text."""
 
-    unlisted: ClassVar[frozenset[str]] = frozenset({"train_on"})  # errors do not name it: recipes set data.train_on
+    unlisted: ClassVar[frozenset[str]] = frozenset({"train_on"})  # not listed in errors: recipes set data.train_on
     train_on: tuple[str, ...] = ("assistant",)
     system: str | None = Field(None, description="system message of conversations without one")
 

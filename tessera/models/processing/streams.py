@@ -55,8 +55,8 @@ class MediaLayout:
 class MediaStream:
     """Declare which media an encoder reads, its stream in the model's plan, and the keys of its sizes in `measure`.
 
-    An element is a patch or an audio frame. Element pairs are the sum of squared segment lengths, to which the FLOPs
-    of attention are proportional.
+    An element is a patch or an audio frame. The number of element pairs is the sum of squared segment lengths, to
+    which the FLOPs of attention are proportional.
     """
 
     stream: Stream
@@ -90,13 +90,15 @@ MediaStreams = Mapping[str, MediaStream]  # keys: names of streams in the plan
 
 
 def media_size(media: Any) -> MediaSize:
-    """Return the size of a PIL image, of frames [F, H, W, 3], of sound [samples], or of a `VideoWithSound`."""
+    """Return the size of a PIL image, frames [F, H, W, 3], sound [samples], both in a video, or codes [F, K]."""
     if isinstance(media, VideoWithSound):
         return replace(media_size(media.frames), samples=len(media.sound))
     if isinstance(media, Image.Image):
         return MediaSize(*media.size)
     if np.ndim(media) == 1:
         return MediaSize(0, 0, 0, samples=len(media))
+    if np.ndim(media) == 2:
+        return MediaSize(0, 0, len(media))
     frames, height, width, _ = np.shape(media)
     return MediaSize(width, height, frames)
 

@@ -37,7 +37,7 @@ class Qwen25OmniProcessor(OmniProcessor, Qwen25VLProcessor):
     files: ClassVar[GridFiles] = GridFiles(processor="Qwen2_5OmniProcessor")
     ends_share: ClassVar[bool] = True
 
-    seconds_per_chunk: int = 2  # seconds of frames before the sound of these seconds
+    seconds_per_chunk: int = 2  # length of a chunk in seconds: frames, then their sound
 
     @classmethod
     def of_model(cls, config: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from tessera.models.qwen2_vl.model import Qwen2VL
 
 def quickstart(vision: Mapping[str, Any], **text: Any) -> dict[str, Any]:
     """Return the quick-start preset of a Qwen-VL family."""
-    # Token 504 is end-of-text and padding. 505 begins and 506 ends a message, as in the order of published models.
+    # Token 504 is end-of-text and padding. 505 begins and 506 ends a message. The order is that of published models.
     ends: dict[str, Any] = {"bos_token_id": None, "eos_token_id": 506, "pad_token_id": 504}
     return {
         **quickstart_preset(rope_theta=1e4, max_position_embeddings=4096, **ends, **text),

@@ -41,7 +41,7 @@ _SMALL = quickstart_preset(head_dim=32, rope_theta=1e4, max_position_embeddings=
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "quickstart": {
         "text": _decoder(_SMALL, vocab_size=80, mrope_section=(6, 5, 5), experts=_experts(4, 2, 96, 96)),
-        "predictor": _decoder(_SMALL, vocab_size=64, num_hidden_layers=2),
+        "depth": _decoder(_SMALL, vocab_size=64, num_hidden_layers=2),
         "thinker": THINKERS["quickstart"],
         "num_code_groups": 4,
         "accept_hidden_layer": 2,
@@ -58,9 +58,9 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     },
     "30b-a3b": {
         "text": _decoder(preset(3072, 1024, 2048, 20, (16, 2), head_dim=128, experts=_experts(128, 6, 384, 768))),
-        "predictor": _decoder(preset(2048, 1024, 3072, 5, (16, 8), head_dim=128)),
+        "depth": _decoder(preset(2048, 1024, 3072, 5, (16, 8), head_dim=128)),
         "thinker": THINKERS["30b-a3b"],
         "speaker_id": {"chelsie": 2301, "ethan": 2302, "aiden": 2303},
     },
 }
-TALKER = TalkerFamily().spec(PRESETS)
+SPEC = TalkerFamily().spec(PRESETS)

@@ -91,13 +91,44 @@ class CodePredictorConfig(TextConfig):
     qk_norm: bool = True
 
 
+class VocoderConfig(Section):
+    """Describe the vocoder of a full folder, which decodes codes to sound. It is not trained."""
+
+    codebook_size: int = Field(2048, gt=0, le=10**8)
+    num_quantizers: int = Field(16, gt=0, le=1024)
+    hidden_size: int = Field(1024, gt=0, le=10**8)
+    intermediate_size: int = Field(3072, gt=0, le=10**8)
+    num_hidden_layers: int = Field(8, gt=0, le=10**4)
+    num_attention_heads: int = Field(16, gt=0, le=10**8)
+    num_key_value_heads: int = Field(16, gt=0, le=10**8)
+    sliding_window: int = Field(72, gt=0, le=10**8)
+    rope_theta: float = Field(1e4, gt=0)
+    max_position_embeddings: int = Field(8000, gt=0, le=10**8)
+    layer_scale_initial_scale: float = 0.01
+    rms_norm_eps: float = Field(1e-5, gt=0)
+    upsample_rates: tuple[int, ...] = (8, 5, 4, 3)
+    upsampling_ratios: tuple[int, ...] = (2, 2)
+    decoder_dim: int = Field(1536, gt=0, le=10**8)
+
+    @classmethod
+    def read(cls, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields of this class from the `code2wav_config` of a config.json."""
+        rope = data.get("rope_parameters") or {}
+        fields = {name: data[name] for name in cls.model_fields if data.get(name) is not None}
+        return {**fields, "rope_theta": rope.get("rope_theta", fields.get("rope_theta", 1e4))}
+
+    def write(self) -> dict[str, Any]:
+        fields = self.model_dump(mode="json", exclude={"rope_theta"})
+        return {**fields, "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta}}
+
+
 class TalkerConfig(Section):
-    """Configure a talker. `vocoder` has the fields of `code2wav_config`, which an export keeps."""
+    """Configure a talker, and describe the other parts of its folder."""
 
     text: TalkerTextConfig
-    predictor: CodePredictorConfig
+    depth: CodePredictorConfig
     thinker: Qwen3OmniConfig
-    vocoder: dict[str, Any] = Field(default_factory=dict)
+    vocoder: VocoderConfig = Field(default_factory=lambda: VocoderConfig.model_validate({}))
     attention: AttentionBackend = Field("auto", description="implementation of attention")
     num_code_groups: int = Field(16, gt=1, le=1024, description="number of codebooks")
     accept_hidden_layer: int = Field(
@@ -124,13 +155,13 @@ class TalkerConfig(Section):
     @property
     def code_sizes(self) -> tuple[int, ...]:
         """Return the number of codes of each codebook."""
-        return (self.text.vocab_size, *(self.predictor.vocab_size,) * (self.num_code_groups - 1))
+        return (self.text.vocab_size, *(self.depth.vocab_size,) * (self.num_code_groups - 1))
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        if self.predictor.hidden_size != self.text.hidden_size:
+        if self.depth.hidden_size != self.text.hidden_size:
             raise ValueError(
-                f"predictor.hidden_size {self.predictor.hidden_size} differs from text.hidden_size "
+                f"depth.hidden_size {self.depth.hidden_size} differs from text.hidden_size "
                 f"{self.text.hidden_size}: the code predictor reads hidden states of the talker as they are"
             )
         layers = self.thinker.text.num_hidden_layers
@@ -175,9 +206,9 @@ class TalkerConfig(Section):
             cls,
             {
                 "text": fields,
-                "predictor": PREDICTOR.read(predictor, where),
+                "depth": PREDICTOR.read(predictor, where),
                 "thinker": thinker.model_dump(),
-                "vocoder": dict(data.get("code2wav_config") or {}),
+                "vocoder": VocoderConfig.read(data.get("code2wav_config") or {}),
                 "speaker_id": talker.get("speaker_id") or {},
                 **{name: talker.get(name, default) for name, default in _TALKER_FIELDS.items()},
                 **{name: data.get(name, default) for name, default in _TOKEN_FIELDS.items()},
@@ -194,7 +225,7 @@ class TalkerConfig(Section):
             "thinker_hidden_size": self.thinker.text.hidden_size,
             "text_config": {**text, _SHARED: self.text.experts.shared_expert_intermediate_size},
             "code_predictor_config": {
-                **PREDICTOR.write(self.predictor, "model.config.predictor"),
+                **PREDICTOR.write(self.depth, "model.config.depth"),
                 "num_code_groups": self.num_code_groups,
             },
             "speaker_id": dict(self.speaker_id),
@@ -208,7 +239,7 @@ class TalkerConfig(Section):
             "enable_audio_output": True,
             "thinker_config": {**thinker, "model_type": THINKER},
             "talker_config": talker,
-            "code2wav_config": dict(self.vocoder),
+            "code2wav_config": self.vocoder.write(),
             **{name: getattr(self, name) for name in _TOKEN_FIELDS},
         }
 

@@ -9,18 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from tessera.config.reader import Section
 from tessera.core.batch import Batch
 from tessera.core.model_plan import ModelPlan, PipelineUnit, Stream, TensorStyle
-from tessera.core.spec import FrozenInput, ModelSpec
+from tessera.core.spec import FULL, FrozenInput, ModelSpec, Training
 from tessera.models.qwen3_omni_talker.config import TalkerConfig
 from tessera.models.qwen3_omni_talker.thinker import HEARD, STATES, WORDS, encode, thinker
 from tessera.models.speech.family import SPEECH_STREAM, SpeechFamily, SpeechShape, depth_rules
+from tessera.models.text.costs import Measures
 from tessera.models.text.decoder import build_text, text_rules, text_shape
 from tessera.nn.codes import CodeEmbedding, DepthDecoder, SpeechModel
 from tessera.nn.projector import MLPProjector
@@ -66,7 +69,7 @@ class TalkerFamily(SpeechFamily):
     def shape(self, config: TalkerConfig) -> SpeechShape:
         return SpeechShape(
             text=config.text,
-            depth=config.predictor,
+            depth=config.depth,
             sizes=config.code_sizes,
             head=config.text.vocab_size,
             projected=False,
@@ -105,6 +108,15 @@ class TalkerFamily(SpeechFamily):
             fsdp_root=tuple(path for path in plan.fsdp_root if path != _EMBED),
         )
 
+    def work(
+        self, config: TalkerConfig, measures: Measures, training: Training = MappingProxyType({})
+    ) -> dict[str, np.ndarray]:
+        """Return the FLOPs of each sample. The input of the projections has no gradient."""
+        text, width, passes = config.text, config.thinker.text.hidden_size, training.get("text_projection", FULL)
+        first, last = passes.first * width, passes.weights * text.hidden_size
+        projected = 2 * measures["tokens"].astype(np.float64) * text.intermediate_size * (first + last)
+        return {"text": super().work(config, measures, training)["text"] + projected}
+
     def example(self, config: TalkerConfig, tokens: int) -> Batch:
         words = torch.zeros(tokens, config.thinker.text.hidden_size)
         return super().example(config, tokens).with_tensors(**{WORDS: words})
@@ -125,9 +137,9 @@ class TalkerFamily(SpeechFamily):
                 for path in _PROJECTIONS
                 for ours, theirs in (("up", "linear_fc1"), ("down", "linear_fc2"))
             ),
-            *depth_rules(config.predictor, "talker.code_predictor.model."),
+            *depth_rules(config.depth, "talker.code_predictor.model."),
             *text_rules(config.text, "talker.model."),
         ]
         return WeightMap(
-            tuple(rule for rule in rules if rule.native != f"{_EMBED}.weight"), skip=("thinker.", "code2wav.")
+            tuple(rule for rule in rules if rule.native != f"{_EMBED}.weight"), other_parts=("thinker.", "code2wav.")
         )

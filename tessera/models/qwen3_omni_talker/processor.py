@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -45,6 +45,7 @@ class TalkerProcessor(SpeechProcessor):
         ids = TalkerIds.of_model(config)
         named = {"<|im_start|>": ids.start, "<|im_end|>": ids.end}
         check_special_tokens(encoder, template, named, config.thinker.text.vocab_size, folder)
+        _check_roles(encoder, {"user": ids.user, "assistant": ids.assistant}, folder)
         ids.speaker(chosen.speaker)
         return cls(
             encoder,
@@ -52,7 +53,7 @@ class TalkerProcessor(SpeechProcessor):
             VideoSampling(),
             chosen.train_on,
             True,
-            (config.predictor.vocab_size,) * config.num_code_groups,
+            (config.depth.vocab_size,) * config.num_code_groups,
             ids=ids,
             speaker=chosen.speaker,
         )
@@ -94,3 +95,16 @@ class TalkerProcessor(SpeechProcessor):
         tokens, _, _ = self.encoder.encode(spans, [])
         codes = np.concatenate(self.frames(replace(sample, messages=(answer,))))
         return spoken_sequence(sample.id, tokens, codes, self.ids, self.ids.speaker(answer.speaker or self.speaker))
+
+
+def _check_roles(encoder: ChatEncoder, roles: Mapping[str, int], folder: Path) -> None:
+    """Raise unless the names of roles have the token ids by which the talker finds the turns of a conversation."""
+    for role, token in roles.items():
+        tokens, _, _ = encoder.encode([ChatSpan(role, role)], [])
+        if tokens != [token]:
+            raise TesseraError(
+                f"{role!r} is tokenized as {tokens}, and {role}_token_id is {token} in the model's configuration",
+                where=str(folder / "tokenizer.json"),
+                fix="use the tokenizer that belongs to the model, or set the ids in model.config",
+                code="tokenizer.token-id-mismatch",
+            )

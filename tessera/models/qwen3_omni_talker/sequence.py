@@ -72,7 +72,7 @@ class TalkerIds:
 
 
 @dataclass(frozen=True)
-class Turns:
+class SpokenTurns:
     """Hold the parts of a tokenized conversation that a talker reads."""
 
     read: tuple[int, ...]  # indices of the tokens of the user's turns
@@ -80,7 +80,7 @@ class Turns:
     words: tuple[int, ...]  # indices of the text of the last answer
 
     @staticmethod
-    def of(tokens: Sequence[int], ids: TalkerIds) -> Turns:
+    def of(tokens: Sequence[int], ids: TalkerIds) -> SpokenTurns:
         starts = [index for index, token in enumerate(tokens) if token == ids.start]
         ends = [*starts[1:], len(tokens)]
         read: list[int] = []
@@ -95,14 +95,14 @@ class Turns:
             if tokens[index] == ids.end:
                 break
             words.append(index)
-        return Turns(tuple(read), tuple(range(last, last + HEADER)), tuple(words))
+        return SpokenTurns(tuple(read), tuple(range(last, last + HEADER)), tuple(words))
 
 
 def spoken_sequence(
     sample_id: str, tokens: Sequence[int], codes: np.ndarray, ids: TalkerIds, speaker: int
 ) -> SpokenSample:
     """Return the sequence of a conversation. `codes`: speech of its last answer, [frames, codebooks]."""
-    turns, frames = Turns.of(tokens, ids), torch.from_numpy(codes).T
+    turns, frames = SpokenTurns.of(tokens, ids), torch.from_numpy(codes).T
     words = [tokens[index] for index in turns.words]
     if not words:
         raise TesseraError("the answer has speech and no text", code="data.no-text")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -57,6 +57,7 @@ class SpeechShape:
     projected: bool  # whether inputs of the depth decoder are projected to its width
     replaces: bool  # see `SpeechModel`
     attention: str
+    shared_codes: bool = True  # whether the depth decoder reads the text decoder's table of codes
 
     @property
     def costed_text(self) -> TextConfig:
@@ -89,6 +90,7 @@ class SpeechFamily(ABC):
     config: ClassVar[type[Section]]
     processor: ClassVar[str]  # name of the processor class in the family's `processor.py`
     hf_types: ClassVar[tuple[str, ...]] = ()  # `model_type` of its folders; default: the family's name
+    other_weights: ClassVar[Mapping[str, Callable[[Any], WeightMap]]] = {}  # weight maps of other folder formats
 
     @abstractmethod
     def shape(self, config: Any) -> SpeechShape: ...
@@ -102,7 +104,7 @@ class SpeechFamily(ABC):
         return ModelSpec(
             name=self.name,
             config=self.config,
-            main=Component(self.build, self.plan, {"hf": self.weights}),
+            main=Component(self.build, self.plan, {"hf": self.weights, **self.other_weights}),
             flops=self.flops,
             work=self.work,
             example=self.example,
@@ -117,7 +119,9 @@ class SpeechFamily(ABC):
         shape = self.shape(config)
         text = build_text(shape.text, shape.attention)
         codes = CodeEmbedding(shape.sizes, shape.text.hidden_size)
-        depth = DepthDecoder(text_shape(shape.depth, shape.attention), shape.sizes, codes, shape.projected)
+        table = codes if shape.shared_codes else CodeEmbedding(shape.sizes, shape.text.hidden_size)
+        sizes, depth_shape = shape.sizes, text_shape(shape.depth, shape.attention)
+        depth = DepthDecoder(depth_shape, sizes, table, shape.projected, shape.shared_codes)
         head = nn.Linear(shape.text.hidden_size, shape.head, bias=False)
         return SpeechModel(text, head, codes, depth, shape.text.initializer_range, shape.replaces)
 
@@ -153,6 +157,7 @@ def speech_plan(shape: SpeechShape) -> ModelPlan:
         "codes.weight": "replicate",
         "depth.heads.{*}.weight": "replicate",
         **({"depth.proj.weight": "replicate"} if shape.projected else {}),
+        **({} if shape.shared_codes else {"depth.codes.weight": "replicate"}),
         **depth,  # type: ignore[dict-item]
     }
     return ModelPlan(
@@ -168,8 +173,8 @@ def speech_plan(shape: SpeechShape) -> ModelPlan:
         attention=(ATTENTION,),
         heads=text_heads(text),
         # The loss reads the heads, and the depth decoder reads the table of codes.
-        fsdp_root=("text.embed", "head", "codes", "depth.heads"),
-        tied={"depth": "codes"},
+        fsdp_root=("text.embed", "head", "codes", "depth.heads", *(() if shape.shared_codes else ("depth.codes",))),
+        tied={"depth": "codes"} if shape.shared_codes else {},
     )
 
 

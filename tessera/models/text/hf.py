@@ -51,7 +51,7 @@ class HFTextFormat:
     fixed: Mapping[str, Any] = field(default_factory=dict)  # fields of `TextConfig` with one value for all such models
     defaults: Mapping[str, Any] = field(default_factory=dict)  # values of fields that are missing in config.json
     expert_defaults: Mapping[str, Any] | None = None  # defaults of missing fields about experts; None: no experts
-    omitted_fields: tuple[str, ...] = ()  # fields that this type lacks and that are not written
+    omitted_fields: tuple[str, ...] = ()  # fields that this model_type lacks; they are not written
     extra_fields: Mapping[str, Any] = field(default_factory=dict)  # constant fields that `write` adds
 
     def read(self, data: Mapping[str, Any], where: str, dynamic: bool = False) -> dict[str, Any]:
@@ -100,7 +100,7 @@ class HFTextFormat:
         return fields["hidden_size"], fields["hidden_size"] / (fields["num_attention_heads"] or 1)
 
     def fits(self, text: TextConfig) -> bool:
-        """Return whether this type can describe the text decoder."""
+        """Return whether this format can describe the text decoder."""
         return all(getattr(text, name) == value for name, value in self.fixed.items())
 
     def write(self, text: TextConfig, where: str = "model.config.text") -> dict[str, Any]:
@@ -115,7 +115,7 @@ class HFTextFormat:
                 )
         if "head_dim" in self.omitted_fields and text.head_size * text.num_attention_heads != text.hidden_size:
             raise TesseraError(
-                f"{text.num_attention_heads} heads of {text.head_size} do not equal hidden_size {text.hidden_size}, as "
+                f"{text.num_attention_heads} heads x {text.head_size} do not equal hidden_size {text.hidden_size}, as "
                 f"transformers requires for {self.model_type}",
                 where=f"{where}.head_dim",
                 code="model.not-exportable",

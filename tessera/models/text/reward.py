@@ -90,7 +90,7 @@ def _count_without_head(
 
 
 def _class_name(described: Mapping[str, Any]) -> str:
-    """Return the first class that a config.json names; nothing if `architectures` is missing or no list."""
+    """Return the first class in `architectures` of a config.json; "" if this is missing or not a list."""
     names = described.get("architectures")
     return str(names[0]) if names and isinstance(names, list) else ""
 

@@ -218,7 +218,7 @@ class Library:
         }
 
     def _packed(self, rows: Sequence[Sequence[EncodedChat]]) -> dict[str, Tensor]:
-        """Return rows of several samples. Classes separate samples by their positions, which restart at 0."""
+        """Return rows of several samples as a batch. The class tells samples apart by positions, which restart at 0."""
         joined = [
             replace(
                 row[0],

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Classes whose rows may contain several samples: given restarting positions and no mask, their samples do not attend to
+# Model types whose rows may contain several samples: without a mask, samples whose positions restart do not attend to
 # each other. The model_type of the full class and of its text decoder must both be listed. A test compares each with
 # samples in separate rows.
 _PACKS_IMAGES = frozenset(

@@ -23,7 +23,7 @@ ImageBackend = Literal["pil", "torchvision"]  # names of image preprocessor back
 CONFIG = "config.json"
 _CODE_FILES = (CONFIG, "processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
 _INSTALL_TORCHVISION = "pip install torchvision, in the release that belongs to the installed torch"
-_KEPT_SIZES = 4096  # limit of image sizes whose preprocessor output is cached: many images have the same size
+_KEPT_SIZES = 4096  # maximum number of image sizes for which preprocessor outputs are cached
 _SMALL = 4096  # tensors with at most this many elements keep their values in the cache
 
 
@@ -59,7 +59,7 @@ def load_processor(folder: Path, config: Mapping[str, Any] | None = None, image_
 
 
 def load_image_processor(folder: Path, backend: ImageBackend = "pil") -> Any:
-    """Return the folder's image preprocessor with this backend, even if the other one is installed too."""
+    """Return the folder's image preprocessor with the given backend, whichever backends are installed."""
     from transformers import AutoImageProcessor
 
     return AutoImageProcessor.from_pretrained(folder, backend=backend, local_files_only=True, trust_remote_code=False)

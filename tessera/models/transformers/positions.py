@@ -15,7 +15,7 @@ _LENGTH_ROPES = ("dynamic", "longrope")
 
 
 def keep_lengths_apart(module: nn.Module) -> bool:
-    """Make rotary embeddings that depend on lengths compute each sample separately. Return whether there are any."""
+    """Make rotary embeddings that depend on lengths compute each sample separately. Return whether any exist."""
     ropes = [part for part in module.modules() if _depends_on_length(part)]
     for rope in ropes:
         rope.register_forward_hook(_PerSample(rope), with_kwargs=True)

@@ -58,7 +58,7 @@ class ClassOptions(VideoOptions):
 class ClassProcessor:
     """Turn conversations into keyword arguments of a class, and tokens into text.
 
-    The library's processor is loaded on first use. A run with its own data kind does not need it; this object then only
+    transformers' processor is loaded on first use. A run with its own data kind does not need it; this object then only
     copies the tokenizer and preprocessor files.
     """
 
@@ -76,7 +76,7 @@ class ClassProcessor:
         return cls(config, side_folder(folder or config.folder), chosen, tuple(train_on))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for worker processes, without the library's processor, which each worker loads itself."""
+        """Return the state for worker processes, without transformers' processor, which each worker loads itself."""
         state = {name: value for name, value in self.__dict__.items() if name != "library"}
         return {"fields": state, "load": "library" in self.__dict__}
 
@@ -87,7 +87,7 @@ class ClassProcessor:
 
     @cached_property
     def library(self) -> Library:
-        """Return the library's processor, tokenizer and chat template."""
+        """Return transformers' processor, the tokenizer and the chat template."""
         processor = checked_processor(self.folder, self.config.hf, self.options.image_backend)
         tokenizer = getattr(processor, "tokenizer", processor)
         if tokenizer.pad_token_id is None:  # any token will do, because padding is masked

@@ -25,7 +25,7 @@ import jinja2.utils
 
 _MEMORY_BYTES = 1 << 30
 _LEAST_JINJA = (3, 1, 6)  # sandboxes of older versions have known vulnerabilities
-# Signals to the process group, which only the trainer handles.
+# Signals to the process group that this process ignores: only the trainer handles them.
 _IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -44,7 +44,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Refuse attribute names with an underscore, which could imitate internals of Python classes."""
+    """Provide `namespace` in templates. Refuse attributes that begin with an underscore, as internals of Python do."""
 
     # no parameter names, so that templates may use any keyword, even `self`
     def __init__(*args: Any, **values: Any) -> None:

@@ -96,7 +96,7 @@ class GridFamily(VisionFamily):
     pairs: ClassVar[tuple[tuple[str, str], ...]]  # Tessera's names -> names in folders, without the prefix `tower`
     tower: ClassVar[str]  # prefix of the vision encoder's names in folders
     text_prefix: ClassVar[str] = "model."
-    renames: ClassVar[tuple[tuple[str, str], ...]]  # (prefix of names in some folders, prefix in `pairs`)
+    renames: ClassVar[tuple[tuple[str, str], ...]]  # (alternative prefix in folders, usual prefix)
     ignored: ClassVar[tuple[str, ...]] = ("rotary_pos_emb.inv_freq",)  # buffers of the vision encoder that are not read
     unread: ClassVar[tuple[str, ...]] = ()  # names, or prefixes of names, of tensors in folders that are not read
     stacked: ClassVar[bool] = False  # folders have one tensor for all experts of a layer

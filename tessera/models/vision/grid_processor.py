@@ -116,7 +116,7 @@ class GridProcessor(VisionProcessor):
         frames = [to_rgb(media)] if isinstance(media, Image.Image) else np.asarray(media)
         positions = np.tile(block_positions(h, w, self.image.merge), (t, 1))
         order = None
-        # Each token is a block of merge x merge consecutive patches, so the order of tokens gives that of the patches.
+        # A token is a block of merge x merge consecutive patches, so the order of tokens determines that of patches.
         if layout.token_order is not None:
             block = self.image.merge**2
             order = (layout.token_order[:, None] * block + np.arange(block)).reshape(-1)
@@ -166,7 +166,7 @@ def grid_positions(
 
 
 def token_grid(size: Sequence[int], merge: int, times: Sequence[float] = ()) -> np.ndarray:
-    """Return time, height and width of the tokens of a grid, [3, tokens]. `times`: those of temporal patches."""
+    """Return time, height and width of the tokens of a grid, [3, tokens]. `times`: time of each temporal patch."""
     t, h, w = size
     grid = np.indices((t, h // merge, w // merge), dtype=np.int64).reshape(3, -1)
     return np.stack([np.asarray(times)[grid[0]], *grid[1:]]) if times else grid
@@ -219,7 +219,7 @@ class TimestampedVideoProcessor(TableGridProcessor):
     def _seconds(self, size: MediaSize, steps: int, temporal: int) -> list[tuple[float, float]]:
         """Return the seconds of the first and of the last frame of each temporal patch."""
         chosen = self.sampling.choose(size.total, size.rate) if size.total else []
-        if len(chosen) != size.frames:  # other frames than `sampling` chooses: evenly spaced
+        if len(chosen) != size.frames:  # sampled by the caller: assume equal distances
             chosen = self.sampling.spread(size.frames, size.total or size.frames)
         rate, last = size.rate or DEFAULT_RATE, size.frames - 1
         ends = [(chosen[min(n * temporal, last)], chosen[min((n + 1) * temporal - 1, last)]) for n in range(steps)]

@@ -26,7 +26,7 @@ from tessera.nn.encoder_decoder import MEMORY
 # Batch tensors of a prompt, with token ids.
 SUPPRESSED = "suppressed"  # tokens that are never generated
 SUPPRESSED_FIRST = "suppressed_first"  # tokens that are not generated as the first token
-LANGUAGES = "languages"  # tokens of languages, of which one is detected for a prompt without any; may be empty
+LANGUAGES = "languages"  # tokens of the languages to choose from for a prompt without one; may be empty
 STAMPS = "stamps"  # [3]: the first time stamp, the end of a transcript, the latest time stamp that may be the first one
 
 Choose = Callable[[Tensor], Tensor]  # logits [rows, vocabulary] -> tokens [rows]
@@ -70,7 +70,7 @@ def generate(
                 report(row, answers[row][-1])
         mel = torch.cat([windows_of(recordings[row][seek[row] :], window) for row in active])
         decode = _Windows(module, mel, len(active), module.text.shape.positions)
-        if rules is not None and not all(map(rules.names_language, prompts)):  # in the first window only
+        if rules is not None and not all(map(rules.names_language, prompts)):  # detect languages
             before, prompts = prompts, rules.with_languages(decode([prompt[:1] for prompt in prompts]), prompts)
             for row, prompt in enumerate(prompts):
                 if len(prompt) > len(before[row]):
@@ -90,7 +90,7 @@ def generate(
 
 
 def after_stamps(tokens: Sequence[int], first: int, frames: int) -> tuple[list[int], int]:
-    """Return the tokens of a window to keep, and the number of frames from its start to that of the next window.
+    """Return the tokens of a window to keep, and after how many of its frames the next window begins.
 
     `first`: id of the time stamp 0.00. `frames`: number of frames in the window. Two time stamps in a row are the end
     of a sentence and the beginning of the next one. The window may cut off the sentence after the last such pair, so
@@ -124,11 +124,11 @@ class _Rules:
         return prompt[-1] != self.stamps[0] - 1
 
     def names_language(self, prompt: Sequence[int]) -> bool:
-        """Return whether a prompt needs no language. Models of English only have no tokens for languages."""
+        """Return whether the prompt has a language token, or the model (of English only) has none."""
         return not len(self.languages) or prompt[1] in self.languages.tolist()
 
     def with_languages(self, logits: Tensor, prompts: Sequence[list[int]]) -> list[list[int]]:
-        """Return the prompts, with the most likely language in those without one. `logits`: after the start token."""
+        """Return the prompts. Add the likeliest language to those without one. `logits`: those of the second token."""
         likely = self.languages[logits[:, self.languages].argmax(-1)].tolist()
         return [
             prompt if self.names_language(prompt) else [prompt[0], language, *prompt[1:]]
@@ -218,7 +218,7 @@ def _transcribe(
     choose: _Active,
     rules: _Rules | None,
 ) -> list[list[int]]:
-    """Return the tokens that follow each prompt, of which `decode` may have read the beginning."""
+    """Return the tokens that follow each prompt. `decode` may already have read the beginning of the prompts."""
     texts: list[list[int]] = [[] for _ in prompts]
     done = [False] * len(prompts)
     new: Sequence[Sequence[int]] = [prompt[cached:] for prompt, cached in zip(prompts, decode.cached, strict=True)]

@@ -37,7 +37,7 @@ from tessera.nn.encoder_decoder import MEMORY
 from tessera.runtime.files import read_json_mapping
 
 END, START, NO_STAMPS = "<|endoftext|>", "<|startoftranscript|>", "<|notimestamps|>"
-DEFAULT_LANGUAGE = "en"  # of transcripts in training
+DEFAULT_LANGUAGE = "en"  # language of transcripts in training, if nothing names it
 Task = Literal["transcribe", "translate"]
 TASKS: tuple[Task, ...] = ("transcribe", "translate")
 FIRST_STAMP = "<|0.00|>"
@@ -50,7 +50,7 @@ _ENGLISH_ONLY = 51864  # size of the vocabulary of published models for English 
 class WhisperOptions(Section):
     """Declare the keys of `data.processor`."""
 
-    unlisted: ClassVar[frozenset[str]] = frozenset({"train_on"})  # errors do not name it: recipes set data.train_on
+    unlisted: ClassVar[frozenset[str]] = frozenset({"train_on"})  # not listed in errors: recipes set data.train_on
     train_on: tuple[str, ...] = ("assistant",)
     language: str | None = Field(
         None,

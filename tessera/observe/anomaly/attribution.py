@@ -245,7 +245,7 @@ def _bad(observed: Mapping[_Key, _Observation], kind: AnomalyKind, usual_loss: f
 
 @contextmanager
 def kept_buffers(module: nn.Module) -> Iterator[None]:
-    """Restore the buffers of a module when the context ends: forward changes some, such as the loads of experts."""
+    """Restore a module's buffers after the `with` block: forward changes some, such as the loads of experts."""
     copies = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     try:
         yield

@@ -1,4 +1,4 @@
-"""Collect the measures of all data sets: derive findings, sums and histograms, and predict how samples fill rows.
+"""Collect the measurements of all data sets: derive findings, sums and histograms, and predict how samples fill rows.
 
 Only numbers are kept of each sample. The few samples that a finding names are read again for their texts.
 """
@@ -35,7 +35,7 @@ ONE_ANSWER = 0.3  # a finding is reported if a larger share of samples has the s
 _ODD_TRANSCRIPTS = ("long-transcript", "short-transcript")
 FEW = 20  # shares such as ONE_ANSWER are not reported for fewer samples than this
 PACKED = 200_000  # maximum number of samples that a forecast packs, before it extrapolates to all
-# Histograms: (title, unit, column of measures).
+# Histograms: (title, unit, column of measurements).
 _WITH_TOKENS = (
     ("Length of a sample", "tokens", "tokens"),
     ("Trained on in a sample", "tokens", "trained"),
@@ -77,7 +77,7 @@ class SetFacts:
 
 @dataclass
 class ExaminedSet:
-    """Hold the measures of the usable samples of a data set, and the reasons why other records cannot be used."""
+    """Hold the measurements of a data set's usable samples, and the reasons why other records cannot be used."""
 
     source: Source
     look: Look
@@ -88,12 +88,12 @@ class ExaminedSet:
     refused: TesseraError | None = None
 
     def add_index(self, index: SourceIndex) -> None:
-        """Add the measures and the bad records of a data set's index."""
+        """Add the measurements and the bad records of a data set's index."""
         self.rows, self.columns = np.asarray(index.rows), index.columns
         self.bad, self.bad_count = list(bad_rows(index.tables)), index.bad_count
 
     def add_look(self, looked: Measured) -> None:
-        """Add the measures of `Look`. Records that `Look` could not measure become bad records."""
+        """Add the measurements of `Look`. Records that `Look` could not measure become bad records."""
         arrays = looked.arrays
         at = np.searchsorted(self.rows, arrays["row"])
         self.columns = {name: values[at] for name, values in self.columns.items()}
@@ -123,7 +123,7 @@ class ExaminedSet:
 
 
 class Collection:
-    """Hold the measures of all usable samples, in the order of data sets. `length`: tokens per row; None: no model."""
+    """Hold the measurements of all usable samples, by data set. `length`: tokens per row; None: without a model."""
 
     def __init__(self, sets: Sequence[ExaminedSet], length: int | None, truncate: Truncate) -> None:
         self.sets, self.length, self.truncate = sets, length, truncate
@@ -140,7 +140,7 @@ class Collection:
         self.long = np.zeros(len(tokens), bool) if length is None else tokens > length
 
     def column(self, name: str) -> np.ndarray:
-        """Return one measure of all samples; zeros if the data sets do not have it."""
+        """Return one column of measurements, for all samples; zeros if the data sets do not have it."""
         return self.columns.get(name, np.zeros(int(self.starts[-1]), np.int64))
 
     @property
@@ -285,7 +285,7 @@ def _repeated(hashes: np.ndarray) -> tuple[int, list[tuple[int, int, int]]]:
 
 
 def histograms(collected: Collection, work: Work | None) -> list[Histogram]:
-    """Return histograms of the measures that are not all zero."""
+    """Return histograms of the columns that are not all zero."""
     tokens = collected.length is not None
     drawn = [
         histogram(title, unit, values, collected.length if name == "tokens" else None, adds_up=name not in ("pixels",))

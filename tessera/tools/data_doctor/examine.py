@@ -72,8 +72,8 @@ def examine(
     """Examine all records of data sets, and return the diagnosis. With a processor, tokens are counted as well.
 
     `length` and `truncate`: as `data.length` and `data.truncate` of a recipe. `work`: FLOPs of samples in each stream,
-    from their measures. `samples`: how many samples to show from the beginning of the data sets; half as many more are
-    drawn at random. `decode`: decode every image and video instead of reading headers only.
+    from their measurements. `samples`: how many samples to show from the beginning of the data sets; half as many are
+    added at random. `decode`: decode every image and video instead of reading headers only.
     """
     began = time.perf_counter()
     if not sections:
@@ -132,7 +132,7 @@ def _has_pairs(section: SourceSection) -> bool:
 
 
 def _examine_set(section: SourceSection, options: _Options) -> ExaminedSet:
-    """Examine one data set: measures of its usable samples, and reasons why other records are unusable."""
+    """Examine one data set: measurements of its usable samples, and reasons why other records are unusable."""
     processor, timeout_s = options.processor, options.timeout_s
     source = open_source(section, options.scratch)
     look = Look(source.root, processor, options.limits, options.decode)

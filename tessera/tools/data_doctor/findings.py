@@ -306,7 +306,7 @@ def hash_of(*values: str | bytes) -> int:
         data = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
         digest.update(len(data).to_bytes(8, "little"))  # hash lengths too: ("a", "bc") and ("ab", "c") must differ
         digest.update(data)
-    return int.from_bytes(digest.digest(), "little") >> 1  # columns of measures are int64
+    return int.from_bytes(digest.digest(), "little") >> 1  # the columns of measurements are int64
 
 
 def media_hash(part: Part, root: Path) -> int:

@@ -1,7 +1,7 @@
 """Measure single samples for the data doctor, and prepare samples for display.
 
-`Look` adds measures that the index of a data set lacks. It runs in worker processes and returns numbers only. Details
-of findings are computed again for the few samples that are named.
+`Look` adds measurements that the index of a data set lacks. It runs in worker processes and returns numbers only.
+Details of findings are computed again for the few samples that are named.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from PIL import Image
 
 from tessera.core.batch import IGNORE
-from tessera.core.sample import PLAIN, MediaSize, Message, Part, Sample
+from tessera.core.sample import PLAIN, MediaSize, Message, Part, Sample, VideoWithSound
 from tessera.data.kinds.preference import PairProcessor
 from tessera.data.media.audio import AudioSampling
 from tessera.data.media.files import Limits
@@ -31,6 +31,7 @@ from tessera.data.sources.regions import check_regions, oddity, regions_of
 from tessera.data.sources.source import Source
 from tessera.diffusion.processor import GenerationProcessor
 from tessera.errors import TesseraError
+from tessera.models.processing.conversation import ConversationProcessor
 from tessera.models.vision.processor import VisionProcessor
 from tessera.runtime import html
 from tessera.tools.data_doctor.findings import (
@@ -310,15 +311,19 @@ def _shapes(sample: Sample, sizes: Sequence[MediaSize], processor: ChatProcessor
     return shapes
 
 
-def _media_tokens(processor: ChatProcessor, part: Part, size: MediaSize) -> int:
-    """Return the number of tokens that a media part adds to a message."""
+def _media_tokens(processor: ChatProcessor, part: Part, size: MediaSize) -> int | None:
+    """Return the number of tokens that a media part adds to a message; None if the decoder attends to it instead."""
     inner = processor.inner if isinstance(processor, PairProcessor) else processor
+    if isinstance(inner, ConversationProcessor) and not inner.layout(part.kind, size).tokens:
+        return None
     with_media = inner.measure(Sample("", (Message("user", (part,)),)), [size])["tokens"]
     return with_media - inner.measure(Sample("", (Message("user", ()),)), [])["tokens"]
 
 
 def _token_spans(tokens: list[int], trained: list[bool], processor: ChatProcessor) -> list[TextSpan]:
     """Return tokens as spans of trained and untrained text. Repeated placeholders of media become one span."""
+    # The encoder spells all tokens; a family may leave out some, such as the end of a transcript.
+    spell = processor.encoder.spell if isinstance(processor, ConversationProcessor) else processor.spell
     spans: list[TextSpan] = []
     start = 0
     while start < len(tokens) and len(spans) < MOST_SPANS:
@@ -326,13 +331,13 @@ def _token_spans(tokens: list[int], trained: list[bool], processor: ChatProcesso
         while end < len(tokens) and tokens[end] == tokens[start] and trained[end] == trained[start]:
             end += 1
         if end - start >= _REPEATED and not trained[start]:
-            word = processor.spell(tokens[start : start + 1]).strip() or "media"
+            word = spell(tokens[start : start + 1]).strip() or "media"
             spans.append(TextSpan(f"{word} x {end - start}", "media"))
         else:
             end = start + 1
             while end < len(tokens) and trained[end] == trained[start] and not _repeats(tokens, trained, end):
                 end += 1
-            text = _shortened(processor.spell(tokens[start:end]))
+            text = _shortened(spell(tokens[start:end]))
             spans.append(TextSpan(text, "trained" if trained[start] else "context"))
         start = end
     if start < len(tokens):
@@ -382,6 +387,7 @@ def _size_text(part: Part, size: MediaSize) -> str:
 
 def _uri(media: Any) -> str | None:
     """Return a thumbnail of an image, or of the first frame of a video, as a data URI; None for other media."""
+    media = media.frames if isinstance(media, VideoWithSound) else media
     image = media
     if isinstance(media, np.ndarray):
         if media.ndim != 4 or not len(media):

@@ -1,4 +1,4 @@
-"""Listen to recordings for the data doctor: silence, clipping, a missing upper half of the frequencies."""
+"""Check recordings for the data doctor: silence, clipping, a missing upper half of the frequencies."""
 
 from __future__ import annotations
 

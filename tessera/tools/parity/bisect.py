@@ -233,7 +233,7 @@ def _worktree(root: Path, commit: str, tree: Path) -> Iterator[Path]:
 
 @contextmanager
 def _ended_by_exception() -> Iterator[None]:
-    """Raise SystemExit at SIGTERM inside of the block, so that worktrees and processes are removed."""
+    """Raise SystemExit at SIGTERM inside of the `with` block, so that worktrees and processes are removed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""Compare two sides of any kind: recordings, recipes, runs, or a model folder beside another implementation."""
+"""Compare two sides of any kind: recordings, recipes, runs, or a model folder and another implementation."""
 
 from __future__ import annotations
 

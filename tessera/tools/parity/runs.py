@@ -163,7 +163,7 @@ def shared_folder() -> Iterator[None]:
 
 @contextmanager
 def logged_to(journal: Path | None) -> Iterator[None]:
-    """Write log lines of this process to a file during the block; None: to the terminal."""
+    """Write log lines of this process to a file during the `with` block; None: to the terminal."""
     if journal is None:
         yield
         return
