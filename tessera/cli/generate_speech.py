@@ -38,12 +38,12 @@ def speak(options: Mapping[str, Any], adapters: Mapping[Path, float]) -> None:
             fix='write what is said after each recording: --audio a.wav --transcript "Good morning."',
             code="generation.recording-without-transcript",
         )
-    from tessera.inference.speech import SpeechOptions, load_speaker
+    from tessera.inference.speech import SpeechSampling, load_speaker
     from tessera.runtime import log
     from tessera.runtime.files import replace_file
 
     names = ("temperature", "top_k", "top_p", "seed", "max_seconds")
-    chosen = SpeechOptions(**{name: options[name] for name in names if name in options})
+    chosen = SpeechSampling(**{name: options[name] for name in names if name in options})
     chosen.sampling(1.0)  # raise for wrong values before the model is loaded
     with log.on_screen():
         speaker = load_speaker(

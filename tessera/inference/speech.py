@@ -68,7 +68,7 @@ class Speech:
 
 
 @dataclass(frozen=True)
-class SpeechOptions:
+class SpeechSampling:
     """State how speech is sampled. `temperature` 0: the likeliest codes."""
 
     temperature: float = TEMPERATURE
@@ -140,7 +140,7 @@ class Speaker:
         *,
         speaker: str = "",
         examples: Sequence[tuple[Any, str]] = (),
-        options: SpeechOptions | None = None,
+        options: SpeechSampling | None = None,
         on_frame: Callable[[int, Tensor], None] | None = None,
     ) -> Speech:
         """Return the speech of a text.
@@ -150,13 +150,13 @@ class Speaker:
         """
         shown = [self._example(recording, words, speaker) for recording, words in examples]
         messages = (*shown, Message("assistant", (Part("text", text),), speaker))
-        (speech,) = self.speak([Sample("speech", messages)], options or SpeechOptions(), on_frame)
+        (speech,) = self.speak([Sample("speech", messages)], options or SpeechSampling(), on_frame)
         return speech
 
     def speak(
         self,
         samples: Sequence[Sample],
-        options: SpeechOptions,
+        options: SpeechSampling,
         on_frame: Callable[[int, Tensor], None] | None = None,
     ) -> list[Speech]:
         """Return the speech of the last message of each sample. Recordings in the samples are codes already."""
@@ -201,7 +201,7 @@ class Speaker:
         return min(wanted, context - longest)
 
     def _codes(
-        self, prompts: SpeechPrompts, options: SpeechOptions, on_frame: Callable[[int, Tensor], None] | None
+        self, prompts: SpeechPrompts, options: SpeechSampling, on_frame: Callable[[int, Tensor], None] | None
     ) -> list[Tensor]:
         module, rows = self.model.module, len(prompts.beside)
         assert isinstance(module, SpeechModel), "checked by `load_speaker`"
@@ -211,14 +211,15 @@ class Speaker:
             module,
             replace(prompts, batch=prompts.batch.to(self.model.device)),
             max_frames=self._frames(prompts, options.max_seconds),
-            first=_choose(rows, first),
-            others=_choose(rows, others),
+            first=_choose(rows, first, self.codec.size, prompts.end),
+            others=_choose(rows, others, self.codec.size, prompts.end),
             on_frame=on_frame,
         )
 
 
-def _choose(rows: int, sampling: Sampling) -> Choose:
-    """Return a function that samples the codes of `rows` rows."""
+def _choose(rows: int, sampling: Sampling, size: int, end: int) -> Choose:
+    """Return a function that samples the codes of `rows` rows. `size`: number of codes that the codec decodes; of the
+    codes above it, only `end` is sampled."""
     sampler: Sampler | None = None
 
     def choose(logits: Tensor, chosen: Sequence[int]) -> Tensor:
@@ -229,6 +230,9 @@ def _choose(rows: int, sampling: Sampling) -> Choose:
             nothing = Batch({"tokens": torch.empty(0, dtype=torch.int64)})
             for row in range(rows):
                 sampler.join(row, Request(nothing, sampling.nth(row)))
+        if logits.shape[-1] > size:
+            above = torch.arange(size, logits.shape[-1], device=logits.device)
+            logits = logits.index_fill(1, above[above != end], -torch.inf)
         sampled = sampler.sample(logits, chosen)
         if sampled.not_finite.any():
             raise not_finite_error()

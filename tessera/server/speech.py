@@ -12,7 +12,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tessera.inference.speech import SECONDS, TEMPERATURE, TOP_K, Speech, SpeechOptions
+from tessera.inference.speech import SECONDS, TEMPERATURE, TOP_K, Speech, SpeechSampling
 from tessera.server.content import chat_messages
 from tessera.server.errors import ApiError
 from tessera.server.fields import AudioOutput, Body, ChatRequest, Seed
@@ -47,9 +47,9 @@ class SpeechRequest(Body):
     seed: Seed | None = None
     max_seconds: float = Field(SECONDS, gt=0, le=600, strict=False)
 
-    def options(self) -> SpeechOptions:
+    def options(self) -> SpeechSampling:
         seed = secrets.randbits(62) if self.seed is None else self.seed & ((1 << 63) - 1)
-        return SpeechOptions(self.temperature, self.top_k, self.top_p, seed, self.max_seconds)
+        return SpeechSampling(self.temperature, self.top_k, self.top_p, seed, self.max_seconds)
 
 
 def voice_of(service: Service) -> Voice:
@@ -98,7 +98,7 @@ async def spoken_completion(service: Service, job: AnswerJob, fields: ChatReques
             continue
         seed = job.requests[number].sampling.seed
         said = [*asked, {"role": "assistant", "content": text}]
-        speech = await voice.say(said, output.voice, SpeechOptions(seed=seed))
+        speech = await voice.say(said, output.voice, SpeechSampling(seed=seed))
         message["audio"] = {
             "id": f"audio-{job.id}-{number}",
             "data": base64.b64encode(speech.wav() if output.format == "wav" else speech.pcm()).decode(),

@@ -17,7 +17,7 @@ from tessera.engine.request import Request as EngineRequest
 from tessera.engine.stats import EngineStats
 from tessera.errors import TesseraError
 from tessera.inference.messages import sample_of
-from tessera.inference.speech import Speaker, Speech, SpeechOptions
+from tessera.inference.speech import Speaker, Speech, SpeechSampling
 from tessera.server.errors import ApiError, of_tessera
 
 T = TypeVar("T")
@@ -35,7 +35,7 @@ class Voice:
         self._thread = ThreadPoolExecutor(1, "speech")
         self._closed = threading.Event()
 
-    async def say(self, messages: Sequence[Mapping[str, Any]], voice: str, options: SpeechOptions) -> Speech:
+    async def say(self, messages: Sequence[Mapping[str, Any]], voice: str, options: SpeechSampling) -> Speech:
         """Return the speech of the last message. If the caller is cancelled, the speech ends at its next frame."""
         aborted = threading.Event()
 

@@ -23,6 +23,7 @@ from tessera.models.processing.chat import ChatSpan, ChatTemplate, MediaWords, T
 from tessera.models.processing.conversation import PromptEnding, check_special_tokens
 from tessera.models.processing.streams import MediaLayout
 from tessera.models.processing.tokenizer import ChatEncoder, load_tokenizer, write_tokenizer
+from tessera.models.speech.generation import SpeechPrompts
 from tessera.models.speech.processor import SpeechProcessor, SpokenSample
 from tessera.models.vision.preprocessor_files import write_json
 
@@ -153,6 +154,15 @@ class CSMProcessor(SpeechProcessor):
         if sizes is not None:
             sizes = [of_sample[:count] for of_sample, count in zip(sizes, counts, strict=True)]
         return super().prompt(asked, objects, sizes, "none")
+
+    def speech_prompts(self, samples: Sequence[Sample]) -> SpeechPrompts:
+        """Return prompts for speech, whose end is decided by all codebooks but the last, as in transformers."""
+        asked = [_without_speech(sample) for sample in samples]
+        codes = [[part.value for part in sample.media()] for sample in asked]
+        sizes = [[MediaSize(0, 0, len(frames)) for frames in of_sample] for of_sample in codes]
+        batch = self.prompt(asked, codes, sizes, "none")
+        frame = self.encoder.id_of(FRAME)
+        return SpeechPrompts(batch, ((),) * len(samples), frame, self.end_code, max(1, self.codebooks - 1))
 
     def save(self, folder: Path) -> None:
         words = {"audio_token": FRAME, "audio_eos_token": END_OF_SPEECH}
