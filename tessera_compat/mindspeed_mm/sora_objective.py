@@ -9,7 +9,7 @@ from tessera.errors import TesseraError, nearest
 from tessera_compat.mindspeed_mm.report import JobReport, KeyRule, all_of, fixed, part_of, refused, sets, translate
 from tessera_compat.mindspeed_mm.report import unneeded as _unneeded
 
-_SAMPLING = _unneeded("it speaks of sampling")
+_SAMPLING = _unneeded("it only affects sampling")
 SECTION = "train.task_options."
 WAN_LEVELS: dict[str, KeyRule] = {
     "num_train_timesteps": sets("steps"),

@@ -20,9 +20,12 @@ from tessera.models.processing.streams import MediaLayout
 from tessera.models.processing.tokenizer import ChatEncoder, load_tokenizer
 from tessera.models.qwen3_omni.processor import QWEN3_OMNI
 from tessera.models.qwen3_omni_talker.config import TalkerConfig
-from tessera.models.qwen3_omni_talker.sequence import TalkerIds, spoken_sequence
+from tessera.models.qwen3_omni_talker.sequence import Opening, TalkerIds, opening_sequence, spoken_sequence
 from tessera.models.speech.family import CODED_FRAMES
+from tessera.models.speech.generation import SpeechPrompts
 from tessera.models.speech.processor import SpeechProcessor, SpokenSample
+
+_PENALTY = 1.05  # repetition penalty of the first codes, as transformers' `generate` has it
 
 
 class TalkerOptions(TextOptions):
@@ -82,6 +85,32 @@ class TalkerProcessor(SpeechProcessor):
     ) -> SpokenSample:
         return self._spoken(sample, spans)
 
+    @property
+    def codebooks(self) -> int:
+        return len(self.sizes)
+
+    def speech_prompts(self, samples: Sequence[Sample]) -> SpeechPrompts:
+        """Return prompts for the speech of the last message of each sample."""
+        items, beside = [], []
+        for sample in samples:
+            answer = sample.messages[-1]
+            tokens, _, _ = self.encoder.encode(self._chat_spans(_text_of(sample), [], []), [])
+            opening = Opening.of(tokens, self.ids, self.ids.speaker(answer.speaker or self.speaker))
+            items.append(opening_sequence(sample.id, opening, self.codebooks))
+            beside.append(opening.beside)
+        batch = self._pack([[item] for item in items], [len(item.tokens) for item in items])
+        batch = replace(batch, sample_ids=tuple(item.id for item in items))
+        control = range(self.sizes[0], self.ids.codes)
+        return SpeechPrompts(
+            batch,
+            tuple(beside),
+            filler=self.ids.pad,
+            end=self.ids.code_stop,
+            ends=1,
+            suppressed=tuple(code for code in control if code != self.ids.code_stop),
+            repetition_penalty=_PENALTY,
+        )
+
     def _spoken(self, sample: Sample, spans: Sequence[ChatSpan]) -> SpokenSample:
         """Return the sequence of the last answer of a conversation."""
         answer = sample.messages[-1]
@@ -95,6 +124,15 @@ class TalkerProcessor(SpeechProcessor):
         tokens, _, _ = self.encoder.encode(spans, [])
         codes = np.concatenate(self.frames(replace(sample, messages=(answer,))))
         return spoken_sequence(sample.id, tokens, codes, self.ids, self.ids.speaker(answer.speaker or self.speaker))
+
+
+def _text_of(sample: Sample) -> Sample:
+    """Return a sample without speech."""
+    messages = (
+        replace(message, parts=tuple(part for part in message.parts if part.kind != "codes"))
+        for message in sample.messages
+    )
+    return replace(sample, messages=tuple(messages))
 
 
 def _check_roles(encoder: ChatEncoder, roles: Mapping[str, int], folder: Path) -> None:
