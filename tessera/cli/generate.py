@@ -12,6 +12,7 @@ import typer
 from tessera.cli.generate_speech import speak
 from tessera.cli.run import (
     AdapterOption,
+    CodecOption,
     FamilyOption,
     StrengthOption,
     TrustFlag,
@@ -29,6 +30,19 @@ Question = Annotated[str | None, typer.Argument(help="question, or prompt of an 
 Images = Annotated[
     list[Path] | None,
     typer.Option("--image", help="image to ask about, first frame, or image to edit; may be given again"),
+]
+Recordings = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--audio",
+        help="text: recording to ask about or transcribe; a.wav#t=3,7.5 is a part; speech: recording of the voice",
+    ),
+]
+Transcripts = Annotated[
+    list[str] | None, typer.Option("--transcript", help="speech: what is said in each --audio, in the same order")
+]
+Output = Annotated[
+    Path | None, typer.Option("-o", "--out", help="media: .png, .gif or .mp4 file; speech: .wav; text: .jsonl")
 ]
 
 # Argument names of this command: SHARED for all models, the others for one kind of model each.
@@ -63,18 +77,10 @@ def generate(
     adapter: AdapterOption = None,
     strength: StrengthOption = None,
     video: Annotated[list[Path] | None, typer.Option("--video", help="text: video to ask about")] = None,
-    audio: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--audio",
-            help="text: recording to ask about or transcribe; a.wav#t=3,7.5 is a part; speech: recording of the voice",
-        ),
-    ] = None,
+    audio: Recordings = None,
     system: Annotated[str | None, typer.Option("--system", help="text: system prompt")] = None,
     max_new_tokens: Annotated[int | None, typer.Option("--max-new-tokens", help="text: 256 by default")] = None,
-    temperature: Annotated[
-        float | None, typer.Option("--temperature", help="text: default 0, the likeliest token")
-    ] = None,
+    temperature: Annotated[float | None, typer.Option("--temperature", help="text: 0 by default; speech: 0.9")] = None,
     top_k: Annotated[int | None, typer.Option("--top-k", help="text: 0 is no limit")] = None,
     top_p: Annotated[float | None, typer.Option("--top-p", help="text: share of probability to sample from")] = None,
     data: Annotated[Path | None, typer.Option("--data", help="text: file whose rows are answered to --out")] = None,
@@ -84,17 +90,11 @@ def generate(
     repetition_penalty: Annotated[
         float | None, typer.Option("--repetition-penalty", help="text: of --data, 1 is none")
     ] = None,
-    transcript: Annotated[
-        list[str] | None, typer.Option("--transcript", help="speech: what is said in each --audio")
-    ] = None,
+    transcript: Transcripts = None,
     speaker: Annotated[str | None, typer.Option("--speaker", help="speech: name or number of the voice")] = None,
     max_seconds: Annotated[float | None, typer.Option("--max-seconds", min=0, help="speech: 60 by default")] = None,
-    codec: Annotated[
-        str | None, typer.Option("--codec", help="speech: folder of the codec, if the model's folder has none")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option("-o", "--out", help="media: .png, .gif or .mp4 file; speech: .wav; text: .jsonl")
-    ] = None,
+    codec: CodecOption = None,
+    out: Output = None,
     prompt: Annotated[list[str] | None, typer.Option("--prompt", help="media: prompt; may be given again")] = None,
     prompts: Annotated[Path | None, typer.Option("--prompts", help="media: text file with one prompt per line")] = None,
     vbench: Annotated[

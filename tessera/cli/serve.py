@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tessera.cli.run import FamilyOption, TrustFlag, check_path
+from tessera.cli.run import CodecOption, FamilyOption, TrustFlag, check_path
 from tessera.errors import TesseraError
 
 if TYPE_CHECKING:
@@ -58,12 +58,8 @@ def serve(
         bool, typer.Option("--allow-priority", help="let clients set priority: a lower number is served first")
     ] = False,
     device: Annotated[str, typer.Option("--device", help="auto, cpu or an accelerator")] = "auto",
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", help="float32, bfloat16 or float16; default: as stored")
-    ] = None,
-    codec: Annotated[
-        str | None, typer.Option("--codec", help="of a model that speaks: folder of its codec, if its folder has none")
-    ] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16, float16; default: as stored")] = None,
+    codec: CodecOption = None,
     family: FamilyOption = None,
     trust: TrustFlag = False,
 ) -> None:

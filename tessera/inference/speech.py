@@ -148,8 +148,8 @@ class Speaker:
         `speaker`: name or number of the voice. `examples`: recordings of the voice, each with the text that is said in
         it. Recordings are paths, bytes, or {"array": samples, "sampling_rate": 24000}.
         """
-        shown = [self._example(recording, words, speaker) for recording, words in examples]
-        messages = (*shown, Message("assistant", (Part("text", text),), speaker))
+        before = [self._example(recording, words, speaker) for recording, words in examples]
+        messages = (*before, Message("assistant", (Part("text", text),), speaker))
         (speech,) = self.speak([Sample("speech", messages)], options or SpeechSampling(), on_frame)
         return speech
 

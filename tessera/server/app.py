@@ -106,9 +106,10 @@ class Endpoints:
         return await self._chat(checked(values, ChatRequest), request)
 
     async def _chat(self, fields: ChatRequest, request: Request) -> Result:
-        if fields.speaks:
+        spoken = "audio" in fields.modalities
+        if spoken:
             voice_of(self.service)  # raise before the answer is generated
-        complete = spoken_completion if fields.speaks else chat_completion
+        complete = spoken_completion if spoken else chat_completion
         return await self._answer(request, fields, fields.n, self.service.chat_job, complete, chat_chunks)
 
     async def speech(self, request: Request) -> Response:

@@ -356,7 +356,7 @@ class ChatRequest(SamplingFields):
     parallel_tool_calls: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    modalities: list[Literal["text", "audio"]] | None = None
+    modalities: list[Literal["text", "audio"]] = ["text"]
     audio: AudioOutput | None = None
     media_io_kwargs: MediaFields | None = None
     add_special_tokens: Literal[False] | None = None  # the chat template adds the special tokens
@@ -369,16 +369,10 @@ class ChatRequest(SamplingFields):
             raise ValueError("continue_final_message needs a last message of the assistant")
         if self.continue_final_message and self.tools:
             raise ValueError("continue_final_message cannot be used with tools")
-        if self.audio is not None and not self.speaks:
-            raise ValueError('audio needs modalities: ["text", "audio"]')
-        if self.speaks and (self.stream or self.continue_final_message):
-            raise ValueError("speech cannot be streamed, or continue a message")
+        spoken = "audio" in self.modalities
+        if (self.audio is not None and not spoken) or (spoken and (self.stream or self.continue_final_message)):
+            raise ValueError('audio needs modalities: ["text", "audio"], and a complete answer without stream')
         return self
-
-    @property
-    def speaks(self) -> bool:
-        """Return whether the answer is also spoken."""
-        return "audio" in (self.modalities or ())
 
 
 def _prompt_kind(value: Any) -> str:

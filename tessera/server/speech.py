@@ -90,15 +90,15 @@ async def spoken_completion(service: Service, job: AnswerJob, fields: ChatReques
     voice = voice_of(service)
     body = await chat_completion(service, job, fields)
     output = fields.audio or AudioOutput()
-    asked = chat_messages(fields.messages, (), service.settings, continues=True)
+    messages = chat_messages(fields.messages, (), service.settings, continues=True)
     for number, choice in enumerate(body["choices"]):
         message = choice["message"]
         text = message["content"]
         if not text:  # the answer is a call of a tool
             continue
         seed = job.requests[number].sampling.seed
-        said = [*asked, {"role": "assistant", "content": text}]
-        speech = await voice.say(said, output.voice, SpeechSampling(seed=seed))
+        conversation = [*messages, {"role": "assistant", "content": text}]
+        speech = await voice.say(conversation, output.voice, SpeechSampling(seed=seed))
         message["audio"] = {
             "id": f"audio-{job.id}-{number}",
             "data": base64.b64encode(speech.wav() if output.format == "wav" else speech.pcm()).decode(),
