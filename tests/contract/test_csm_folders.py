@@ -43,8 +43,8 @@ def published(folder: Path, number: int = 0, seed: int = 0) -> Any:
 def test_we_read_what_transformers_saves(number: int, tmp_path: Path) -> None:
     spec, config, reference, model = pair(number, number)
     reference.save_pretrained(tmp_path)
-    found, read = resolve(ModelSection(path=tmp_path))
-    assert (found, read) == (spec, config)
+    family, read = resolve(ModelSection(path=tmp_path))
+    assert (family, read) == (spec, config)
     loaded = spec.main.build(read)
     load_folder(tmp_path, model_tensors(loaded), spec.main.weight_map(read))
     same_weights(model, loaded)
