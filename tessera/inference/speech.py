@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import wave
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ from tessera.errors import TesseraError, with_fix
 from tessera.hub.config import local_model
 from tessera.inference.answering import context_of
 from tessera.inference.found_model import find_model
+from tessera.inference.frozen import frozen_module
 from tessera.inference.load import AdapterPaths, load
 from tessera.inference.loaded import LoadedModel
 from tessera.inference.messages import sample_of
@@ -118,7 +120,16 @@ def load_speaker(
             fix="name the codec of the model: --codec hf://kyutai/mimi, or codec= in Python",
             code="media.no-codec",
         )
-    return Speaker(model, load_codec(home).to(model.device), processor.limits)
+    return Speaker(model, load_codec(home).to(model.device), processor.limits, _frozen_input(model, folder))
+
+
+def _frozen_input(model: LoadedModel, folder: Path) -> Callable[[Batch], Batch]:
+    """Return the function that adds the outputs of a frozen model that the loaded model reads to a batch."""
+    source = model.spec.frozen_input
+    if source is None:
+        return lambda batch: batch
+    module = frozen_module(source.component(model.config), model.spec, model.config, model.base or folder)
+    return functools.partial(source.encode, module.to(model.device).requires_grad_(False))
 
 
 @dataclass
@@ -128,6 +139,7 @@ class Speaker:
     model: LoadedModel
     codec: Codec
     limits: Limits = field(default_factory=Limits)
+    encode: Callable[[Batch], Batch] = lambda batch: batch  # adds the outputs of a frozen model
 
     @cached_property
     def processor(self) -> Speaks:
@@ -213,6 +225,7 @@ class Speaker:
             max_frames=self._frames(prompts, options.max_seconds),
             first=_choose(rows, first, self.codec.size, prompts.end),
             others=_choose(rows, others, self.codec.size, prompts.end),
+            encode=self.encode,
             on_frame=on_frame,
         )
 
