@@ -145,7 +145,7 @@ def write_vscode(folder: Path, text: str, overwrite: bool = False) -> list[str]:
     try:
         if path.exists():
             if path.read_text(encoding="utf-8") == text:
-                return [f"{path} is as it should be"]
+                return [f"{path} is already up to date"]
             if not overwrite:
                 raise TesseraError(
                     f"{path} already exists",

@@ -46,18 +46,18 @@ class Variable:
 _SWITCH = AllowedValues(r"[01]", ("0", "1"))
 _SECONDS = AllowedValues(r"\d{1,9}", ("seconds, such as 1200",))
 _TRUE = AllowedValues(r"(?i:true|false|0|1)", ("true", "false"))
-_TO_ASCEND = "for Ascend's runtime"
+_TO_ASCEND = "for the runtime of Ascend"
 
 VARIABLES: dict[str, Variable] = {
     AFFINITY: Variable("honoured", "binds each rank to CPU cores, on every device"),
     "TASK_QUEUE_ENABLE": Variable(
         "passed on",
-        "depth of Ascend's dispatch queue; other devices queue by themselves",
+        "depth of Ascend's dispatch queue; other devices need no setting",
         AllowedValues(r"[012]", ("0 (off)", "1", "2")),
     ),
     "CUDA_DEVICE_MAX_CONNECTIONS": Variable(
         "passed on",
-        "Megatron wants 1, FSDP2 there more; nothing here depends on it",
+        "Megatron needs 1, FSDP2 of MindSpeed-MM more; Tessera does not depend on it",
         AllowedValues(r"[1-9]|[12]\d|3[0-2]", ("1 to 32",)),
     ),
     "HCCL_CONNECT_TIMEOUT": Variable(
@@ -77,7 +77,7 @@ VARIABLES: dict[str, Variable] = {
         "order of sums in Ascend's collectives",
         AllowedValues(r"(?i:true|false|strict|0|1)", ("true", "false", "strict")),
     ),
-    "HCCL_WHITELIST_DISABLE": Variable("passed on", f"{_TO_ASCEND}: who may connect", _SWITCH),
+    "HCCL_WHITELIST_DISABLE": Variable("passed on", f"{_TO_ASCEND}: whether only listed hosts can connect", _SWITCH),
     "HCCL_BUFFSIZE": Variable(
         "passed on", f"{_TO_ASCEND}: MiB of a communication buffer", AllowedValues(r"\d{1,6}", ("MiB",))
     ),
@@ -89,12 +89,12 @@ VARIABLES: dict[str, Variable] = {
     "COMBINED_ENABLE": Variable("passed on", f"{_TO_ASCEND}: merges operations on strided tensors", _SWITCH),
     "ASCEND_GLOBAL_LOG_LEVEL": Variable(
         "passed on",
-        f"{_TO_ASCEND}: how much it logs",
+        f"{_TO_ASCEND}: log level",
         AllowedValues(r"[0-4]", ("0 (debug) to 4 (nothing)",)),
     ),
-    "ASCEND_SLOG_PRINT_TO_STDOUT": Variable("passed on", f"{_TO_ASCEND}: where it logs", _SWITCH),
+    "ASCEND_SLOG_PRINT_TO_STDOUT": Variable("passed on", f"{_TO_ASCEND}: destination of its log", _SWITCH),
     "ASCEND_LAUNCH_BLOCKING": Variable(
-        "passed on", "waits after each operation on Ascend; CUDA_LAUNCH_BLOCKING=1 does it on CUDA", _SWITCH
+        "passed on", "waits after each operation on Ascend; CUDA_LAUNCH_BLOCKING=1 does so on CUDA", _SWITCH
     ),
     "ASCEND_RT_VISIBLE_DEVICES": Variable(
         "passed on", "which Ascend devices a process sees; CUDA_VISIBLE_DEVICES for CUDA"
@@ -107,23 +107,25 @@ VARIABLES: dict[str, Variable] = {
     ),
     "NPU_ASD_ENABLE": Variable(
         "passed on",
-        "Ascend's search for silent errors; the guard of a run searches on every device (docs: survive bad steps)",
+        "Ascend's detection of silent errors; the guard of a run does this on every device (docs: survive bad steps)",
         AllowedValues(r"[0-3]", ("0 (off) to 3",)),
     ),
-    "CLOSE_MATMUL_K_SHIFT": Variable("passed on", f"{_TO_ASCEND}: order of sums in products", _SWITCH),
+    "CLOSE_MATMUL_K_SHIFT": Variable("passed on", f"{_TO_ASCEND}: order of sums in matrix products", _SWITCH),
     "TOKENIZERS_PARALLELISM": Variable("honoured", "threads of tokenizers; off in worker processes"),
     "OMP_NUM_THREADS": Variable("honoured", "threads of torch on the CPU"),
-    "NON_MEGATRON": Variable("no effect", "chose between two trainers there; here there is one", _TRUE),
+    "NON_MEGATRON": Variable("no effect", "selects one of two trainers in MindSpeed-MM; Tessera has one", _TRUE),
     "VP_SIZE": Variable("no effect", "virtual pipeline stages come from --virtual-pipeline-model-parallel-size"),
     "ENABLE_GC_THRESHOLD": Variable(
-        "no effect", "sets Python's garbage collector there; it is left as it is here", _SWITCH
+        "no effect", "sets Python's garbage collector in MindSpeed-MM; Tessera does not change it", _SWITCH
     ),
     "HF_SAVE_WAIT_MODE": Variable(
-        "no effect", "for saving Hugging Face folders there; an export here appears by one rename, complete"
+        "no effect", "for saving Hugging Face folders in MindSpeed-MM; Tessera renames a complete export"
     ),
     "MM_FORCE_EP_BALANCE": Variable("no effect", "a debugging aid: it routes tokens evenly, which changes results"),
-    "VLLM_USE_V1": Variable("no effect", "for a library that is not used here"),
-    "JSONARGPARSE_DEFAULT_ENV": Variable("honoured", "true: mm-convert takes options from variables, too", _TRUE),
+    "VLLM_USE_V1": Variable("no effect", "for a library that Tessera does not use"),
+    "JSONARGPARSE_DEFAULT_ENV": Variable(
+        "honoured", "true: mm-convert reads options from environment variables, too", _TRUE
+    ),
 }
 _FOREIGN = re.compile(r"(?:ASCEND|HCCL|ACLNN|NPU|PYTORCH_NPU)_\w+")
 
@@ -138,7 +140,7 @@ def check_environment(environ: Mapping[str, str] = os.environ) -> list[str]:
         if variable is None:
             near = nearest(name, VARIABLES)
             hint = f"; did you mean {near}?" if near else ""
-            lines.append(f"{name}={value}: passed on as it is; nothing here reads it{hint}")
+            lines.append(f"{name}={value}: passed on unchanged; Tessera does not read it{hint}")
             continue
         if variable.values and not re.fullmatch(variable.values.pattern, value):
             raise TesseraError(

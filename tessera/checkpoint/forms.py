@@ -174,6 +174,8 @@ class NativeTensors:
     def check_kinds(self, tensors: Mapping[str, Tensor]) -> None:
         """Raise if a float tensor of the model is stored as integers, or the reverse. `tensors`: the model's own."""
         for name, source in self._sources.items():
+            if name not in tensors:  # a tensor of another part of the model
+                continue
             wanted = tensors[name].dtype
             for stored in source.foreign:
                 dtype = self._available[stored].dtype

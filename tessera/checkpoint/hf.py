@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -155,15 +156,19 @@ class GatheredForm(StoredForm):
 
 
 class WithOtherParts(StoredForm):
-    """Read the tensors of a model in memory, and those of other parts of the model from the folder of its weights."""
-
-    weight_map = GatheredForm.weight_map
-    in_order = True
+    """Read the tensors of a model from one form, and those of its other parts from the folder of its weights."""
 
     def __init__(self, model: StoredForm, folder: Path, prefixes: tuple[str, ...]) -> None:
-        self.where, self._model, self._folder = model.where, model, SafetensorsForm(folder)
+        self.where, self.in_order, self._model = model.where, model.in_order, model
+        self.weight_map = None if model.weight_map is None else replace(model.weight_map, same_names=True)
+        self._folder = SafetensorsForm(folder)
         stored = self._folder.tensors()
         self._parts = {name: plan for name, plan in stored.items() if name.startswith(prefixes)}
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the tensors of other parts."""
+        return {name: plan.shape for name, plan in self._parts.items()}
 
     def __exit__(self, *_: Any) -> None:
         self._model.__exit__()
@@ -192,7 +197,8 @@ def gathered(
     form: StoredForm = GatheredForm(tensors, prepare)
     if folder is not None and other_parts:
         form = WithOtherParts(form, folder, other_parts)
-    return NativeTensors(form, GatheredForm.weight_map, {name: plan.shape for name, plan in form.tensors().items()}, {})
+    names = form.tensors()
+    return NativeTensors(form, GatheredForm.weight_map, {name: plan.shape for name, plan in names.items()}, {})
 
 
 def _holders(ranks: Ranks, tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, PlannedTensor]]:

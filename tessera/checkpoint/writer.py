@@ -219,7 +219,7 @@ def plan_safetensors(files: Mapping[str, Mapping[str, PlannedTensor]]) -> Folder
 
 
 class PlannedFolder:
-    """Write the files of a plan. Several threads may write tensors, in any order. It is a context manager."""
+    """Write the files of a plan. Several threads can write tensors, in any order. It is a context manager."""
 
     def __init__(self, folder: Path, plan: FolderPlan) -> None:
         self._folder, self._plan = folder, plan
@@ -246,7 +246,7 @@ class PlannedFolder:
             os.close(handle)
 
     def put(self, name: str, tensor: TensorRows) -> None:
-        """Write a tensor to its planned positions, and in zip archives also its CRC-32. Several threads may call this.
+        """Write a tensor to its planned positions, and in zip archives also its CRC-32. Several threads can call this.
 
         Each chunk is read back after its write and compared.
         """

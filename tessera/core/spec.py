@@ -205,8 +205,9 @@ class ModelSpec:
     # Whether the model is a class of another library. It may lack a tokenizer, and it may have parameters without a
     # gradient.
     foreign: bool = False
-    # (batch with one sample) -> the same input for the class of transformers, if that has other inputs than tokens.
-    stock_inputs: Callable[[Batch], dict[str, Tensor]] | None = None
+    # (batch with one sample, model of transformers) -> the same input for that model, if it has other inputs than
+    # tokens.
+    stock_inputs: Callable[[Batch, Any], dict[str, Tensor]] | None = None
     task: str = "language"  # the objective when the recipe names none
     outputs: tuple[str, ...] | None = None  # patterns of the names of the model's outputs; None: not declared
     # Values of "model_type" (transformers) or "_class_name" (diffusers) in config.json that mean this family.

@@ -92,7 +92,7 @@ class AdapterBank:
         self._install(name, self._slots.index(None), self._checked(folder))
 
     def unload(self, name: str) -> None:
-        """Free the slot of an adapter. No row of a later call may use it."""
+        """Free the slot of an adapter, which must not be selected any more."""
         self._slots[self._slot(name)] = None
         self.selection = None
 

@@ -124,7 +124,7 @@ class Matcher:
         self._words = -(-vocabulary // 32)
 
     def fill(self, mask: Tensor) -> None:
-        """Write the tokens that may follow as bits into a row of a mask: int32, contiguous, on the host."""
+        """Write the allowed next tokens as bits into a row of a mask: int32, contiguous, on the host."""
         count = mask.numel()
         if count == self._words:
             self._matcher.unsafe_compute_mask_ptr(mask.data_ptr(), count * 4)

@@ -235,7 +235,7 @@ class Engine:
                 state.in_sampler = True
         if rows:
             numbers = [state.row for state in rows if state.row is not None]
-            every = next(iter(masks.values()), None)  # also stacked for rows without a constraint, which do not read it
+            every = next(iter(masks.values()), None)  # any mask, for rows without a constraint, which do not read it
             stacked = None if every is None else torch.stack([masks.get(state, every) for state in rows])
             on_device = None if stacked is None else stacked.to(self.model.device, non_blocking=True)
             flight.take(self._sampler.sample(flight.logits, numbers, on_device))
@@ -354,7 +354,7 @@ class Engine:
 
     @property
     def adapters(self) -> Sequence[str]:
-        """Return the names of the loaded adapters, which new requests may use."""
+        """Return the names of the loaded adapters that new requests can use."""
         return () if self._bank is None else [name for name in self._bank.names if name not in self._leaving]
 
     def load_adapter(self, name: str, folder: str | Path) -> None:

@@ -84,7 +84,7 @@ class Request:
     stream: bool = True  # whether text is needed token by token; False: it may all come with the last delta
     # log-probabilities of sampled tokens (0), and of the n likeliest tokens (n); None: none
     logprobs: int | None = None
-    prompt_logprobs: int | None = None  # the same for the tokens of the prompt
+    prompt_logprobs: int | None = None  # like `logprobs`, for the tokens of the prompt
     constraint: Constraint | None = None
     adapter: str | None = None  # name of a loaded adapter; None: the base model
     skip_special: bool = True  # whether the text leaves out special tokens

@@ -40,7 +40,7 @@ class RequestState:
     text_positions: np.ndarray = field(init=False)  # positions of the prompt: [axes, tokens] or [tokens]
     media_end: int = field(init=False)  # index after the last token that media replace
     waits: bool = False
-    row: int | None = None  # its row of the sampler while it runs
+    row: int | None = None  # row of the sampler while the request runs
     in_sampler: bool = False
     blocks: array[int] = field(default_factory=lambda: array("q"))
     computed: int = 0  # number of tokens in the cache, including those of the call in flight

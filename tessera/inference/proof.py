@@ -157,8 +157,11 @@ def _compare_logits(folder: Path, spec: ModelSpec, config: Any) -> Proof:
     ours = OurModel(folder, spec, config)
     if spec.stock_inputs is not None:
         batch = ours.example()
-        results = *ours.results(batch), (stock := StockModel(folder)).logits(spec.stock_inputs(batch))
-        return _judged("transformers", "logits", stock, results, f"{len(tokens_of(batch))} tokens")
+        logits, moved = ours.results(batch)
+        stock = StockModel(folder)
+        parts = _missing_parts(stock, spec, config)
+        results = logits, moved, stock.logits(spec.stock_inputs(batch, stock.model))
+        return _judged("transformers", "logits", stock, results, f"{len(tokens_of(batch))} tokens", parts)
     media = ours.media()
     messages = proof_messages(media)
     warnings: list[str] = []
@@ -184,6 +187,18 @@ def _compare_logits(folder: Path, spec: ModelSpec, config: Any) -> Proof:
     if not spec.foreign:
         return proof
     return replace(proof, line=f"{proof.line}; Tessera computes with the same class, not with a family of its own")
+
+
+def _missing_parts(stock: StockModel, spec: ModelSpec, config: Any) -> tuple[str, ...]:
+    """Return a warning if the folder lacks other parts of the model; their tensors do not count as missing."""
+    weights = spec.main.weight_map(config)
+    others = () if weights is None else weights.other_parts
+    lost = [name for name in stock.missing if name.startswith(others)]
+    stock.missing = [name for name in stock.missing if name not in lost]
+    if not lost:
+        return ()
+    parts = ", ".join(part.rstrip(".") for part in others)
+    return (f"the folder has no weights of {parts}: set model.path to a folder that has them before training",)
 
 
 def _judged(

@@ -212,7 +212,7 @@ def report_refusal(error: TesseraError, env: Mapping[str, str] = os.environ) -> 
         where = f" (where: {error.where})" if error.where else ""
         refusal = f"rank {rank} on {socket.gethostname()} refused to start: {error.what}{where}"
         store.set(f"{_INFOS}/verdict" if rank == 0 else _REFUSED, refusal)
-        # Rank 0 may serve the store: it waits until the other ranks have read the error.
+        # Rank 0 waits until the other ranks have read the error, because its process may serve the store.
         deadline = time.monotonic() + (_VERDICT_MARGIN_S if rank == 0 else 0)
         while time.monotonic() < deadline and store.add(f"{_INFOS}/heard", 0) < size - 1:
             time.sleep(_POLL_S)
@@ -283,7 +283,7 @@ class RankExchange:
         return [value.decode() for value in self.store.multi_get(list(keys))]
 
     def _leave_together(self, name: str, keys: Sequence[str]) -> None:
-        """Let rank 0 wait until the other ranks have read the verdict: it may serve the store."""
+        """Let rank 0 wait until the other ranks have read the verdict, because its process may serve the store."""
         with contextlib.suppress(RuntimeError):
             heard = self.store.add(f"{name}/heard", 1)
             came = sum(self.store.check([key]) for key in keys) if self.info.rank == 0 else 0

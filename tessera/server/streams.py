@@ -19,7 +19,7 @@ T = TypeVar("T")
 INTERNAL = ApiError(500, "an internal error: see the log of the server", code="internal_error")
 
 
-class ClientLeft(Exception):  # its name does not end with Error: it is not an error of this program
+class ClientLeft(Exception):  # not named ClientLeftError, because it is no error of this program
     """Report that the client has closed its connection."""
 
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from tessera.checkpoint.files import Fault, no_fault
 from tessera.checkpoint.forms import NativeTensors, SafetensorsForm, StoredForm, native_shapes
+from tessera.checkpoint.hf import WithOtherParts
 from tessera.checkpoint.legacy.dcp import plan_dcp
 from tessera.checkpoint.legacy.forms import DcpFolder
 from tessera.checkpoint.publish import made_from
@@ -28,7 +29,7 @@ from tessera.inference.export import FolderTarget, folder_job, quantized_target,
 from tessera.inference.found_model import FoundModel
 from tessera.inference.proof import Prove
 from tessera.inference.trained import open_trained
-from tessera.inference.weight_source import float32_names
+from tessera.inference.weight_source import float32_names, published_folder
 from tessera.models import build_on_meta, resolve
 from tessera.tools.folder_target import hf_target, original_target
 from tessera.weights.file_plan import FolderPlan
@@ -114,9 +115,13 @@ def convert_folder(job: ConversionJob, model: ConvertedModel) -> None:
     types = {} if job.dtype is None else _types(module, spec.main.plan(config).float32, job.dtype)
     stored = _source(job, model, module, stored_form)
     stored.check_copies(hub)
+    base = model.section.path if model.folder is None else model.folder
+    others = published_folder(base) if hub.other_parts and job.to == "hf" else None
+    if others is not None:  # tensors of other parts keep their names
+        stored = WithOtherParts(stored, others, hub.other_parts)
+        shapes, hub = {**shapes, **stored.shapes}, replace(hub, same_names=True)
     with NativeTensors(stored, hub, shapes, tied, types) as native:
         native.check_kinds(tensors)
-        base = model.section.path if model.folder is None else model.folder
         base = job.like or base if job.to == "original" else base
         if job.to in ("hf", "original"):
             target = replace(_folder_target(job, model, hub, native), tied=tied)
@@ -150,7 +155,7 @@ def _types(module: nn.Module, float32: tuple[str, ...], dtype: torch.dtype) -> d
 
 def _folder_target(job: ConversionJob, model: ConvertedModel, hub: WeightMap, native: NativeTensors) -> FolderTarget:
     """Describe the Hugging Face folder, or the folder in the original format, that is written."""
-    blanks = native.blanks()
+    blanks = {name: blank for name, blank in native.blanks().items() if not name.startswith(hub.other_parts)}
     if job.to == "original":
         return original_target(model.spec, hub, blanks, job.like or model.section.path, job.source)
     if job.trained is not None:

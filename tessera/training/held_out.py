@@ -173,7 +173,7 @@ class TrainedModel:
     generator: GenerativeModel
     processor: Processor | None
     device: torch.device
-    over_ranks: bool  # all ranks answer the same questions, and weights may be sharded
+    over_ranks: bool  # whether weights can be sharded, so that all ranks must answer the same questions
 
 
 def generating_model(spec: ModelSpec, module: nn.Module, plan: Plan, mesh: Mesh, device: torch.device) -> object:

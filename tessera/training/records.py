@@ -37,7 +37,7 @@ log = logging.getLogger("tessera")
 Row = tuple[int, list[str]]  # index of a packed row, and the ids of its samples
 SEGMENT_BYTES = 4 << 20  # a file of this size is compressed, to about a tenth, and a new one is begun
 Segment = tuple[Path, int, int]  # compressed file, first step, last step
-_MIN_READ = 20  # samples that a run must have read before `check_read` may end it
+_MIN_READ = 20  # samples that a run must have read before `check_read` can end it
 _MIN_UNUSED = 5  # a run ends if the first 5 or more samples that it reads are all bad
 _DOUBT = math.log(1e6)  # if the true share of bad samples is at the limit, a run ends with probability 1e-6 at most
 _OPEN = re.compile(r"(rank-\d+)\.jsonl")
@@ -107,7 +107,7 @@ def truncate_ledger(path: Path, step: int, segments: Sequence[Segment]) -> None:
 
 
 def _compress(path: Path) -> None:
-    """Compress the file of a rank to a segment, and remove the file. A kill loses no row, but may leave both."""
+    """Compress the file of a rank to a segment, and remove the file. A kill loses no row, but both can remain."""
     first = next((step for row in read_jsonl(path) if (step := step_of(row)) is not None), None)
     if first is None:
         return

@@ -48,7 +48,7 @@ def vscode(
     host: Annotated[str, typer.Option("--host", help="where the ranks run")] = "localhost",
     remote_root: Annotated[str, typer.Option("--remote-root", help="the workspace's folder over there")] = ".",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace launch.json; keeps launch.json.bak")] = False,
-    only_print: Annotated[bool, typer.Option("--print", help="write to the screen alone")] = False,
+    only_print: Annotated[bool, typer.Option("--print", help="print the file, and do not write it")] = False,
 ) -> None:
     """Write .vscode/launch.json to attach to ranks that TESSERA_DEBUG lets wait."""
     from tessera_compat.debug import vscode_launch, write_vscode

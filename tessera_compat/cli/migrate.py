@@ -38,7 +38,7 @@ migrate_app = typer.Typer(
 
 @migrate_app.command()
 def workspace(
-    folder: Annotated[Path | None, typer.Argument(help="folder to lay out")] = None,
+    folder: Annotated[Path | None, typer.Argument(help="folder to create")] = None,
 ) -> None:
     """Create a folder with entry points, examples and packages, in which the commands of MindSpeed-MM jobs work."""
     from tessera_compat.mindspeed_mm.migrate import lay_out
@@ -60,7 +60,9 @@ def job(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="recipe to write; default: JOB.recipe.yaml here")
     ] = None,
-    world: Annotated[int | None, typer.Option("--world", min=1, help="ranks; default: as the script starts")] = None,
+    world: Annotated[
+        int | None, typer.Option("--world", min=1, help="number of ranks; default: as many as the script starts")
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace the recipe")] = False,
 ) -> None:
     """Write the recipe of a job, report how each flag and key is translated, and print the commands that start the run.
@@ -151,7 +153,8 @@ def mindspore_scripts(
         Path | None, typer.Option("-o", "--output", help="script to write; default: JOB_mindspore.sh beside JOB.sh")
     ] = None,
     form: Annotated[
-        str | None, typer.Option("--form", help="llm, mm or rl: whose features are checked; default: by the entry file")
+        str | None,
+        typer.Option("--form", help="type of the job (llm, mm or rl); default: detected from the entry file"),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace scripts")] = False,
 ) -> None:

@@ -36,7 +36,7 @@ REFUSED = {
     "tp_comm_overlap": "it needs Transformer Engine; leave it out",
     "cpu_offloading": "activation offload is a key of Tessera's own recipes (`parallel.activation_offload`)",
     "window_size": "a sliding window needs Transformer Engine's attention",
-    "flash_decode": "it serves only inference; `tessera generate` has its own cache",
+    "flash_decode": "it is only for inference; `tessera generate` has its own cache",
     "first_last_layers_bf16": _NO_FP8,
     "activation_func_fp8_input_store": _NO_FP8,
     "expert_model_parallel_size": _NO_MOE,
@@ -64,20 +64,20 @@ HINTS = {
     "persist_layer_norm": "one kernel serves all hidden sizes",
     "bias_dropout_fusion": "bias, dropout and addition are three operations",
     "apply_rope_fusion": "the rotary embedding is plain operations",
-    "cross_entropy_loss_fusion": "one form of the loss serves all",
+    "cross_entropy_loss_fusion": "there is one implementation of the loss",
     "deallocate_pipeline_outputs": "outputs of a stage are kept until their backward pass",
     "batch_p2p_comm": "messages of one direction are always batched",
-    "overlap_p2p_comm": "messages are waited for where they are needed",
+    "overlap_p2p_comm": "each stage waits for a message where it needs the message",
     "batch_p2p_sync": "no synchronization is needed",
     "defer_embedding_wgrad_compute": "the gradient of the output layer is computed in backward",
     "pipeline_model_parallel_comm_backend": "stages use the backend of the process group",
     "timers": "`tessera` profiles its own runs; nothing calls these",
     "barrier_with_L1_time": "there are no timers",
     "deterministic_mode": "call `torch.use_deterministic_algorithms` in the script",
-    "memory_efficient_layer_norm": "there is one form of the norm",
+    "memory_efficient_layer_norm": "there is one implementation of the norm",
     "clone_scatter_output_in_embedding": "the slice of a rank is a separate tensor",
     "config_logger_dir": "the configuration is not written anywhere",
-    "test_mode": "nothing depends on it",
+    "test_mode": "no code of Tessera reads it",
 }
 
 
@@ -268,14 +268,14 @@ class TransformerConfig(ModelParallelConfig):
         if self.num_query_groups % self.tensor_model_parallel_size:
             raise self.refusal("num_query_groups", "it must be a multiple of tensor_model_parallel_size")
         if self.normalization not in ("LayerNorm", "RMSNorm"):
-            raise self.refusal("normalization", "LayerNorm and RMSNorm are known")
+            raise self.refusal("normalization", "only LayerNorm and RMSNorm are supported")
         if self.apply_query_key_layer_scaling:
             self.attention_softmax_in_fp32 = True
         self._check_recompute()
         self._check_pipeline_layers()
         if self.params_dtype is torch.float16:
             logger().warning(
-                "params_dtype=float16: a plain Adam loses its eps and small squares in this type, and weights become "
+                "params_dtype=float16: in it, Adam's eps and small squared gradients become 0, and weights become "
                 "NaN after a step; train with params_dtype=float32, or bf16=True and get_model"
             )
         if self.init_method is None:
@@ -285,7 +285,7 @@ class TransformerConfig(ModelParallelConfig):
 
     def _check_recompute(self) -> None:
         if self.recompute_granularity not in (None, "full", "selective"):
-            raise self.refusal("recompute_granularity", "full and selective are known")
+            raise self.refusal("recompute_granularity", "only full and selective are supported")
         if self.recompute_granularity == "full":
             if self.recompute_method not in ("block", "uniform"):
                 raise self.refusal("recompute_method", "full recompute needs block or uniform")
@@ -300,7 +300,7 @@ class TransformerConfig(ModelParallelConfig):
         for name in ("first_pipeline_num_layers", "last_pipeline_num_layers"):
             if getattr(self, name) is not None:
                 stage = name.split("_")[0]
-                raise self.refusal(name, f"it is named num_layers_in_{stage}_pipeline_stage in 0.12.1")
+                raise self.refusal(name, f"Megatron 0.12.1 has num_layers_in_{stage}_pipeline_stage instead")
         uneven = self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage
         extra = self.account_for_embedding_in_pipeline_split or self.account_for_loss_in_pipeline_split
         if extra and uneven != (None, None):
@@ -344,7 +344,7 @@ def layer_counts(config: TransformerConfig, stages: int, chunks: int) -> list[li
     layers = config.num_layers + int(embedding) + int(loss) - sum(end or 0 for end in ends)
     between = stages - sum(end is not None for end in ends)
     if layers < 0 or (between == 0 and layers) or (between and layers % between):
-        raise config.refusal("num_layers", f"{layers} layers do not divide over {between} pipeline stages")
+        raise config.refusal("num_layers", f"{layers} layers cannot be divided evenly over {between} pipeline stages")
     each = layers // between if between else 0
     by_stage = [ends[0] if ends[0] is not None else each, *[each] * (stages - 2)]
     by_stage += [ends[1] if ends[1] is not None else each] if stages > 1 else []

@@ -123,13 +123,13 @@ class _Fixer:
         try:
             segment = ast.parse(b"(" + self.text[start:end] + b"\n)", mode="eval").body
         except (SyntaxError, ValueError):
-            raise _ByHand("inside of a formatted string") from None
+            raise _ByHand("inside of an f-string") from None
         if ast.dump(segment) != ast.dump(node):
-            raise _ByHand("inside of a formatted string")
+            raise _ByHand("inside of an f-string")
         scope = self._scope(node)
         torch = self.resolver.names_of(ast.Name("torch", ast.Load()), scope)
         if scope.find("torch") is not None and "torch" not in torch:
-            raise _ByHand("the name torch is something else there")
+            raise _ByHand("the name torch is not the module there")
 
     def _renamed(self, node: ast.expr, match: Match) -> list[tuple[int, int, str]]:
         call = self.parents.get(node)
@@ -251,7 +251,7 @@ class _Fixer:
         if not isinstance(call, ast.Call) or call.func is not node:
             raise _ByHand("not called there")
         if any(isinstance(one, ast.Starred) for one in call.args) or any(one.arg is None for one in call.keywords):
-            raise _ByHand("its arguments are not written out")
+            raise _ByHand("its arguments contain * or **")
         return call
 
     def _opening(self, call: ast.Call) -> tuple[int, int]:
@@ -259,7 +259,7 @@ class _Fixer:
         _, end = self._span(call.func)
         blanks = re.match(rb"\s*\(", self.text[end:])
         if blanks is None:
-            raise _ByHand("its parenthesis is not beside its name")
+            raise _ByHand("its parenthesis does not follow its name directly")
         return end + blanks.end(), end + blanks.end()
 
     def _first_argument(self, call: ast.Call) -> tuple[int, int, str]:

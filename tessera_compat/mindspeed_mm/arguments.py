@@ -342,7 +342,7 @@ _CONTRADICTIONS: tuple[tuple[Callable[[Args], Any], str], ...] = (
     ),
     (
         lambda a: a.use_torch_fsdp2 and a.pipeline_model_parallel_size > 1,
-        "--use-torch-fsdp2 does not go with a pipeline; leave it out, or --pipeline-model-parallel-size 1",
+        "--use-torch-fsdp2 excludes pipeline parallelism: remove it, or set --pipeline-model-parallel-size 1",
     ),
     (
         lambda a: a.fsdp2_config_path and not a.use_torch_fsdp2,

@@ -73,11 +73,11 @@ def _benchmark(args: Args, report: JobReport) -> Commands:
         )
     report.add(source, "dataset_path", table, "mapped", "--data: its name selects the benchmark")
     report.add(
-        source, "evaluation_dataset", data.get("evaluation_dataset"), "not needed", "the table's name selects it"
+        source, "evaluation_dataset", data.get("evaluation_dataset"), "not needed", "selected by the name of the table"
     )
     _without_option(report, *settings.processor)
     for key in ("do_sample", "temperature", "top_k", "top_p"):
-        report.change(f"generation_config.{key}", "the command takes the likeliest token")
+        report.change(f"generation_config.{key}", "the command always takes the most likely token")
     words = _options({"max_new_tokens": settings.generation.get("max_new_tokens")}, _ANSWERED)
     return {}, (_line("eval", _model_folder(args, settings.folders, report), "--data", str(table), *words),)
 

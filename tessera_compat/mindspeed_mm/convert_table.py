@@ -27,7 +27,7 @@ from tessera_compat.mindspeed_mm.full_model import with_other_parts
 # ---------------------------------------------------------------------------------------------- options
 
 _PATH = functools.partial(Option, "path", required=True)
-_CANONICAL = "separate projections are supported only for adapters here: convert the fused structure"
+_CANONICAL = "separate projections are supported only for adapters: convert the fused structure"
 
 
 def _parallel(prefix: str, kind: Any, hears: bool) -> dict[str, Option]:
@@ -35,7 +35,7 @@ def _parallel(prefix: str, kind: Any, hears: bool) -> dict[str, Option]:
 
     `kind`: type of the lists with the number of layers per stage. `hears`: the model has an audio encoder.
     """
-    audio = Option(kind, refused="none of these models has an audio encoder")
+    audio = Option(kind, refused="no model of this converter has an audio encoder")
     if hears:
         audio = Option(kind, "layers of the audio encoder on each pipeline rank", required=True)
     return {
@@ -52,7 +52,7 @@ def _parallel(prefix: str, kind: Any, hears: bool) -> dict[str, Option]:
 _BESIDE = {
     "trust_remote_code": Option("flag", "accepted; the code of folders is never run", False),
     "llm_hf_config.hf_dir": Option(
-        "path", refused="a decoder of another folder is not joined in: make one Hugging Face folder first"
+        "path", refused="the decoder cannot be in another folder: make one Hugging Face folder first"
     ),
     "save_vit_only": Option(
         "flag", default=False, refused="a single encoder is not written: freeze the parts that you do not train"
@@ -62,7 +62,7 @@ _BESIDE = {
         for key in ("num_experts", "num_key_value_heads", "llm_num_layers", "vit_num_layers", "audio_num_layers")
     },
     "common_model_config.tie_word_embeddings": Option("flag", "accepted; read from config.json"),
-    "common_model_config.llm_hf_dir": Option("path", refused="a decoder of another folder is not joined in"),
+    "common_model_config.llm_hf_dir": Option("path", refused="the decoder cannot be in another folder"),
 }
 _ANY_NAMES = {
     "common_model_config.new_transformers_weight_key": Option("flag", "accepted; both spellings of names are read"),
@@ -70,8 +70,8 @@ _ANY_NAMES = {
     "common_model_config.enable_canonical_hf_struct": Option("flag", default=False, refused=_CANONICAL),
 }
 _LORA_NAMES = {
-    "common_model_config.enable_canonical_hf_struct": Option("flag", "true: layers as the folder has them", False),
-    "common_model_config.model_prefix": Option("text", 'before names in the folder; PEFT: "base_model.model."', ""),
+    "common_model_config.enable_canonical_hf_struct": Option("flag", "true: layer structure of the folder", False),
+    "common_model_config.model_prefix": Option("text", 'prefix of names in the folder; PEFT: "base_model.model."', ""),
     "common_model_config.new_transformers_weight_key": Option("flag", "names begin with model.language_model.", False),
 }
 _MM_DIR, _HF_DIR = _PATH("folder of the shards"), _PATH("Hugging Face folder")
@@ -81,7 +81,7 @@ def _shards(hears: bool = False) -> dict[str, Method]:
     """Return the methods between Hugging Face folders and shards. `hears`: see `_parallel`."""
     return {
         "hf_to_mm": Method(
-            "Divide a Hugging Face folder into Megatron-style shards; lists have a list for each virtual stage.",
+            "Convert a Hugging Face folder to Megatron shards; lists have a list for each virtual stage.",
             convert_shards.hf_to_mm,
             {
                 "mm_dir": _MM_DIR,
@@ -104,7 +104,7 @@ def _shards(hears: bool = False) -> dict[str, Method]:
             },
         ),
         "resplit": Method(
-            "Divide shards anew.",
+            "Convert shards to another layout.",
             convert_shards.resplit_mm,
             {
                 "source_dir": _MM_DIR,
@@ -120,7 +120,7 @@ def _shards(hears: bool = False) -> dict[str, Method]:
 
 _LORA_SHARDS = {
     "lora_hf_to_mm": Method(
-        "Divide the adapters of a PEFT folder as a job loads them.",
+        "Shard the adapters of a PEFT folder for a job.",
         convert_shards.lora_hf_to_mm,
         {
             "mm_dir": _MM_DIR,
@@ -131,7 +131,7 @@ _LORA_SHARDS = {
         },
     ),
     "lora_mm_to_hf": Method(
-        "Join the adapters of a job to a PEFT folder.",
+        "Join the adapter shards of a job to a PEFT folder.",
         convert_shards.lora_mm_to_hf,
         {
             "save_hf_dir": _PATH("folder to write"),
@@ -143,20 +143,20 @@ _LORA_SHARDS = {
         },
     ),
     "hf_to_mm_ldt": Method(
-        "Divide a folder for a job between edge and cloud.",
-        refused="training between edge and cloud is not here; hf_to_mm writes shards of every other layout",
+        "Shard a folder for a job that runs on edge and cloud.",
+        refused="training between edge and cloud is not supported; hf_to_mm writes shards of all other layouts",
     ),
     "hf_to_mm_dcp": Method(
         "Write Megatron names in a DCP folder.",
-        refused="it never worked there; hf_to_mm writes shards, GenericDCPConverter hf_to_dcp a DCP folder",
+        refused="it never worked in MindSpeed-MM; hf_to_mm writes shards, GenericDCPConverter hf_to_dcp a DCP folder",
     ),
 }
 
 # ---------------------------------------------------------------------------------------------- DCP
 
 _NAMES_OPTIONS = {
-    "dcp_prefix": Option("text", "before names in the job"),
-    "hf_prefix": Option("text", "beginning of names in the folder that it replaces", ""),
+    "dcp_prefix": Option("text", "prefix of names in the job"),
+    "hf_prefix": Option("text", "prefix of names in the folder, which dcp_prefix replaces", ""),
     "fused_linear_names": Option("names", "stacked experts with these in their name lose their first dimension"),
 }
 _TRUST = {"trust_remote_code": _BESIDE["trust_remote_code"]}
@@ -239,10 +239,16 @@ def _merge_lora(naming: Naming, _: str, options: Options) -> Path:
 def _dcp(naming: Naming, to: Mapping[str, Option], back: Mapping[str, Option]) -> dict[str, Method]:
     return {
         "hf_to_dcp": Method(
-            "Write a Hugging Face folder as a job with FSDP2 loads it.", functools.partial(_hf_to_dcp, naming), to, ""
+            "Convert a Hugging Face folder to a DCP folder, which a job with FSDP2 loads.",
+            functools.partial(_hf_to_dcp, naming),
+            to,
+            "",
         ),
         "dcp_to_hf": Method(
-            "Write the model of such a job as a Hugging Face folder.", functools.partial(_dcp_to_hf, naming), back, ""
+            "Convert the DCP folder of a job with FSDP2 to a Hugging Face folder.",
+            functools.partial(_dcp_to_hf, naming),
+            back,
+            "",
         ),
     }
 
@@ -250,13 +256,13 @@ def _dcp(naming: Naming, to: Mapping[str, Option], back: Mapping[str, Option]) -
 def _dcp_lora(naming: Naming) -> dict[str, Method]:
     return {
         "lora_hf_to_dcp": Method(
-            "Write the adapters of a PEFT folder as a job loads them.",
+            "Convert the adapters of a PEFT folder to a DCP folder, which a job loads.",
             _lora_hf_to_dcp,
             {"hf_dir": _PATH("folder of the adapters"), "dcp_dir": _PATH("folder to write")},
             "",
         ),
         "merge_mm_lora_dcp_weight_to_base_hf": Method(
-            "Merge the adapters of a job into the folder that it began from; weights keep their type.",
+            "Merge the adapters of a job into the folder that it began from; weights keep their dtype.",
             functools.partial(_merge_lora, naming),
             {
                 "base_hf_dir": _HF_DIR,
@@ -280,11 +286,11 @@ _NO_SHARDS = {
 _DCP_DIR, _ASSETS = _PATH("DCP folder"), _PATH("Hugging Face folder that the job began from")
 _TO = {"hf_dir": _HF_DIR, "dcp_dir": _PATH("folder to write")}
 _BACK = {"load_dir": _DCP_DIR, "save_dir": _PATH("folder to write"), "model_assets_dir": _ASSETS}
-_TIE = {"tie_weight": Option("flag", "write the head that is tied to the embeddings, too", False)}
-_LORA_BASE = {"is_lora_base": Option("flag", "names of a job that trains adapters", False)}
-_PAIRS = {"tie_weight_mapping": Option("pairs", "further tensors: {name: the tensor that it equals}")}
+_TIE = {"tie_weight": Option("flag", "also write the output layer that is tied to the embeddings", False)}
+_LORA_BASE = {"is_lora_base": Option("flag", "use the names of a job that trains adapters", False)}
+_PAIRS = {"tie_weight_mapping": Option("pairs", "copies to write: {name: name of the copied tensor}")}
 _EXPERT_NAMES = {
-    "dcp_prefix": Option("text", "before names in the job", "model."),
+    "dcp_prefix": Option("text", "prefix of names in the job", "model."),
     "hf_prefix": _NAMES_OPTIONS["hf_prefix"],
 }
 

@@ -33,7 +33,7 @@ TEMPLATES: dict[str, tuple[str, ...]] = {
     "llava": ("llava", "llava-plain", "vicuna", "llava_v1", "mpt"),
 }
 _SAMPLE_TYPES = ("huggingface", "multimodal", "image")  # multimodal and image: files in LLaVA's format
-_INDEX = unneeded("files are measured once, and their index is cached")
+_INDEX = unneeded("the index of a file is made once and cached")
 PREPROCESS_KEYS: dict[str, KeyRule] = {
     "image_max_pixels": sets("processor.max_pixels"),
     "image_min_pixels": sets("processor.min_pixels"),
@@ -41,11 +41,11 @@ PREPROCESS_KEYS: dict[str, KeyRule] = {
     "video_min_pixels": sets("processor.video_min_pixels"),
     "video_fps": sets("processor.fps"),
     "video_maxlen": sets("processor.max_frames"),
-    "use_fast_tokenizer": unneeded("tokenizer.json of the folder is read"),
-    "fix_mistral_regex": unneeded("tokenizer.json of the folder is read"),
+    "use_fast_tokenizer": unneeded("tokenizer.json in the model's folder is read"),
+    "fix_mistral_regex": unneeded("tokenizer.json in the model's folder is read"),
     "trust_remote_code": unneeded("no code of a model folder is ever run"),
     **all_of(fixed(False), "split_special_tokens crop_to_patches image_do_pan_and_scan"),
-    "use_audio_in_video": refused("this model does not hear"),
+    "use_audio_in_video": refused("this model has no audio input"),
     "audio_sampling_rate": unneeded("recordings are resampled to the rate that the model reads"),
     **all_of(
         unneeded("pixels are bounded by image_max_pixels and video_max_pixels"), "image_resolution video_resolution"
@@ -53,7 +53,7 @@ PREPROCESS_KEYS: dict[str, KeyRule] = {
 }
 _HEARING = {"use_audio_in_video": sets("processor.use_audio_in_video")}
 _TILED_IMAGES = all_of(
-    unneeded("images are cut into tiles of one size"),
+    unneeded("images are cut into tiles of a constant size"),
     "image_max_pixels image_min_pixels video_max_pixels video_min_pixels",
 )
 BASIC_KEYS: dict[str, KeyRule] = {
@@ -64,21 +64,21 @@ BASIC_KEYS: dict[str, KeyRule] = {
         "cache_dir overwrite_cache preprocessing_batch_size preprocessing_num_workers streaming preprocess_on_fly "
         "async_preprocess async_preprocess_buffer_size",
     ),
-    "tool_format": unneeded("the template of the model's folder writes calls of functions"),
+    "tool_format": unneeded("function calls are written by the template in the model's folder"),
     "enable_thinking": fixed(False),
     "stage": fixed("sft", "pt", "rm", "dpo"),
-    **all_of(refused("name a file of held-out samples in val_dataset"), "val_rate"),
-    "use_pmcc_data": refused("data that another program has encrypted cannot be read"),
+    **all_of(refused("list a file of held-out samples in val_dataset"), "val_rate"),
+    "use_pmcc_data": refused("encrypted data cannot be read"),
 }
 LOADER_KEYS: dict[str, KeyRule] = {
     "dataloader_mode": fixed("sampler", "base", "variable"),
     "prefetch_factor": sets("prefetch"),
-    "pin_memory": unneeded("batches are copied ahead to the device"),
-    "drop_last": unneeded("the order of samples goes on into the next epoch"),
-    "enable_preload": unneeded("batches are copied ahead to the device"),
+    "pin_memory": unneeded("batches are always copied to the device ahead of use"),
+    "drop_last": unneeded("a step at the end of an epoch continues with samples of the next one"),
+    "enable_preload": unneeded("batches are always copied to the device ahead of use"),
     **all_of(unneeded("set on the command line"), "num_workers batch_size seed"),
     "data_sharding": unneeded("each rank reads its own rows"),
-    **all_of(unneeded("rows of equal work are made from measured samples"), "priority_mode group_data"),
+    **all_of(unneeded("rows are packed to equal FLOPs by the lengths of all samples"), "priority_mode group_data"),
 }
 COLLATE_KEYS: dict[str, KeyRule] = {
     "ignore_pad_token_for_loss": fixed(True),
@@ -104,9 +104,9 @@ TILE_KEYS: dict[str, KeyRule] = {
     "min_num_frame": sets("processor.min_frames"),
     "dynamic_image_size": fixed(True),
     "use_thumbnail": unneeded("read from the model's folder"),
-    **all_of(unneeded("the model says it"), "patch_size image_size down_sample_ratio use_text_processer"),
-    "group_by_length": unneeded("rows of equal work are made from measured samples"),
-    "sampling_method": unneeded("frames are taken evenly"),
+    **all_of(unneeded("set by the model"), "patch_size image_size down_sample_ratio use_text_processer"),
+    "group_by_length": unneeded("rows are packed to equal FLOPs by the lengths of all samples"),
+    "sampling_method": unneeded("frames are sampled at equal distances"),
     "repeat_time": fixed(1),
     "mm_use_im_start_end": fixed(False),
 }
@@ -295,7 +295,7 @@ def _template(name: Any, family: str | None, key: str, source: str, report: JobR
         return
     templates = TEMPLATES.get(family or "", ())
     if family is None or name in templates or name == "default":
-        report.add(source, key, name, "not needed", "the model's folder has the template")
+        report.add(source, key, name, "not needed", "read from the model's folder")
     else:
         near = nearest(str(name), templates)
         hint = f"; did you mean {near}?" if near else ""
@@ -315,11 +315,11 @@ def _tiles(file: DataFile, param: Mapping[str, Any], source: str, report: JobRep
     file.section |= translate(param, TILE_KEYS, source, report, at, parts, "data.")
     tokenizer = part_of(param, "tokenizer_config", source)
     _processor_folder(file, tokenizer.get("from_pretrained"), f"{at}tokenizer_config.from_pretrained", source, report)
-    rule = unneeded("tokenizer.json of the folder is read")
+    rule = unneeded("tokenizer.json in the model's folder is read")
     names = "hub_backend autotokenizer_name add_eos_token use_fast model_max_length cache_dir padding_side"
     words = all_of(rule, names)
     translate(tokenizer, words, source, report, f"{at}tokenizer_config.", {"from_pretrained"})
-    images = unneeded("read from preprocessor_config.json of the folder")
+    images = unneeded("read from preprocessor_config.json in the model's folder")
     preprocess = part_of(param, "preprocess_parameters", source)
     translate(preprocess, dict.fromkeys(preprocess, images), source, report, f"{at}preprocess_parameters.")
     _template(param.get("template_name"), family, f"{at}template_name", source, report)
@@ -367,7 +367,7 @@ def _loader(file: DataFile, loader: Mapping[str, Any], source: str, report: JobR
                 fix="set both for pairs of answers, and none of them for conversations",
                 code="job.data-pairs",
             )
-        report.add(source, f"dataloader_param.collate_param.{key}", name, "not needed", "the family has its collator")
+        report.add(source, f"dataloader_param.collate_param.{key}", name, "not needed", "set by the model family")
 
 
 def read_sampler(loader: Mapping[str, Any], source: str, report: JobReport) -> bool:
@@ -376,7 +376,7 @@ def read_sampler(loader: Mapping[str, Any], source: str, report: JobReport) -> b
     if sampler is not None and str(sampler) not in _SAMPLERS:
         near = nearest(str(sampler), _SAMPLERS)
         hint = f"; did you mean {near}?" if near else ""
-        report.add(source, "dataloader_param.sampler_type", sampler, "not supported", f"no such sampler here{hint}")
+        report.add(source, "dataloader_param.sampler_type", sampler, "not supported", f"unknown sampler{hint}")
     elif sampler is not None:
         report.add(source, "dataloader_param.sampler_type", sampler, "mapped", "data.shuffle")
     if "shuffle" in loader:

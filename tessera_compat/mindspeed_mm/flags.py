@@ -63,8 +63,8 @@ def _refused(note: str, scope: Scope = "training", **kinds: str) -> Iterator[Fla
 
 
 _KINDS: dict[str, Kind] = {"switches": "switch", "ints": "int", "floats": "float", "strings": "str", "words": "words"}
-_SIZE = "compared with model.json, which gives the size"
-_MODEL_PATH = "model.path, where it is a Hugging Face folder, a run or a checkpoint; model.weights for shards"
+_SIZE = "must be equal to model.json, which determines the size"
+_MODEL_PATH = "model.path for a Hugging Face folder, a run or a checkpoint; model.weights for shards"
 
 
 def _training() -> Iterator[Flag]:
@@ -140,7 +140,7 @@ def _honoured_words() -> Iterator[Flag]:
         (
             "ai-framework",
             "pytorch",
-            "framework; mindspore: what MindSpore lacks is switched off or refused",
+            "framework; mindspore: features that MindSpore lacks are switched off, or raise an error",
         ),
         ("lr-decay-style", "linear", "optim.schedule.kind"),
         ("context-parallel-algo", "ulysses_cp_algo", "parallel.ulysses"),
@@ -150,7 +150,7 @@ def _honoured_words() -> Iterator[Flag]:
         ("optimizer", "adam", "optim.name: only adam"),
         ("optimizer-selection", "fused_adamw", "optim.name; fused_ema_adamw also sets train.ema"),
         ("dpo-loss-type", "sigmoid", "train.task=dpo: only sigmoid"),
-        ("ref-model", None, "train.task=dpo: must be the folder that training begins from"),
+        ("ref-model", None, "train.task=dpo: must be the folder of the initial weights"),
     ):
         yield Flag(f"--{name}", "str", word, "honoured", note)
     for name, note in (
@@ -181,9 +181,9 @@ def _honoured_switches() -> Iterator[Flag]:
             "recompute-activation-function": "parallel.recompute, keep: matmul",
             "recompute-norm": "parallel.recompute, keep: matmul",
             "swap-attention": "parallel.activation_offload",
-            "calculate-per-token-loss": "the loss of every run: each trained token of the global batch counts the same",
+            "calculate-per-token-loss": "always on: each trained token of the global batch counts the same",
             "calculate-token-loss": "as --calculate-per-token-loss",
-            "calculate-per-sample-loss": "as without it: each trained token of the global batch counts the same",
+            "calculate-per-sample-loss": "no effect: each trained token of the global batch counts the same",
             "use-txt-dynamic-batching": "data.pack",
             "use-data-balance": "data.balance",
             "use-image-mbs-data-balance": "data.balance",
@@ -191,7 +191,7 @@ def _honoured_switches() -> Iterator[Flag]:
             "hetero-parallel": "parallel.encoders: tp and cp of each encoder in model.json; tp, pp and cp of "
             "text_decoder there are the sizes of the model",
             "log-tps": "tokens per sample in the log line",
-            "use-deter-comp": "results are deterministic where the device's kernels are; the data order always is",
+            "use-deter-comp": "deterministic on devices with deterministic kernels; the data order always is",
             "trust-remote-code": "accepted; no code of a model folder is ever run",
         },
     )
@@ -218,7 +218,7 @@ def _sizes() -> Iterator[Flag]:
         dest="add_bias_linear",
     )
     yield from _refused(
-        "latent attention (DeepSeek) belongs to no family here",
+        "no model family of Tessera has latent attention (DeepSeek)",
         switches="multi-head-latent-attention multi-latent-attention",
         ints="kv-lora-rank q-lora-rank qk-nope-head-dim qk-rope-head-dim v-head-dim "
         "rope-scaling-original-max-position-embeddings",
@@ -230,7 +230,7 @@ def _sizes() -> Iterator[Flag]:
 
 def _without_effect() -> Iterator[Flag]:
     yield from _meaningless(
-        "the fastest implementation that the device has is chosen by itself",
+        "the fastest implementation for the device is selected automatically",
         switches="use-flash-attn use-fused-rmsnorm use-fused-swiglu use-fused-rotary-pos-emb moe-grouped-gemm "
         "moe-permute-fusion use-fused-moe-token-permute-and-unpermute allow-internal-format jit-compile allow-tf32",
     )
@@ -243,28 +243,28 @@ def _without_effect() -> Iterator[Flag]:
         ("no-rope-fusion", "apply_rope_fusion"),
         ("no-initialization", "perform_initialization"),
     ):
-        note = "there is no such kernel to switch off" if "fusion" in name else "weights that are read are not drawn"
+        note = "there is no such kernel to switch off" if "fusion" in name else "loaded weights are not initialized"
         yield Flag(f"--{name}", "switch off", True, "meaningless", note, dest=dest)
     yield from _meaningless(
-        "the model is always built without memory and then filled",
+        "the model is always created on the meta device, then loaded",
         switches="use-cpu-initialization init-model-with-meta-device",
     )
     yield from _meaningless(
-        "weights and gradients are always gathered and summed while the device computes",
+        "communication of weights and gradients always overlaps with computation",
         switches="overlap-grad-reduce overlap-param-gather moe-permutation-async-comm use-cp-send-recv-overlap",
         strings="moe-token-dispatcher-type",
     )
     yield from _meaningless(
-        "rows carry their own bounds, so that lengths may differ without a mask or a flag",
+        "attention knows the bounds of the samples in each row, so lengths can differ without a mask or a flag",
         switches="variable-seq-lengths megatron-cp-in-bnsd reset-attention-mask reset-position-ids",
         strings="attention-mask-type",
     )
     yield from _meaningless(
-        "a checkpoint holds the state of random numbers, and a Hugging Face folder holds neither it nor the optimizer",
+        "checkpoints contain optimizer and random state, and Hugging Face folders neither of them",
         switches="no-load-optim no-load-rng no-save-rng",
     )
     yield from _meaningless(
-        "there is one format of checkpoints, which every layout reads",
+        "there is one checkpoint format, which every layout can load",
         switches="auto-detect-ckpt-format use-dist-ckpt",
         strings="ckpt-format",
     )
@@ -282,41 +282,39 @@ def _without_effect() -> Iterator[Flag]:
     yield from _meaningless("--layerzero shards over all ranks, block by block", strings="layerzero-config")
     yield from _meaningless("the device decides the communication backend", strings="distributed-backend")
     yield from _meaningless("adapters need no hook on frozen layers", words="lora-register-forward-hook")
-    yield from _meaningless("it only affects warm-up, which begins at zero here", floats="lr-warmup-init")
+    yield from _meaningless("warm-up always begins at zero", floats="lr-warmup-init")
     yield from _meaningless(
-        "figures of every step are in the folder of the run", strings="tensorboard-dir wandb-project wandb-exp-name"
+        "metrics of every step are written to the run folder", strings="tensorboard-dir wandb-project wandb-exp-name"
     )
 
 
 def _not_supported() -> Iterator[Flag]:
-    yield from _refused(
-        "memory is saved by parallel.shard and parallel.offload here", switches="swap-optimizer smart-swap"
-    )
-    yield from _refused("tensor parallelism has one dimension here", switches="tp-2d")
-    yield Flag("--cp-window-size", "int", 1, "refused", "ring attention has one level here")
+    yield from _refused("parallel.shard and parallel.offload save memory instead", switches="swap-optimizer smart-swap")
+    yield from _refused("tensor parallelism has one dimension in Tessera", switches="tp-2d")
+    yield Flag("--cp-window-size", "int", 1, "refused", "ring attention has one level in Tessera")
     yield from _refused(
         "losses are summed over trained tokens and divided once",
         switches="calculate-square-loss",
     )
     yield from _refused(
-        "Muon takes the settings of its paper here (optim.name=muon); optim.momentum is the one that can be changed",
+        "optim.name=muon uses the settings of Muon's paper; only optim.momentum can be changed",
         floats="matched-adamw-rms muon-momentum",
         ints="ns-steps",
     )
     yield from _refused(
-        "adapters sit beside linear layers, and everything else is frozen",
+        "only linear layers get adapters, and everything else is frozen",
         words="lora-target-parameters",
         strings="lora-mixed-training",
     )
-    yield from _refused("DPO has no supervised term here", floats="pref-ftx")
+    yield from _refused("DPO has no supervised term in Tessera", floats="pref-ftx")
     yield from _refused(
-        "tessera plan estimates layouts; nothing searches them",
+        "there is no search for layouts; tessera plan estimates a given layout",
         switches="auto-parallel-mm auto-parallel profile-subgraph-seg auto-settings",
         ints="profile-stage simulated-nnodes simulated-nproc-per-node",
     )
     yield from _refused("reinforcement learning is not among the tasks", strings="stage")
     yield from _refused(
-        "Whisper, VideoAlign and WF-VAE trainers are not here",
+        "the trainers of Whisper, VideoAlign and WF-VAE are not supported",
         strings="data-config model-config tool-config processor-path mix-precision",
         floats="ae-lr ae-wd discriminator-lr discriminator-wd warmup-ratio",
         words="data-path",
@@ -324,14 +322,14 @@ def _not_supported() -> Iterator[Flag]:
 
 
 def _launchers_and_others() -> Iterator[Flag]:
-    launcher = "torchrun reads it, before the name of the script"
+    launcher = "read by torchrun, before the name of the script"
     words = "master_addr master_port node_rank nnodes nproc_per_node"
     yield from _honoured("str", None, dict.fromkeys(words.split(), launcher), "launcher")
-    msrun = "msrun reads it, before the name of the script"
+    msrun = "read by msrun, before the name of the script"
     words = "local_worker_num worker_num log_dir join cluster_time_out bind_core"
     yield from _honoured("str", None, dict.fromkeys(words.split(), msrun), "launcher")
     yield from _refused(
-        "accelerate starts trainers of other projects; start the ranks with torchrun",
+        "accelerate is not supported as launcher; start the ranks with torchrun",
         "launcher",
         strings="config_file num_processes",
     )
@@ -365,7 +363,7 @@ def _launchers_and_others() -> Iterator[Flag]:
         switches="hps_reward_save ignore_last init_same_noise use_group use_hpsv2",
     )
     yield from _refused(
-        "an option of data and audio scripts that are other programs",
+        "an option of data and audio scripts, which are not jobs",
         "other",
         strings="cxx_abi data_path model_path data-dir processor_path des_dir dir input_dir instruct "
         "num_utts_per_parquet onnx_path sample_num src_dir tokenizer_path clip_grad epochs image_folder json_path "

@@ -67,8 +67,8 @@ def set_video_parts(recipe: dict[str, Any], data: Mapping[str, Any], source: str
     )
     recipe["train"]["task"] = "diffusion"
     set_model_and_data(recipe, job, model, videos, (f"{source}: model", f"{source}: data"))
-    note = "it ends at 0.003 of the noise there, and at none here"
-    report.add(source, "noise levels", "shift 3, without a key", "differs", note)
+    note = "the lowest noise level is 0.003 in MindSpeed-MM, and 0 in Tessera"
+    report.add(source, "noise levels", "shift 3 (not a key of the file)", "differs", note)
 
 
 def _described(section: Mapping[str, Any], source: str, report: JobReport) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def _described(section: Mapping[str, Any], source: str, report: JobReport) -> di
             report.add(source, f"model.models.{key}.{placed}", part.pop(placed), "not needed", "encoders are frozen")
     predictor = models["predictor"]
     if predictor.pop("mask_text_padding", False):
-        report.add(source, "model.models.predictor.mask_text_padding", True, "not supported", "Wan reads the padding")
+        report.add(source, "model.models.predictor.mask_text_padding", True, "not supported", "Wan attends to padding")
     predictor["model_id"] = _CONTAINERS[name].get(str(predictor.get("model_id")), predictor.get("model_id"))
     predictor["model_type"] = _TYPES.get(str(predictor.get("model_type")), predictor.get("model_type"))
     task = section.get("task", "t2v")

@@ -38,8 +38,8 @@ from tessera_compat.mindspeed_mm.report import (
 
 RECOMPUTE_KEYS = ("recompute", "recompute_plan")
 SECTIONS = ("parallel", "model", "data", "features", "training", "tools")
-_BUILT = unneeded("the model is always built without memory and then filled")
-_KERNEL = unneeded("the fastest implementation that the device has is chosen by itself")
+_BUILT = unneeded("the model is always created on the meta device, then loaded")
+_KERNEL = unneeded("the fastest implementation for the device is selected automatically")
 
 
 def _type(word: str) -> str:
@@ -52,10 +52,10 @@ PARALLEL_KEYS: dict[str, KeyRule] = {
     "fully_shard_parallel_size": sets("parallel.shard"),
     "tensor_parallel_size": fixed(1),
     "expert_parallel_size": sets("parallel.ep"),
-    "expert_fully_shard_parallel_size": unneeded("experts are sharded over the ranks that expert parallelism leaves"),
+    "expert_fully_shard_parallel_size": unneeded("experts are sharded over all ranks that have the same experts"),
     "data_parallel_size": unneeded("it follows from the number of ranks"),
-    "context_parallel_size": refused("the trainer never reads it; use ulysses_parallel_size"),
-    "tp_plan": unneeded("the plan of the model describes its split"),
+    "context_parallel_size": refused("the trainer of MindSpeed-MM never reads it; use ulysses_parallel_size"),
+    "tp_plan": unneeded("the model family has a plan for tensor parallelism"),
 }
 FSDP_KEYS: dict[str, KeyRule] = {
     "param_dtype": sets("precision.compute", _type),
@@ -66,7 +66,7 @@ FSDP_KEYS: dict[str, KeyRule] = {
     "num_to_forward_prefetch": sets("parallel.prefetch_forward"),
     "num_to_backward_prefetch": sets("parallel.prefetch_backward"),
     "cpu_offload": sets("parallel.offload"),
-    "pregather": unneeded("prefetch gathers ahead"),
+    "pregather": unneeded("prefetch gathers weights ahead of use"),
     "hook_modules": unneeded("each block is gathered where it runs"),
     "apply_modules": sets("parallel.wrap"),
     "ignored_modules": sets("parallel.ignore"),
@@ -75,12 +75,12 @@ MODEL_KEYS: dict[str, KeyRule] = {
     "trust_remote_code": unneeded("no code of a model folder is ever run"),
     **all_of(_KERNEL, "attn_implementation use_grouped_expert_matmul"),
     **all_of(
-        refused("no family here has it"),
+        refused("no model family of Tessera has it"),
         "mtp_num_layers gdn_implementation causal_conv1d_implementation "
         "kda_implementation skip_gdn_recompute skip_kda_recompute",
     ),
     "mtp_loss_scaling_factor": unneeded("mtp_num_layers switches it"),
-    **all_of(unneeded("the loss is always computed in chunks that fit"), "enable_chunk_loss"),
+    **all_of(unneeded("the loss is always computed in chunks"), "enable_chunk_loss"),
     "recompute": sets("recompute", bool),
     "skip_flash_attn_recompute": sets("keep_attention", bool),
 }
@@ -88,21 +88,21 @@ FEATURE_KEYS: dict[str, KeyRule] = {
     "recompute": sets("recompute", bool),
     "enable_activation_offload": sets("offload", bool),
     **all_of(
-        unneeded("the loss is always computed in chunks that fit"),
+        unneeded("the loss is always computed in chunks"),
         "enable_chunk_loss enable_dynamic_chunk_loss chunkloss_plan",
     ),
-    **all_of(refused("give a smaller micro_batch_size"), "enable_chunk_mbs"),
+    **all_of(refused("lower micro_batch_size instead"), "enable_chunk_mbs"),
     "chunkmbs_plan": unneeded("enable_chunk_mbs switches it"),
-    **all_of(refused("experts stay where they are; the load balancing loss spreads tokens"), "enable_ep_balance"),
+    **all_of(refused("experts never change ranks; the load balancing loss distributes tokens"), "enable_ep_balance"),
     "ep_balance_plan": unneeded("enable_ep_balance switches it"),
     "skip_moe_pad_tokens": unneeded("padding is never routed"),
-    "swap_plan": unneeded("transfers to host memory run beside the computation, and wait for themselves"),
+    "swap_plan": unneeded("transfers to host memory overlap with computation automatically"),
 }
 _LOSS = {
     "loss_type": fixed("raw", "default", "per_token_loss", "token_loss"),
     "router_aux_loss_coef": sets(AUX_LOSS, float),
     "router_aux_loss_offload": unneeded("the load balancing loss has no state"),
-    **all_of(unneeded("the loss is always computed in chunks that fit"), "compute_mode chunk_size"),
+    **all_of(unneeded("the loss is always computed in chunks"), "compute_mode chunk_size"),
 }
 TRAINING_KEYS: dict[str, KeyRule] = {
     "lr": sets("optim.lr", float),
@@ -117,24 +117,24 @@ TRAINING_KEYS: dict[str, KeyRule] = {
     "no_save_optim": sets("checkpoint.weights_only"),
     "save_async": sets("checkpoint.asynchronous"),
     "val_interval": sets("train.eval_every"),
-    **all_of(unneeded("all updates run in one kernel where the device has it"), "adam_fused clip_grad_foreach"),
+    **all_of(unneeded("fused updates are used if the device has them"), "adam_fused clip_grad_foreach"),
     **all_of(_BUILT, "init_model_with_meta_device load_rank0_and_broadcast"),
     **all_of(unneeded("folders and runs are detected by their files"), "load_strict"),
-    **all_of(unneeded("a Hugging Face folder holds neither"), "no_load_optim no_load_rng no_save_rng"),
+    **all_of(unneeded("Hugging Face folders contain no such state"), "no_load_optim no_load_rng no_save_rng"),
     "save_format": unneeded("checkpoints have one format; tessera convert writes Hugging Face folders"),
     "save_ckpt_dtype": unneeded("use tessera convert --dtype"),
-    "val_micro_batch_size": unneeded("evaluation takes the rows of a micro-batch"),
-    **all_of(unneeded("families are part of the package"), "plugin"),
+    "val_micro_batch_size": unneeded("evaluation uses the micro-batch size of training"),
+    **all_of(unneeded("model families are part of the package"), "plugin"),
     **all_of(_KERNEL, "allow_hf32"),
-    "use_deter_comp": unneeded("the data order always is deterministic, kernels where the device has such"),
-    "manual_gc_interval": unneeded("the collector of Python runs between steps"),
+    "use_deter_comp": unneeded("the data order is always deterministic, kernels if the device has deterministic ones"),
+    "manual_gc_interval": unneeded("Python's garbage collector runs between steps"),
     **all_of(
-        unneeded("the trainer never read it"),
+        unneeded("the trainer of MindSpeed-MM never reads it"),
         "no_decay_modules no_decay_params enable_full_determinism "
         "ckpt_manager load_checkpoint_path save_steps max_steps profile",
     ),
-    **all_of(refused("fp8 is not among the precisions here"), "quantization_plan"),
-    **all_of(refused("use train_iters; epochs are not counted here"), "train_epochs"),
+    **all_of(refused("fp8 is not supported in jobs"), "quantization_plan"),
+    **all_of(refused("use train_iters: jobs have no epochs"), "train_epochs"),
     **all_of(unneeded("optimizer switches it"), "muon_momentum muon_ns_steps mem_fraction_static"),
 }
 LORA_KEYS: dict[str, KeyRule] = {
@@ -265,7 +265,7 @@ def _set_model(
 ) -> None:
     why_not = unknown_model(section.get("model_id"), section.get("model_name_or_path"))
     outcome: Outcome = "not supported" if why_not else "not needed"
-    note = why_not or "read from the folder"
+    note = why_not or "read from the model's folder"
     report.add(source, "model.model_id", section.get("model_id"), outcome, note)
     handled = {
         "model_id",
@@ -433,10 +433,10 @@ def _set_optimizer(recipe: dict[str, Any], section: Mapping[str, Any], source: s
     if name is None:
         return
     if name not in _OPTIMIZERS:
-        report.add(source, "training.optimizer", name, "not supported", f"always {' or '.join(_OPTIMIZERS)} here")
+        report.add(source, "training.optimizer", name, "not supported", f"only {' and '.join(_OPTIMIZERS)}")
     elif _OPTIMIZERS[name]:
         put(recipe, "parallel.offload", True)
-        note = "parallel.offload: weights and gradients wait in host memory beside the optimizer's state"
+        note = "parallel.offload: weights, gradients and optimizer state are in host memory"
         report.add(source, "training.optimizer", name, "mapped", note)
     else:
         report.add(source, "training.optimizer", name, "not needed", "optim.name is adamw")

@@ -64,7 +64,7 @@ def recipe_of(args: Args) -> tuple[dict[str, Any], JobReport]:
     """Translate a job to a recipe, with a report on each flag and key."""
     report = flag_report(args)
     if resumes(args) and not _has_weights(Path(args.load)):
-        report.change("--load", "no run there yet: this one begins")
+        report.change("--load", "the folder contains no run yet: this job starts one")
         args.load = None
     if "mllm" in args.mm.model:
         raise TesseraError(
@@ -114,13 +114,13 @@ def _on_framework(recipe: dict[str, Any], family: str | None, args: Args, report
         return recipe
     needed = [limit.what for limit in unsupported(recipe) if limit.essential]
     if family is not None and family not in FAMILIES:
-        needed.append(f"{family} models are not written for MindSpore")
+        needed.append(f"models of the family {family}")
     if needed:
         report.change("--ai-framework", f"not available on MindSpore: {'; '.join(needed)}", "not supported")
         return recipe
     recipe, switched_off = without_unsupported({**recipe, "framework": args.ai_framework})
     for limit, value in switched_off:
-        note = f"{limit.values[0]} in its place; not available on MindSpore: {limit.what}"
+        note = f"replaced by {limit.values[0]}; not available on MindSpore: {limit.what}"
         report.add("behaviour", limit.key, value, "differs", note)
     return recipe
 
@@ -146,7 +146,7 @@ def compare_shell_sizes(args: Args, model: ModelFile, source: str, report: JobRe
         size = getattr(args, name)
         if size is not None and target in model.fields and model.fields[target] != size:
             report.change(
-                f"--{name.replace('_', '-')}", f"{source} has {model.fields[target]}, which counts there and here"
+                f"--{name.replace('_', '-')}", f"{source} has {model.fields[target]}, which MindSpeed-MM uses, too"
             )
     if args.untie_embeddings_and_output_weights and model.fields.get("tie_word_embeddings"):
         raise TesseraError(

@@ -35,7 +35,7 @@ def set_memory(section: dict[str, Any], args: Args, model: ModelFile, report: Jo
     if args.recompute_norm:
         norms = stored & set(every[: args.recompute_norm_num_layers])
         if args.swap_attention:
-            report.change("--recompute-norm", "the outputs of norms wait in host memory with attention")
+            report.change("--recompute-norm", "--swap-attention offloads the outputs of norms, too")
         elif norms:
             recompute.append({"modules": _layers(norms, every), "keep": "matmul"})
             stored -= norms  # the setting above recomputes the activation functions of these layers, too

@@ -138,7 +138,7 @@ def migrate(
     lines = path.read_text(encoding="utf-8").splitlines()
     for flag, value in joined.items():
         at = next((f" in line {number}" for number, text in enumerate(lines, 1) if value in text), "")
-        note = f"a placeholder of several words{at}, taken as one value: write what belongs there"
+        note = f"a placeholder of several words{at}, read as one value: replace it"
         migrated.report.add("script", flag, value, "differs", note)
     migrated = migrated if migrated.commands else _with_environment(migrated, launch)
     return replace(migrated, machines=max(1, machines), port=launch.port)
@@ -198,7 +198,13 @@ def _launch_of(job: ShellJob) -> Launch:
 def _report_rest(report: JobReport, job: ShellJob, launch: Launch) -> None:
     """Report the other commands of a script: further Python files that it starts, and commands with unknown effects."""
     for line, command, what in job.unread:
-        report.add("script", f"line {line}", command, "not supported", f"not read: {what}; write it into the script")
+        report.add(
+            "script",
+            f"line {line}",
+            command,
+            "not supported",
+            f"not evaluated: {what}; write the result into the script",
+        )
     for other_launch in job.launches:
         if other_launch.line != launch.line:
             report.add(
@@ -206,21 +212,27 @@ def _report_rest(report: JobReport, job: ShellJob, launch: Launch) -> None:
                 f"line {other_launch.line}",
                 other_launch.entry,
                 "not needed",
-                "no training: start it by itself",
+                "does not train: start it separately",
             )
     for line, name in job.hosts:
         note = (
-            f"{name} is not here: {launch.machines} taken, as many as hold the model; "
+            f"{name} is not on this machine: {launch.machines} machines are assumed, enough for the model; "
             "NNODES=N tessera migrate sets another number"
         )
         report.add("script", f"line {line}", f"lines of {name}", "differs", note)
     for line, name in job.absent:
-        note = f"{name} is not here; where it is missing the script ends"
+        note = f"{name} is not on this machine; the script exits if it is missing"
         report.add("script", f"line {line}", "exit", "not needed", note)
     for name, line in job.from_environment.items():
-        report.add("script", f"line {line}", f"${name}", "mapped", "taken from the environment, in place of a command")
+        report.add(
+            "script",
+            f"line {line}",
+            f"${name}",
+            "mapped",
+            "value of the environment, instead of the output of a command",
+        )
     for name, line in job.unset.items():
-        report.add("script", f"line {line}", f"${name}", "not needed", "not set here: nothing, as in a shell")
+        report.add("script", f"line {line}", f"${name}", "not needed", "not set: empty, as in a shell")
 
 
 def _with_environment(migrated: MigratedJob, launch: Launch) -> MigratedJob:
@@ -234,7 +246,7 @@ def _with_environment(migrated: MigratedJob, launch: Launch) -> MigratedJob:
         outcome: Outcome = "mapped" if variable.treatment == "honoured" else "not needed"
         note = variable.setting or variable.meaning
         if outcome == "mapped" and not variable.setting:
-            exported[name], note = value, "no key of a recipe: the command that starts it sets the variable"
+            exported[name], note = value, "not a recipe key: the start command sets the variable"
         migrated.report.add("environment", name, value, outcome, note)
     return replace(_checked(recipe, migrated.report, migrated.world_size), environment=exported)
 

@@ -182,7 +182,7 @@ def _ids(
 ) -> None:
     """Add to the report which family the model_id keys of model.json select, or that none supports them."""
     why_not = unknown_model(data.get("model_id"), file.folder) if file.family is None else None
-    note = f"model.family={file.family}" if file.family else why_not or "model.family: detected from the folder"
+    note = f"model.family={file.family}" if file.family else why_not or "model.family: detected from the model's folder"
     outcome: Outcome = "not supported" if why_not else "mapped"
     for prefix, section in {"": data, **{f"{name}.": section for name, section in sections.items()}}.items():
         if section.get("model_id") is not None:

@@ -7,11 +7,11 @@ from tessera_compat.mindspeed_mm.report import KeyRule, all_of, differs, fixed, 
 AUX_LOSS, LOGITS = "text.experts.router_aux_loss_coef", "text.experts.output_router_logits"
 TEXT, VISION, AUDIO = "text.layers", "vision.blocks", "audio.blocks"  # paths of the layers in Tessera's models
 _DTYPE = unneeded("precision is set by --bf16 or --fp16")
-_KERNEL = unneeded("the fastest implementation that the device has is chosen by itself")
-_FAMILY = unneeded("the family says it")
-SPLIT = unneeded("ranks are set by the sizes on the command line")
-_COPIED = unneeded("the converter of weights needs it")
-TOWER_WEIGHTS = refused("weights of one tower are not read: name a folder of the complete model, --load FOLDER")
+_KERNEL = unneeded("the fastest implementation for the device is selected automatically")
+_FAMILY = unneeded("set by the model family")
+SPLIT = unneeded("parallel sizes are set on the command line")
+_COPIED = unneeded("only the weight converter reads it")
+TOWER_WEIGHTS = refused("weights of one encoder cannot be loaded: use the complete model, --load FOLDER")
 _FUSIONS = (
     "bias_activation_fusion masked_softmax_fusion bias_dropout_fusion apply_rope_fusion memory_efficient_layer_norm "
     "persist_layer_norm"
@@ -56,7 +56,7 @@ TEXT_KEYS: dict[str, KeyRule] = {
     **all_of(fixed(0, 0.0), "hidden_dropout attention_dropout"),
     **all_of(fixed("mrope", "rope"), "position_embedding_type lm_position_embedding_type"),
     **all_of(fixed(1, 1.0), "rotary_percent"),
-    **all_of(refused("scaled rotary positions come with the model's folder"), "rope_scaling"),
+    **all_of(refused("RoPE scaling is read from the model's folder"), "rope_scaling"),
     **all_of(_DTYPE, "params_dtype bf16 fp16 attention_softmax_in_fp32"),
     **all_of(
         _KERNEL,
@@ -68,13 +68,13 @@ TEXT_KEYS: dict[str, KeyRule] = {
     **all_of(_COPIED, "canonical_model tokenizer_type"),
     "ckpt_path": TOWER_WEIGHTS,
     **all_of(
-        refused("latent attention and shared experts belong to no family here"),
+        refused("no model family of Tessera has latent attention or shared experts"),
         "n_shared_experts first_k_dense_replace n_group topk_group routed_scaling_factor multi_latent_attention "
         "kv_lora_rank q_lora_rank mtp_num_layers mtp_loss_scaling_factor moe_router_enable_expert_bias",
     ),
     **all_of(_FAMILY, "moe_layer_freq moe_router_load_balancing_type moe_router_score_function moe_router_pre_softmax"),
     "router_gating_in_fp32": _DTYPE,
-    "synchronize_per_layer": unneeded("transfers to host memory wait for themselves"),
+    "synchronize_per_layer": unneeded("transfers to host memory are synchronized automatically"),
     "seq_length": unneeded("set by --seq-length or cutoff_len"),
 }
 VISION_KEYS: dict[str, KeyRule] = {
@@ -165,7 +165,7 @@ AUDIO_KEYS: dict[str, KeyRule] = {
     "n_window": sets("audio.n_window"),
     "activation_func": sets("audio.activation_function"),
     "max_source_positions": unneeded("positions are computed for recordings of any length"),
-    "output_dim": unneeded("the width of the decoder"),
+    "output_dim": unneeded("always the width of the decoder"),
     **all_of(fixed(False), "scale_embedding gated_linear_unit layernorm_zero_centered_gamma"),
     **all_of(fixed("LayerNorm"), "normalization"),
     **all_of(fixed(0, 0.0), "hidden_dropout attention_dropout"),
@@ -188,38 +188,38 @@ ENCODERS = {
 }
 # model_id of an audio encoder -> family, and the ids of its vision encoder
 HEARING = {"qwen_omni": ("qwen2_5_omni", ("qwen2vit", "qwen2_5_vit"))}
-PROJECTOR_HEIGHT = unneeded("the projector of the family has it")
+PROJECTOR_HEIGHT = unneeded("set by the projector of the model family")
 TOP_KEYS: dict[str, KeyRule] = {
     "img_context_token_id": sets("image_token_id"),
     "video_token_id": sets("video_token_id"),
     "vision_start_token_id": sets("vision_start_token_id"),
-    **all_of(unneeded("stages are made from the plan"), "pre_process post_process add_text_encoder"),
+    **all_of(unneeded("set by the pipeline stages of the recipe"), "pre_process post_process add_text_encoder"),
     **all_of(_FAMILY, "img_embedding_idx downsample_ratio select_layer ps_version add_rmsnorm_offset"),
-    **all_of(refused("no family here has it"), "text_encoder video_encoder"),
+    **all_of(refused("no model family of Tessera has it"), "text_encoder video_encoder"),
 }
 # Family -> rules of keys of the whole model that differ from TOP_KEYS.
 FAMILY_TOP_KEYS: dict[str, dict[str, KeyRule]] = {
     "qwen2_5_omni": {
-        "img_context_token_id": unneeded("a job may mix images and videos, each with its own token"),
+        "img_context_token_id": unneeded("images and videos have separate tokens"),
         "image_token_id": sets("image_token_index"),
         "video_token_id": sets("video_token_index"),
         "audio_start_token_id": sets("audio_start_token_id"),
     },
 }
 PATCH_KEYS = {
-    "clip_grad_async": unneeded("clipping waits for no other rank than it must"),
-    "get_dist_model_load_from_pt": unneeded("each rank reads its own bytes of the weights"),
+    "clip_grad_async": unneeded("gradient clipping never waits longer than necessary"),
+    "get_dist_model_load_from_pt": unneeded("each rank reads only its shard of the weights"),
     "bridge_patch": unneeded("Hugging Face folders are read as they are"),
     "infer_fa": _KERNEL,
     "scale_grad": unneeded("gradients are final when backward ends"),
-    "adaptive_clip_grad_norm": refused("the guard clips spikes; see guard.policy"),
+    "adaptive_clip_grad_norm": refused("the guard handles spikes of the gradient norm; see guard.policy"),
     "muon_optimizer": refused("use --optimizer muon, or optim.name=muon in a recipe"),
-    "layerwise_disaggregated_training": refused("layers stay on the ranks of one job"),
-    "hetero_parallel_cp": refused("parallel.encoders splits an encoder in its own way"),
+    "layerwise_disaggregated_training": refused("all layers are on the ranks of a single job"),
+    "hetero_parallel_cp": refused("parallel.encoders sets the context parallelism of an encoder"),
 }
 LOSS_KEYS = {
-    "compute_mode": unneeded("the loss is always computed in chunks that fit"),
-    "chunk_size": unneeded("the loss is always computed in chunks that fit"),
+    "compute_mode": unneeded("the loss is always computed in chunks"),
+    "chunk_size": unneeded("the loss is always computed in chunks"),
     "loss_type": fixed("default", "raw", "per_token_loss", "token_loss"),
     "router_aux_loss_coef": sets(AUX_LOSS, float),
     "router_aux_loss_offload": unneeded("the load balancing loss has no state"),

@@ -74,7 +74,7 @@ def note_behaviour(report: JobReport, *, calculates_tokens: bool, pairs: bool) -
         if not calculates_tokens:
             loss = "here each trained token of the global batch counts the same, as with --calculate-per-token-loss"
             report.add("behaviour", "loss", "mean per micro-batch", "differs", loss)
-    report.add("behaviour", "samples that are too long", "cut at a token", "differs", note)
+    report.add("behaviour", "samples that are too long", "truncated at any token", "differs", note)
 
 
 def data_section(data: DataFile) -> dict[str, Any]:
@@ -405,7 +405,7 @@ def set_tools(recipe: dict[str, Any], tools: Mapping[str, Any], source: str, rep
             elif target and section.get("enable"):
                 report.add(source, f"{name}.{key}", value, "mapped", target)
             else:
-                note = "a profile has it anyway" if section.get("enable") else "off"
+                note = "every profile contains it" if section.get("enable") else "off"
                 report.add(source, f"{name}.{key}", value, "not needed", note)
     times, memory = part_of(tools, "profile", source), part_of(tools, "memory_profile", source)
     if not times.get("enable") and not memory.get("enable"):

@@ -24,7 +24,7 @@ from tessera_compat.mindspeed_mm.report import (
 )
 
 TYPES = ("t2v", "i2v", "t2i", "feature")
-_READER = unneeded("the kind of a file is detected from its content")
+_READER = unneeded("the type of a file is detected from its content")
 _CROP = unneeded("media are resized to cover their target and cropped around the middle")
 PREPROCESS_KEYS: dict[str, KeyRule] = {
     "num_frames": sets("processor.num_frames"),
@@ -34,31 +34,31 @@ PREPROCESS_KEYS: dict[str, KeyRule] = {
     "hw_aspect_thr": unneeded("no video is skipped for its aspect ratio: it is cropped to the target"),
     "skip_frame_num": unneeded("frames are taken from the beginning of a video"),
     **all_of(_CROP, "min_hxw hw_stride force_resolution vae_scale_factor vae_stride vae_patch_size keep_last"),
-    **all_of(unneeded("a run has one seed, and takes frames from the beginning"), "seed zero_start"),
-    "truncate_t_by_sp": refused("ranks that share a video split its tokens, at any length"),
-    "use_aesthetic": refused("captions are trained on as they are"),
+    **all_of(unneeded("a run has one seed, and reads frames from the beginning"), "seed zero_start"),
+    "truncate_t_by_sp": refused("context-parallel ranks split the tokens of a video of any length"),
+    "use_aesthetic": refused("captions are not changed"),
 }
 _OWN_PREPROCESS = {
     *("max_height", "max_width", "max_hxw", "train_fps", "frame_interval", "auto_interval"),
     *("drop_short_ratio", "cfg", "train_pipeline", "train_pipeline_after_resize"),
 }
-BASIC_KEYS: dict[str, KeyRule] = {"return_type": unneeded("batches have one form")}
+BASIC_KEYS: dict[str, KeyRule] = {"return_type": unneeded("there is one batch format")}
 DATASET_KEYS: dict[str, KeyRule] = {
     "use_text_processer": fixed(True),
     **all_of(
-        unneeded("the family prepares captions as its published pipeline does"),
+        unneeded("the model family prepares captions as its published pipeline does"),
         "enable_text_preprocessing text_preprocess_methods support_chinese skip_define_frame_index",
     ),
-    "mask_type_ratio_dict_video": refused("frames that are given are those of train.task_options.given"),
+    "mask_type_ratio_dict_video": refused("conditioning frames are set by train.task_options.given"),
 }
 TOKENIZER_KEYS: dict[str, KeyRule] = {
     **all_of(unneeded("the tokenizers of the diffusers folder are read"), "autotokenizer_name hub_backend"),
     **all_of(
-        unneeded("the family says it"),
+        unneeded("set by the model family"),
         "model_max_length template_id template_file_path padding_side byt5_max_length font_ann_path color_ann_path",
     ),
 }
-_GROUPS = unneeded("one sample is a row, and rows have one length")
+_GROUPS = unneeded("each sample is a row, and all rows have the same length")
 LOADER: dict[str, KeyRule] = {
     **LOADER_KEYS,
     **all_of(_GROUPS, "group_frame group_resolution group_data"),
@@ -109,7 +109,7 @@ def read_generation_data(data: Mapping[str, Any], source: str, report: JobReport
     file.section |= translate(loader, LOADER, source, report, "dataloader_param.", handled, "data.")
     file.section["shuffle"] = read_sampler(loader, source, report)
     collate = part_of(loader, "collate_param", source)
-    note = unneeded("the family makes its batches")
+    note = unneeded("batches are set by the model family")
     translate(collate, dict.fromkeys(collate, note), source, report, "dataloader_param.collate_param.")
     return file
 
@@ -166,7 +166,7 @@ def _size(preprocess: Mapping[str, Any], source: str, report: JobReport, at: str
         if key in preprocess:
             target = {"max_height": "height", "max_width": "width", "max_hxw": "max_pixels"}[key]
             used = f"processor.{target}" in chosen
-            note = f"data.processor.{target}" if used else "the other sizes say it"
+            note = f"data.processor.{target}" if used else "determined by the other sizes"
             report.add(source, at + key, preprocess[key], "mapped" if used else "not needed", note)
     return chosen
 
@@ -183,7 +183,7 @@ def _rate(preprocess: Mapping[str, Any], source: str, report: JobReport, at: str
         report.add(source, f"{at}frame_interval", interval, "not needed" if single else "not supported", note)
     if "train_fps" in preprocess:
         used = bool(automatic and preprocess["train_fps"])
-        note = "data.processor.fps" if used else "every frame is taken"
+        note = "data.processor.fps" if used else "all frames are used"
         report.add(source, f"{at}train_fps", preprocess["train_fps"], "mapped" if used else "not needed", note)
         return {"processor.fps": float(preprocess["train_fps"])} if used else {}
     return {}

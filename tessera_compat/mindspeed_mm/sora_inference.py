@@ -41,7 +41,7 @@ CONFIG_KEYS: dict[str, KeyRule] = {
     "use_tiling": unneeded("the VAE decodes full frames"),
     "version": unneeded("detected from the folder"),
     "guidance_rescale": fixed(0, 0.0),
-    **all_of(refused("videos begin as noise"), "strength start_frame"),
+    **all_of(refused("videos are generated from noise"), "strength start_frame"),
 }
 DIFFUSION_KEYS: dict[str, KeyRule] = {
     **all_of(sets("steps", int), "num_inference_steps num_inference_timesteps"),
@@ -51,11 +51,11 @@ DIFFUSION_KEYS: dict[str, KeyRule] = {
 TOP_KEYS: dict[str, KeyRule] = {
     "device": unneeded("an accelerator is used if there is one"),
     "frame_interval": fixed(1),
-    "use_prompt_preprocess": unneeded("the family prepares prompts as its published pipeline does"),
+    "use_prompt_preprocess": unneeded("the model family prepares prompts as its published pipeline does"),
     "dual_image": unneeded("a line with two images gives the first and the last frame"),
     "fps": sets("fps", float),
     "negative_prompt": sets("negative"),
-    **all_of(refused("videos are made from text and images"), "video start_frame num_frames strength"),
+    **all_of(refused("videos are generated from text and images only"), "video start_frame num_frames strength"),
 }
 _OWN = {
     *("pipeline_class", "prompt", "image", "save_path", "dtype", "pipeline_config", "ae", "text_encoder"),

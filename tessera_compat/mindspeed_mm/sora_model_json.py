@@ -26,13 +26,13 @@ from tessera_compat.mindspeed_mm.report import (
 from tessera_compat.mindspeed_mm.sora_objective import read_objective
 
 _DTYPE = unneeded("precision is set by --bf16 or --fp16")
-_KERNEL = unneeded("the fastest implementation that the device has is chosen by itself")
-_FAMILY = unneeded("the family says it")
+_KERNEL = unneeded("the fastest implementation for the device is selected automatically")
+_FAMILY = unneeded("set by the model family")
 _ENCODER = unneeded("read from the folder of the encoder")
 _PREDICTOR = {
     **all_of(_DTYPE, "dtype fp32_calculate"),
     **all_of(_KERNEL, "use_fused_rmsnorm attn_mode"),
-    "FPDT": refused("long sequences are shared by ranks: --context-parallel-size"),
+    "FPDT": refused("use --context-parallel-size to split long sequences over ranks"),
     **all_of(unneeded("FPDT switches it"), "FPDT_chunk_number FPDT_with_offload"),
     **all_of(fixed(True), "qk_norm"),
     **all_of(fixed("rmsnorm", "qk_ln", "layernorm"), "qk_norm_type norm_type"),
@@ -53,9 +53,9 @@ WAN_KEYS: dict[str, KeyRule] = {
     "cross_attn_norm": sets("cross_attn_norm"),
     "eps": sets("eps"),
     "seperated_timestep": sets("token_times"),
-    "max_seq_len": unneeded("rotations have no table here"),
+    "max_seq_len": unneeded("rotary angles are computed for any length"),
     "clip_token_len": _FAMILY,
-    **all_of(refused("VACE has no family here"), "vace_dit vace_layers"),
+    **all_of(refused("VACE is not supported"), "vace_dit vace_layers"),
 }
 HUNYUAN_KEYS: dict[str, KeyRule] = {
     **_PREDICTOR,
@@ -98,7 +98,7 @@ COG_KEYS: dict[str, KeyRule] = {
 AE_KEYS: dict[str, KeyRule] = {
     "dtype": sets("vae.dtype", lambda value: _dtype(value)),
     **all_of(sets("vae.tiling", bool), "enable_tiling use_tiling"),
-    "tiling_param": unneeded("tiles have the sizes that diffusers chooses"),
+    "tiling_param": unneeded("tiles have the sizes of diffusers"),
     "norm_latents": fixed(True),
     "norm_mode": _ENCODER,
     "do_sample": fixed(False),
@@ -106,8 +106,8 @@ AE_KEYS: dict[str, KeyRule] = {
 TEXT_KEYS: dict[str, KeyRule] = {
     "dtype": sets("text.dtype", lambda value: _dtype(value)),
     "ucg_rate": sets("caption_dropout", float),
-    "hub_backend": unneeded("folders are on this machine"),
-    "load_in_8bit": refused("text encoders are bfloat16 or float32"),
+    "hub_backend": unneeded("models are read from local folders"),
+    "load_in_8bit": refused("text encoders compute in bfloat16 or float32"),
     **all_of(_ENCODER, "low_cpu_mem_usage model_type"),
     **all_of(
         _FAMILY,
@@ -117,10 +117,10 @@ TEXT_KEYS: dict[str, KeyRule] = {
 TOP_KEYS: dict[str, KeyRule] = {
     "enable_encoder_dp": unneeded("every rank encodes the samples that it trains on"),
     "allow_internal_format": _KERNEL,
-    **all_of(unneeded("data.json says it"), "frames resolution tokenizer"),
-    **all_of(refused("a run has one layout"), "use_dynamic_dpcp"),
+    **all_of(unneeded("set by data.json"), "frames resolution tokenizer"),
+    **all_of(refused("the parallel sizes do not change during a run"), "use_dynamic_dpcp"),
     **all_of(unneeded("it only affects use_dynamic_dpcp"), "max_cp_size max_seq_size"),
-    **all_of(refused("models that understand and generate are not here"), "visual_gen visual_und"),
+    **all_of(refused("models that both understand and generate are not supported"), "visual_gen visual_und"),
 }
 DPO_KEYS: dict[str, KeyRule] = {
     "loss_beta": sets(
@@ -379,7 +379,7 @@ def _architecture(vae: Mapping[str, Any]) -> dict[str, KeyRule]:
     handled = {*AE_KEYS, "model_id", "from_pretrained"}
     rules = dict.fromkeys((key for key in vae if key not in handled), _ENCODER)
     if "i2v_processor" in rules:
-        rules["i2v_processor"] = unneeded("the family reads given frames as its published model does")
+        rules["i2v_processor"] = unneeded("conditioning frames are encoded as in the published model")
     return rules
 
 

@@ -33,16 +33,16 @@ _OF_MSRUN = (
     *("tail_worker_log", "sim_level", "sim_rank_id", "rank_table_file", "bind_numa"),
 )
 DROPPED = {
-    "standalone": "a machine by itself is what msrun assumes",
-    "rdzv_id": "msrun has no rendezvous by name",
+    "standalone": "msrun assumes a single machine by default",
+    "rdzv_id": "msrun has no rendezvous backends",
     "rdzv_backend": "msrun starts its own scheduler",
     "use_env": "msrun sets variables only",
     "redirects": "msrun writes worker_N.log to --log_dir",
     "tee": "msrun writes worker_N.log to --log_dir; --tail_worker_log shows them",
-    "max_restarts": "msrun starts no rank again",
-    "monitor_interval": "msrun watches its workers by itself",
+    "max_restarts": "msrun does not restart ranks",
+    "monitor_interval": "msrun always monitors its workers",
     "start_method": "msrun starts programs",
-    "role": "msrun has one role",
+    "role": "msrun has no roles",
     "local_addr": "msrun takes --master_addr",
 }
 _ADDED = (("log_dir", "--log_dir msrun_log"), ("join", "--join=True"), ("bind_core", "--bind_core=True"))
@@ -143,7 +143,7 @@ class _Converter:
         if not value and name not in _WITHOUT_VALUE and (name in RENAMED or name == "nnodes"):
             self._leave(option.span.start, f"--{name} has no value")
         if name == "nproc_per_node" and value in ("auto", "gpu", "cpu"):
-            self._leave(option.span.start, f"--nproc_per_node {value}: write the number of ranks of a machine")
+            self._leave(option.span.start, f"--nproc_per_node {value}: write the number of ranks per machine")
         elif name == "nnodes":
             self._worker_num(option, options)
         elif name in RENAMED:
@@ -165,7 +165,7 @@ class _Converter:
         elif name not in _OF_MSRUN:
             near = nearest(name, [*RENAMED, "nnodes", *DROPPED, *_OF_MSRUN])
             hint = f"; did you mean --{near}?" if near else ""
-            self._leave(option.span.start, f"--{name}: no option of torchrun that is known here{hint}")
+            self._leave(option.span.start, f"--{name}: unknown option of torchrun{hint}")
 
     def _worker_num(self, option: LaunchOption, options: Mapping[str, LaunchOption]) -> None:
         local = options.get("nproc_per_node")

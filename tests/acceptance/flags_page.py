@@ -28,11 +28,11 @@ one. *Meaningless*: accepted, with one line that says why. *Refused*: an error b
 A flag or key that is in no table is an error that names the nearest one.
 
 `tessera migrate JOB.sh` writes the recipe of a job and prints this for the job at hand;
-`tessera migrate workspace DIR` lays out the entry points and examples.
+`tessera migrate workspace DIR` creates a folder with the entry points and examples.
 
-Three things differ although no key says so: each trained token of the global batch counts the same (there: a mean per
-micro-batch, unless `--calculate-per-token-loss`); samples that are too long are cut after the last turn that fits
-(there: at a token); in warm-up the first step has the learning rate of one step (there: zero).
+Three things differ although no key says so: each trained token of the global batch counts the same (in MindSpeed-MM a
+mean per micro-batch, unless `--calculate-per-token-loss`); samples that are too long are cut after the last turn that
+fits (in MindSpeed-MM at any token); in warm-up the first step has the learning rate of one step (in MindSpeed-MM zero).
 """
 
 

@@ -149,7 +149,7 @@ def test_the_start_of_a_recipe_keeps_variables_that_have_no_key(here: Path, tmp_
     changed.write_text(script.replace("TASK_QUEUE_ENABLE=2", "CPU_AFFINITY_CONF='1,npu0:0-1'\npython prepare.py", 1))
     job = migrate(changed)
     assert job.start(Path("a.yaml")) == "CPU_AFFINITY_CONF=1,npu0:0-1 tessera train a.yaml --nproc 8"
-    assert "  not needed    line 7 = 'prepare.py': no training: start it by itself" in job.report.lines()
+    assert "  not needed    line 7 = 'prepare.py': does not train: start it separately" in job.report.lines()
     changed.write_text(f"{script}\n{script}")
     with raises("job.several-jobs"):
         migrate(changed)

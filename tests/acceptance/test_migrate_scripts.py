@@ -97,10 +97,10 @@ def test_a_job_of_two_machines_says_what_each_of_them_starts(tmp_path: Path) -> 
 def test_machines_are_counted_in_a_file_or_said_by_the_environment(tmp_path: Path) -> None:
     fewest = script(tmp_path, HOSTS)
     assert (fewest.machines, fewest.world_size, fewest.recipe["train"]["global_batch"]) == (2, 16, 2)
-    assert outcome(fewest, "line 8").startswith("differs: examples/hostfile.txt is not here: 2 taken")
+    assert outcome(fewest, "line 8").startswith("differs: examples/hostfile.txt is not on this machine: 2 machines")
     said = script(tmp_path, HOSTS, NNODES="4")
     assert (said.machines, said.recipe["train"]["global_batch"]) == (4, 4)
-    assert outcome(said, "line 8").startswith("mapped: taken from the environment")
+    assert outcome(said, "line 8").startswith("mapped: value of the environment")
     hosts = Path("examples/hostfile.txt")
     hosts.write_text("".join(f"10.0.0.{n}\n" for n in range(6)))
     try:
@@ -121,7 +121,7 @@ def test_a_file_of_samples_is_not_taken_for_one_of_machines(tmp_path: Path) -> N
 def test_an_exit_where_a_file_is_missing_is_passed_over(tmp_path: Path) -> None:
     text = 'HF=ckpt/nowhere\nif [ ! -f "$HF/modeling.py" ]; then\n  echo missing\n  exit 1\nfi\n'
     job = script(tmp_path, text + Path("examples/qwen2vl/finetune_qwen2vl_7b.sh").read_text())
-    assert outcome(job, "line 4").startswith("not needed: ckpt/nowhere/modeling.py is not here")
+    assert outcome(job, "line 4").startswith("not needed: ckpt/nowhere/modeling.py is not on this machine")
 
 
 def test_a_script_that_goes_to_its_own_root_is_read(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def test_overlaps_are_named_and_foreign_cores_leave_all_unbound() -> None:
     small = machine(8, allowed=range(4))
     unbound = cores_of_rank(parse_affinity("1,npu1:6-7"), 0, [None] * 2, small)
     assert not unbound.cores
-    assert "may not use the cores 6-7; force:1" in unbound.warnings[0]
+    assert "not allowed to use the cores 6-7; force:1" in unbound.warnings[0]
     assert cores("1,npu1:6-7,force:1", 1, small, 2) == "6-7"
     assert cores("1", 1, small, 2) == "2-3"  # what is not named is taken from the cores that may be used
 

@@ -56,7 +56,7 @@ def test_values_that_cannot_be_meant_are_refused(name: str, value: str) -> None:
 def test_unknown_names_of_the_same_kind_are_said_to_be_passed_on() -> None:
     (line,) = check_environment({"HCCL_CONECT_TIMEOUT": "1200"})
     assert "did you mean HCCL_CONNECT_TIMEOUT?" in line
-    assert check_environment({"ASCEND_PROCESS_LOG_PATH": "/x"})[0].endswith("nothing here reads it")
+    assert check_environment({"ASCEND_PROCESS_LOG_PATH": "/x"})[0].endswith("Tessera does not read it")
 
 
 def test_timeouts_of_a_job_become_settings() -> None:

@@ -247,7 +247,7 @@ LISTS = ["--cfg.parallel_config.llm_pp_layers", "--cfg.parallel_config.vit_pp_la
         ([*A_JOB, "--cfg.mm_dir", "x"], "are missing: --cfg.hf_config.hf_dir, "),
         ([*A_JOB, "--cfg.save_vit_only", "true"], "single encoder"),
         ([*A_JOB, "--cfg.common_model_config.enable_canonical_hf_struct", "true"], "fused structure"),
-        ([*A_JOB, "--cfg.llm_hf_config.hf_dir", "x"], "not joined in"),
+        ([*A_JOB, "--cfg.llm_hf_config.hf_dir", "x"], "cannot be in another folder"),
         ([*A_JOB, "--mm_dir", "x"], "did you mean: --cfg.mm_dir"),
         ([*A_JOB, "--cfg.mm_dir"], "no value"),
         ([*A_JOB, "more"], "unexpected word 'more'"),

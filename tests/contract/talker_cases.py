@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from chats import write_words
 from parity import from_foreign, randomize, spread
 from torch import Tensor, nn
 from transformers import AutoConfig, Qwen3OmniMoeForConditionalGeneration
 
 from tessera.core.batch import Batch
+from tessera.models.processing.tokenizer import load_tokenizer
+from tessera.models.qwen3_omni.config import Qwen3OmniConfig
+from tessera.models.qwen3_omni.processor import QWEN3_OMNI
 from tessera.models.qwen3_omni_talker import SPEC
 from tessera.models.qwen3_omni_talker.config import TalkerConfig
 from tessera.models.qwen3_omni_talker.processor import TalkerProcessor
@@ -120,6 +125,36 @@ def vocoder(codes: int, groups: int) -> dict[str, Any]:
     }
 
 
+def hearing(number: int) -> dict[str, Any]:
+    """Fields of a talker that reads states of the thinker from between its DeepStack layers and its last."""
+    thinker = config_of(number).thinker.model_dump()
+    taps = len(thinker["vision"]["deepstack_visual_indexes"])
+    thinker["text"]["num_hidden_layers"] = taps + 3
+    return {"thinker": thinker, "reads_media": True, "accept_hidden_layer": taps + 1}
+
+
+SPEECH_WORDS = ["<|endoftext|>", "<tts_pad>", "<tts_bos>", "<tts_eos>", *QWEN3_OMNI.special_words()]
+ROLES = ("user", "assistant", "system")
+
+
+def config_with_words(folder: Path, words: Sequence[str], number: int = 0, media: bool = False) -> TalkerConfig:
+    """Write a tokenizer, and return a configuration whose ids are those of its tokens. `media`: see `hearing`."""
+    write_words(folder, 320, SPEECH_WORDS, [*ROLES, *words])
+    tokenizer = load_tokenizer(folder)
+
+    def id_of(word: str) -> int:
+        (token,) = tokenizer.encode(word).ids
+        return int(token)
+
+    named = {"im_start": "<|im_start|>", "im_end": "<|im_end|>", **{name: name for name in ROLES}}
+    named |= {f"tts_{name}": f"<tts_{name}>" for name in ("pad", "bos", "eos")}
+    more = hearing(number) if media else {"thinker": config_of(number).thinker.model_dump()}
+    thinker = more["thinker"]
+    thinker["text"]["vocab_size"] = 320
+    thinker |= {name: id_of(word) for name, word in Qwen3OmniConfig.token_fields.items()}
+    return config_of(number, **more, **{f"{name}_token_id": id_of(word) for name, word in named.items()})
+
+
 def reference_of(config: TalkerConfig, seed: int, dtype: torch.dtype = torch.float32) -> Any:
     """A full model of transformers with random weights, which are the same for every dtype."""
     hf = AutoConfig.for_model(**config.to_hf())
@@ -202,30 +237,60 @@ class Spoken:
     other_loss: Tensor  # mean over codebooks, summed over frames
 
 
-def theirs(config: TalkerConfig, model: Any, talk: Conversation, speaker: str = "ethan") -> Spoken:
-    """Teacher forcing, step by step as `generate` does it: the embeddings of a frame and of its text are added."""
-    talker, ids = model.talker, torch.tensor([talk.tokens])
+@dataclass(frozen=True)
+class Beginning:
+    """What transformers' `generate` gives the talker: embeddings before the first frame, and those beside frames."""
+
+    inputs: Tensor  # [1, T, D]
+    trailing: Tensor  # [1, words, D]
+    pad: Tensor  # [1, 1, D]
+
+
+@dataclass(frozen=True)
+class Heard:
+    """Media of a conversation: where their tokens are, the thinker's states, and the positions of the talker."""
+
+    mask: Tensor  # [L]
+    states: Tensor  # [L, W]
+    positions: Tensor  # [3, T]
+
+
+def beginning(
+    config: TalkerConfig, model: Any, tokens: Sequence[int], speaker: str, heard: Heard | None = None
+) -> Beginning:
+    talker, ids = model.talker, torch.tensor([list(tokens)])
     embed = model.thinker.get_input_embeddings()
     words = embed(ids).detach()
+    mask = torch.zeros(len(tokens), dtype=torch.bool) if heard is None else heard.mask
+    states = words[0] if heard is None else heard.states
     special = torch.tensor([[config.tts_bos_token_id, config.tts_eos_token_id, config.tts_pad_token_id]])
     bos, eos, pad = talker.text_projection(embed(special).detach()).chunk(3, dim=1)
-    starts = [n for n, token in enumerate(talk.tokens) if token == config.im_start_token_id]
+    starts = [n for n, token in enumerate(tokens) if token == config.im_start_token_id]
     users = [
-        model._get_talker_user_parts(start, end, torch.zeros_like(ids, dtype=torch.bool), words, words)
-        for start, end in zip(starts, [*starts[1:], len(talk.tokens)], strict=True)
-        if talk.tokens[start + 1] == config.user_token_id
+        model._get_talker_user_parts(start, end, mask[None], states[None], words)
+        for start, end in zip(starts, [*starts[1:], len(tokens)], strict=True)
+        if tokens[start + 1] == config.user_token_id
     ]
     header, _, trailing = model._get_talker_assistant_parts(
-        starts[-1], len(talk.tokens), config.speaker_id[speaker], words, pad, bos, eos
+        starts[-1], len(tokens), config.speaker_id[speaker], words, pad, bos, eos
     )
+    return Beginning(torch.cat([*users, header], dim=1), trailing, pad)
+
+
+def theirs(
+    config: TalkerConfig, model: Any, talk: Conversation, speaker: str = "ethan", heard: Heard | None = None
+) -> Spoken:
+    """Teacher forcing, step by step as `generate` does it: the embeddings of a frame and of its text are added."""
+    talker, begin = model.talker, beginning(config, model, talk.tokens, speaker, heard)
     codes = torch.from_numpy(talk.codes)
     tables = [talker.get_input_embeddings(), *talker.code_predictor.get_input_embeddings()]
     frames = []
     for step, frame in enumerate(codes):
         embedding = torch.stack([table(code) for table, code in zip(tables, frame, strict=True)]).sum(0)
-        frames.append(embedding + (trailing[0, step] if step < trailing.shape[1] else pad[0, 0]))
-    inputs = torch.cat([*users, header, torch.stack(frames)[None]], dim=1)
-    hidden = talker.model(inputs_embeds=inputs, position_ids=torch.arange(inputs.shape[1]).expand(3, 1, -1))
+        frames.append(embedding + (begin.trailing[0, step] if step < begin.trailing.shape[1] else begin.pad[0, 0]))
+    inputs = torch.cat([begin.inputs, torch.stack(frames)[None]], dim=1)
+    positions = torch.arange(inputs.shape[1]).expand(3, -1) if heard is None else heard.positions
+    hidden = talker.model(inputs_embeds=inputs, position_ids=positions[:, None])
     states = hidden.last_hidden_state[0]
     logits = talker.codec_head(states)
     spoken = states[-len(codes) - 1 : -1]
@@ -237,3 +302,26 @@ def theirs(config: TalkerConfig, model: Any, talk: Conversation, speaker: str = 
     loss = nn.functional.cross_entropy(logits[-len(labels) :], labels, reduction="sum")
     other = sum(nn.functional.cross_entropy(o, codes[:, n], reduction="sum") for n, o in enumerate(others, 1))
     return Spoken(logits, others, loss, other / len(others))
+
+
+@torch.no_grad()
+def spoken_by_transformers(config: TalkerConfig, model: Any, tokens: Sequence[int], speaker: str, most: int) -> Tensor:
+    """The codes [frames, codebooks] that transformers' talker generates greedily."""
+    begin = beginning(config, model, tokens, speaker)
+    first, last = config.depth.vocab_size, config.text.vocab_size
+    result = model.talker.generate(
+        inputs_embeds=begin.inputs,
+        trailing_text_hidden=begin.trailing,
+        tts_pad_embed=begin.pad,
+        talker_input_ids=torch.full(begin.inputs.shape[:2], config.tts_pad_token_id),
+        attention_mask=torch.ones(begin.inputs.shape[:2], dtype=torch.int64),
+        do_sample=False,
+        max_new_tokens=most,
+        eos_token_id=config.codec_eos_token_id,
+        pad_token_id=config.codec_pad_id,
+        suppress_tokens=[code for code in range(first, last) if code != config.codec_eos_token_id],
+        output_hidden_states=True,
+        return_dict_in_generate=True,
+    )
+    frames = [hidden[-1] for hidden in result.hidden_states if hidden[-1] is not None]
+    return torch.cat(frames) if frames else torch.empty(0, config.num_code_groups, dtype=torch.int64)

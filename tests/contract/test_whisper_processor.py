@@ -31,6 +31,8 @@ from tessera.models.whisper.languages import CODES, language_code
 from tessera.models.whisper.model import frames_of
 from tessera.models.whisper.processor import WhisperProcessor
 from tessera.nn.encoder_decoder import MEMORY
+from tessera.tools.data_doctor.look import show
+from tessera.tools.data_doctor.sound import Sound
 from tests.errors import raises
 
 EN, DE, TRANSLATE, TRANSCRIBE, NO_STAMPS, ZERO = START + 1, START + 2, START + 3, START + 4, START + 8, START + 9
@@ -176,6 +178,18 @@ def test_requests_for_a_transcript_name_its_language(folder: Path) -> None:
         transcription_instruction(ours, "fr", None, False)
     with raises("generation.option-without-effect"):
         transcription_instruction(ours, None, "Names: Ada", False)
+
+
+def test_the_doctor_shows_a_transcript(folder: Path) -> None:
+    """A recording takes no tokens, and the end of the transcript is among the tokens that are trained on."""
+    pytest.importorskip("av")
+    ours, clip = processor(folder), sounds(0, 1)[0]
+    sound = Sound(clip, RATE, len(clip) / RATE)
+    view = show("a.jsonl:1", talk(clip, "ten!"), [clip], [MediaSize(0, 0, 0, samples=len(clip))], ours, [sound])
+    assert [thumb.tokens for thumb in view.media] == [None]
+    trained = "".join(span.text for span in view.spans if span.kind == "trained")
+    assert trained == "<|en|><|transcribe|><|notimestamps|>ten!<|endoftext|>"
+    assert view.spans[-1].kind == "media", "padding"
 
 
 def test_what_is_no_transcript_of_one_recording_is_refused(folder: Path) -> None:

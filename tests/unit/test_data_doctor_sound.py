@@ -14,9 +14,11 @@ from data_cases import write_jsonl
 from PIL import Image
 
 from tessera.config.run_config import SourceSection
+from tessera.core.sample import MediaSize, Message, Part, Sample, VideoWithSound
 from tessera.data.media.sound_preview import PREVIEW_SECONDS, draw, play
 from tessera.tools.data_doctor.diagnosis import Diagnosis
 from tessera.tools.data_doctor.examine import examine
+from tessera.tools.data_doctor.look import show
 from tessera.tools.data_doctor.sound import Sound, odd_lengths
 from tests.toys import speech
 from tests.toys.media_zoo import tone
@@ -130,6 +132,14 @@ def test_page_draws_and_plays_recordings(rows: Path, tmp_path: Path) -> None:
     assert len(page) < 30 * 100_000
     assert len(diagnosis.json()) < 100_000  # without drawings
     assert {"Recordings of a sample", "Sound of a sample"} <= {one.title for one in diagnosis.histograms}
+
+
+def test_videos_with_sound_have_a_thumbnail() -> None:
+    frames = np.full((2, 20, 30, 3), 200, np.uint8)
+    part, size = Part("video", "tour.mp4"), MediaSize(30, 20, 2, samples=RATE)
+    sample = Sample("s", (Message("user", (part,)),))
+    view = show("a.jsonl:1", sample, [VideoWithSound(frames, noise(1))], [size], None)
+    assert str(view.media[0].uri).startswith("data:image/jpeg")
 
 
 def test_drawing_and_preview() -> None:

@@ -22,7 +22,7 @@ _PICKLES_END = 16 << 20  # the pickles must end before this position; tensors ar
 
 
 def is_old_torch_file(path: Path) -> bool:
-    """Return whether a file begins as torch before 1.6 wrote it."""
+    """Return whether a file begins like those that torch before 1.6 wrote."""
     with open_regular(path) as opened:
         return opened.read(len(_BEGINNING)) == _BEGINNING
 

@@ -66,7 +66,7 @@ class PersistentId:
 
 
 def describe(data: bytes, allowed: Callable[[Name], bool], where: str) -> Any:
-    """Decode a pickle. `allowed` returns whether the pickle may refer to a class or function."""
+    """Decode a pickle. `allowed` returns whether the pickle is permitted to refer to a class or function."""
     if len(data) > LARGEST_PICKLE:
         raise TesseraError(
             f"the pickle has {len(data):,} bytes; the limit is {LARGEST_PICKLE:,}",

@@ -65,7 +65,7 @@ _UNREADABLE = (
 
 
 def may_contain(name: Name, more: tuple[str, ...] = ()) -> bool:
-    """Return whether a file of weights may refer to this name. `more`: further allowed prefixes."""
+    """Return whether a file of weights is allowed to refer to this name. `more`: further allowed prefixes."""
     full = str(name)
     return name == _ENCODE or (full.startswith((*_BESIDE, *more)) and not full.startswith(_NEVER))
 
@@ -157,7 +157,7 @@ def _entries(archive: zipfile.ZipFile, path: Path) -> dict[str, zipfile.ZipInfo]
         raise damaged(path, "two entries have the same name")
     for entry in listed:
         plain = entry.compress_type == zipfile.ZIP_STORED and entry.file_size == entry.compress_size
-        if not plain or entry.flag_bits & 1 or entry.external_attr & 0x10:  # 0x10: a folder: torch would read zeros
+        if not plain or entry.flag_bits & 1 or entry.external_attr & 0x10:  # 0x10 marks a folder: torch reads zeros
             raise damaged(path, f"{entry.filename!r} is compressed, encrypted or marked as a folder")
     return entries
 

@@ -9,16 +9,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from tessera.config.reader import Section
+from tessera.core.batch import IGNORE, Batch
+from tessera.core.spec import ModelSpec
 from tessera.models.csm.config import CSMConfig
 from tessera.models.speech.family import SpeechFamily, SpeechShape, depth_rules
 from tessera.models.text.decoder import language_weights
+from tessera.nn.codes import CODES
 from tessera.weights.map import Rule, WeightMap
 from tessera.weights.operations import TransposedMatrix
 
 _CODES = "backbone_model.embed_tokens.embed_audio_tokens.weight"
 _DEPTH_CODES = "depth_decoder.model.embed_tokens.weight"
-CODEC = "codec_model."  # prefix of the codec's tensors
+CODEC = "codec_model."  # prefix of the codec's tensors, which are frozen
 
 
 class CSM(SpeechFamily):
@@ -41,11 +46,23 @@ class CSM(SpeechFamily):
             shared_codes=config.tie_codebooks_embeddings,
         )
 
+    def spec(self, presets: Mapping[str, Mapping[str, Any]]) -> ModelSpec:
+        return replace(super().spec(presets), stock_inputs=stock_inputs)
+
     def weights(self, config: CSMConfig) -> WeightMap:
         """Return the weight map. A shared table of codes is stored as transformers 5 does, in the depth decoder."""
         if not config.tie_codebooks_embeddings:
             return _weights(config, [Rule("codes.weight", _CODES), Rule("depth.codes.weight", _DEPTH_CODES)])
         return _weights(config, [Rule("codes.weight", _DEPTH_CODES)], _CODES)
+
+
+def stock_inputs(batch: Batch, model: Any) -> dict[str, Tensor]:
+    """Return the input of transformers' class for a batch of one sample: embeddings of its texts and codes."""
+    codes = batch[CODES]
+    spoken = (codes != IGNORE).all(0)
+    embeddings = model.embed_text_tokens(batch["tokens"])
+    embeddings[spoken] = model.backbone_model.embed_tokens(codes.T[None, spoken])[0]
+    return {"inputs_embeds": embeddings[None]}
 
 
 def _in_backbone(config: CSMConfig) -> WeightMap:
@@ -70,7 +87,8 @@ def _weights(config: CSMConfig, codes: list[Rule], copy: str = "", mark: str = "
         ),
         *depth_rules(config.depth, "depth_decoder.model."),
     ]
-    table = language_weights(config.text, False, rules, prefix="backbone_model.", ignored=(CODEC,))
+    table = language_weights(config.text, False, rules, prefix="backbone_model.")
+    table = replace(table, other_parts=(CODEC,))
     if not copy:
         return table
     return replace(table, skip=(*table.skip, copy), copies=((copy, "codes.weight"),), mark=mark)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from tessera.core.batch import IGNORE
 from tessera.errors import TesseraError
@@ -38,6 +39,7 @@ class TalkerIds:
     code_pad: int
     code_begin: int
     code_stop: int
+    codes: int  # codes of the first codebook and control codes
     speakers: tuple[tuple[str, int], ...]
 
     @staticmethod
@@ -54,6 +56,7 @@ class TalkerIds:
             code_pad=config.codec_pad_id,
             code_begin=config.codec_bos_id,
             code_stop=config.codec_eos_token_id,
+            codes=config.text.vocab_size,
             speakers=tuple(config.speaker_id.items()),
         )
 
@@ -98,35 +101,69 @@ class SpokenTurns:
         return SpokenTurns(tuple(read), tuple(range(last, last + HEADER)), tuple(words))
 
 
+@dataclass(frozen=True)
+class Opening:
+    """Hold what a talker reads before the first frame of speech, and the text that runs beside the frames."""
+
+    text: tuple[int, ...]  # tokens before the first frame
+    control: tuple[int, ...]  # control codes at the last of these positions
+    beside: tuple[int, ...]  # tokens at the positions of the frames, until the text ends
+
+    @staticmethod
+    def of(tokens: Sequence[int], ids: TalkerIds, speaker: int) -> Opening:
+        """`tokens`: a conversation that ends with the text to speak."""
+        turns = SpokenTurns.of(tokens, ids)
+        if not turns.words:
+            raise TesseraError("the answer has no text to speak", code="data.no-text")
+        control = (*ids.prefix, speaker, ids.code_pad, ids.code_begin)
+        first, *words = (tokens[index] for index in turns.words)
+        before = [tokens[index] for index in (*turns.read, *turns.header)]
+        text = (*before, *[ids.pad] * (len(control) - 2), ids.begin, first)
+        return Opening(text, control, (*words, ids.stop))
+
+    def codes(self, codebooks: int) -> Tensor:
+        """Return the codes that are read before the first frame, [codebooks, positions]."""
+        codes = torch.full((codebooks, len(self.text)), IGNORE)
+        codes[0, len(self.text) - len(self.control) :] = torch.tensor(self.control)
+        return codes
+
+
 def spoken_sequence(
     sample_id: str, tokens: Sequence[int], codes: np.ndarray, ids: TalkerIds, speaker: int
 ) -> SpokenSample:
     """Return the sequence of a conversation. `codes`: speech of its last answer, [frames, codebooks]."""
-    turns, frames = SpokenTurns.of(tokens, ids), torch.from_numpy(codes).T
-    words = [tokens[index] for index in turns.words]
-    if not words:
-        raise TesseraError("the answer has speech and no text", code="data.no-text")
-    if len(words) > frames.shape[1] + 1:
+    opening, frames = Opening.of(tokens, ids, speaker), torch.from_numpy(codes).T
+    count, (codebooks, spoken) = len(opening.text), frames.shape
+    if len(opening.beside) > spoken + 1:
         raise TesseraError(
-            f"the answer has {len(words)} tokens and {frames.shape[1]} frames of speech, which end before its text",
+            f"the answer has {len(opening.beside)} tokens and {spoken} frames of speech, which end before its text",
             fix="check that text and recording belong together",
             code="data.speech-too-short",
         )
-    control = [*ids.prefix, speaker, ids.code_pad, ids.code_begin]
-    before = [tokens[index] for index in (*turns.read, *turns.header)]
-    first = len(before) + len(control)  # position of the first frame
-    length = first + frames.shape[1] + 1
-    beside = [*before, *[ids.pad] * (len(control) - 2), ids.begin, *words, ids.stop]
-    text = torch.tensor([*beside, *[ids.pad] * (length - len(beside))])
-    read = torch.full((frames.shape[0], length), IGNORE)
-    read[0, len(before) : first] = torch.tensor(control)
-    read[:, first : length - 1] = frames
-    read[0, length - 1] = ids.code_stop
-    labels = torch.full((length,), IGNORE)
-    labels[first:] = read[0, first:]
-    targets = read.clone()
-    targets[:, :first] = IGNORE
-    targets[:, length - 1] = IGNORE  # the frame that ends the speech has no other codes
-    counts = {"samples": 1, "tokens": length, "trained": frames.shape[1] + 1, "images": 0, "frames": 0}
-    positions = torch.arange(length)
-    return SpokenSample(sample_id, text[:length], labels, positions, {}, counts, read, targets)
+    beside = [*opening.beside, *[ids.pad] * (spoken + 1 - len(opening.beside))]
+    end = torch.full((codebooks, 1), IGNORE)  # the end of speech has a code in the first codebook alone
+    end[0] = ids.code_stop
+    read = torch.cat([opening.codes(codebooks), frames, end], dim=1)
+    labels, targets = read[0].clone(), read.clone()
+    labels[:count] = IGNORE
+    targets[:, :count] = IGNORE
+    targets[:, -1] = IGNORE
+    return SpokenSample(
+        sample_id,
+        torch.tensor([*opening.text, *beside]),
+        labels,
+        torch.arange(count + spoken + 1),
+        {},
+        {"samples": 1, "tokens": count + spoken + 1, "trained": spoken + 1, "images": 0, "frames": 0},
+        read,
+        targets,
+    )
+
+
+def opening_sequence(sample_id: str, opening: Opening, codebooks: int) -> SpokenSample:
+    """Return the prompt for an answer."""
+    codes, length = opening.codes(codebooks), len(opening.text)
+    nothing = torch.full_like(codes, IGNORE)
+    counts = {"samples": 1, "tokens": length}
+    text, positions = torch.tensor(opening.text), torch.arange(length)
+    return SpokenSample(sample_id, text, nothing[0], positions, {}, counts, codes, nothing)

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
@@ -161,7 +162,7 @@ def windows_of(frames: Tensor, positions: int) -> Tensor:
     return padded.unfold(0, 2 * REACH + 1, STRIDE)[:positions].flatten(1)
 
 
-def stock_inputs(batch: Batch) -> dict[str, Tensor]:
+def stock_inputs(batch: Batch, _: Any) -> dict[str, Tensor]:
     """Return the input of transformers' class for a batch with one recording."""
     return {"input_features": frames_of(batch["mel"]).T[None], "decoder_input_ids": batch["tokens"][None]}
 

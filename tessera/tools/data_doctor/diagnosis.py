@@ -226,10 +226,12 @@ white-space:pre-wrap;overflow-wrap:anywhere;max-height:420px;overflow-y:auto}
 mark{background:var(--trained);color:inherit;border-radius:3px}
 .media{background:var(--media);border-radius:3px;padding:0 4px}.problem{color:var(--loss)}
 .thumb .drawn{display:inline-block}.thumb .drawn img{margin:0}
-.thumbs{display:flex;flex-wrap:wrap;gap:10px;margin:0 0 10px}.thumb{font-size:12px;text-align:center;max-width:152px}
-.thumb.sound{max-width:296px}.thumb.sound img{max-width:288px}.sound audio{width:288px;height:32px;display:block}
+.thumbs{display:flex;flex-wrap:wrap;gap:10px;margin:0 0 10px}.thumb{font-size:12px;text-align:center;max-width:152px;
+overflow-wrap:anywhere}
 .thumb img,.none{display:block;max-width:144px;max-height:144px;margin:0 auto 2px;border-radius:6px;
 border:1px solid var(--line)}.none{padding:20px 12px;color:var(--soft)}
+.thumb.sound{max-width:288px;text-align:left}.thumb.sound img{max-height:none;width:288px;max-width:100%}
+.sound audio{width:288px;max-width:100%;height:32px;display:block}
 @media(max-width:560px){h3 .soft{margin-left:0}}
 """
 _WORDS = {"loss": "loses samples", "warning": "looks wrong", "note": "worth knowing"}
@@ -305,14 +307,15 @@ def _article(sample: Shown) -> str:
 
 
 def _thumb(thumb: Thumb) -> str:
-    image = f'<img alt="" src="{escape(thumb.uri)}">' if thumb.uri else '<div class="none">no image</div>'
+    image = f'<img alt="" src="{escape(thumb.uri)}">' if thumb.uri else '<div class="none">no preview</div>'
     if thumb.uri and thumb.shapes:
         image = f'<div class="drawn">{image}{html.overlay(*thumb.pixels, thumb.shapes)}</div>'
     tokens = "" if thumb.tokens is None else f"<br>{thumb.tokens:,} tokens"
     if thumb.sound:
-        image += f'<audio controls preload="none" src="{escape(thumb.sound)}"></audio>'
+        image += f'<audio controls preload="metadata" src="{escape(thumb.sound)}"></audio>'
     kind = "thumb sound" if thumb.uri and thumb.pixels == (0, 0) else "thumb"
+    name = "" if thumb.uri and not thumb.sound else f"{escape(thumb.name)}<br>"  # recordings look alike
     return (
         f'<div class="{kind}" title="{escape(thumb.name)}">{image}'
-        f'<div class="soft">{escape(thumb.size)}{tokens}</div></div>'
+        f'<div class="soft">{name}{escape(thumb.size)}{tokens}</div></div>'
     )

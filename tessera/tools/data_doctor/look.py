@@ -18,7 +18,7 @@ import numpy as np
 from PIL import Image
 
 from tessera.core.batch import IGNORE
-from tessera.core.sample import PLAIN, MediaSize, Message, Part, Sample
+from tessera.core.sample import PLAIN, MediaSize, Message, Part, Sample, VideoWithSound
 from tessera.data.kinds.preference import PairProcessor
 from tessera.data.media.audio import AudioSampling
 from tessera.data.media.files import Limits
@@ -31,6 +31,7 @@ from tessera.data.sources.regions import check_regions, oddity, regions_of
 from tessera.data.sources.source import Source
 from tessera.diffusion.processor import GenerationProcessor
 from tessera.errors import TesseraError
+from tessera.models.processing.conversation import ConversationProcessor
 from tessera.models.vision.processor import VisionProcessor
 from tessera.runtime import html
 from tessera.tools.data_doctor.findings import (
@@ -114,7 +115,7 @@ class Look:
         problems = check_texts(spoken).problems
         if self.captions:
             problems = {kind: detail for kind, detail in problems.items() if kind in _OF_ANY_TEXT}
-        elif {message.role for message in spoken.messages} == {"assistant"}:
+        elif {message.role for message in spoken.messages} == {"assistant"} and not _speaks(sample):
             problems["all-trained"] = "every message is the assistant's"
         images = [size for part, size in zip(sample.media(), sizes, strict=True) if part.kind == "image"]
         for region in regions_of(sample):
@@ -160,6 +161,11 @@ class Look:
         parts = sample.media()
         sizes = [probe(part, self.root, self.limits, self.sampling) for part in parts]
         return [decode(part, self.root, self.limits, self.sampling) for part in parts], sizes
+
+
+def _speaks(sample: Sample) -> bool:
+    """Return whether a sample has speech as codes, of which the text is the question."""
+    return any(part.kind == "codes" for part in sample.media())
 
 
 def _as_spoken(sample: Sample) -> Sample:
@@ -310,15 +316,19 @@ def _shapes(sample: Sample, sizes: Sequence[MediaSize], processor: ChatProcessor
     return shapes
 
 
-def _media_tokens(processor: ChatProcessor, part: Part, size: MediaSize) -> int:
-    """Return the number of tokens that a media part adds to a message."""
+def _media_tokens(processor: ChatProcessor, part: Part, size: MediaSize) -> int | None:
+    """Return the number of tokens that a media part adds to a message; None if the decoder attends to it instead."""
     inner = processor.inner if isinstance(processor, PairProcessor) else processor
+    if isinstance(inner, ConversationProcessor) and not inner.layout(part.kind, size).tokens:
+        return None
     with_media = inner.measure(Sample("", (Message("user", (part,)),)), [size])["tokens"]
     return with_media - inner.measure(Sample("", (Message("user", ()),)), [])["tokens"]
 
 
 def _token_spans(tokens: list[int], trained: list[bool], processor: ChatProcessor) -> list[TextSpan]:
     """Return tokens as spans of trained and untrained text. Repeated placeholders of media become one span."""
+    # The encoder spells all tokens; a family may leave out some, such as the end of a transcript.
+    spell = processor.encoder.spell if isinstance(processor, ConversationProcessor) else processor.spell
     spans: list[TextSpan] = []
     start = 0
     while start < len(tokens) and len(spans) < MOST_SPANS:
@@ -326,13 +336,13 @@ def _token_spans(tokens: list[int], trained: list[bool], processor: ChatProcesso
         while end < len(tokens) and tokens[end] == tokens[start] and trained[end] == trained[start]:
             end += 1
         if end - start >= _REPEATED and not trained[start]:
-            word = processor.spell(tokens[start : start + 1]).strip() or "media"
+            word = spell(tokens[start : start + 1]).strip() or "media"
             spans.append(TextSpan(f"{word} x {end - start}", "media"))
         else:
             end = start + 1
             while end < len(tokens) and trained[end] == trained[start] and not _repeats(tokens, trained, end):
                 end += 1
-            text = _shortened(processor.spell(tokens[start:end]))
+            text = _shortened(spell(tokens[start:end]))
             spans.append(TextSpan(text, "trained" if trained[start] else "context"))
         start = end
     if start < len(tokens):
@@ -376,12 +386,15 @@ def _sound_thumb(name: str, sound: Sound, tokens: int | None) -> Thumb:
 
 
 def _size_text(part: Part, size: MediaSize) -> str:
+    if part.kind == "codes":
+        return f"{size.frames} frames"
     frames = f", {size.frames} frames" if part.kind == "video" else ""
     return f"{size.width} x {size.height}{frames}"
 
 
 def _uri(media: Any) -> str | None:
     """Return a thumbnail of an image, or of the first frame of a video, as a data URI; None for other media."""
+    media = media.frames if isinstance(media, VideoWithSound) else media
     image = media
     if isinstance(media, np.ndarray):
         if media.ndim != 4 or not len(media):
