@@ -27,7 +27,7 @@ class Ours(NamedTuple):
             return self.note
         is_plain = isinstance(value, (int, float, str)) and not isinstance(value, bool)
         value = self.example or (str(value) if is_plain else "")
-        text = f"here it is {self.key}"
+        text = f"the recipe key is {self.key}"
         if value:
             *sections, name = self.key.split(".")
             nested = "".join(f"{section}: {{" for section in sections) + f"{name}: {value}" + "}" * len(sections)

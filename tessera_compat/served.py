@@ -198,12 +198,12 @@ SERVED: dict[str, tuple[str, ...]] = {
 
 # Package -> why its other modules are not provided. The longest matching package name is used.
 REASONS = {
-    "mindspeed_mm.patchs": "nothing is patched here",
-    "mindspeed_mm.mindspore": "nothing is patched for MindSpore: --ai-framework mindspore trains on it",
-    "mindspeed_mm.fsdp": "the FSDP2 trainer is started as mindspeed_mm/fsdp/train/trainer.py of a workspace",
+    "mindspeed_mm.patchs": "Tessera patches no code",
+    "mindspeed_mm.mindspore": "Tessera patches no code for MindSpore: --ai-framework mindspore trains on it",
+    "mindspeed_mm.fsdp": "the FSDP2 trainer is mindspeed_mm/fsdp/train/trainer.py in a workspace",
     "mindspeed_mm.tasks": "inference, evaluation and post-training are entry points: inference_vlm.py, evaluate_vlm.py",
-    "mindspeed_mm.models": "its parts are built by VLModel, VLMModel or TransformersModel, or are not here yet",
-    "mindspeed_mm.tools": "a profile is a setting: --mm-tool tools.json",
+    "mindspeed_mm.models": "use VLModel, VLMModel or TransformersModel; other classes are not supported yet",
+    "mindspeed_mm.tools": "profiling is configured by --mm-tool tools.json",
 }
 
 
@@ -263,7 +263,7 @@ class ServedFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         error = NotServed(
             f"the module {fullname} is not offered here{why}",
             nearest=nearest(fullname, [*SERVED, *packages()]),
-            fix="docs/reference/compat-megatron.md lists the served modules, and files below mindspeed_mm/ are found; "
+            fix="docs/reference/compat-megatron.md lists provided modules; files below mindspeed_mm/ are imported; "
             "`except ImportError` around the import works too",
             code="megatron.module-not-served",
         )
@@ -297,7 +297,7 @@ class ServedFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             if file.is_file() and module.__name__ in REGISTRIES:
                 _register(module, file)
             elif file.is_file():
-                logger().info("%s is Tessera's; %s is not read", module.__name__, file)
+                logger().info("%s is provided by Tessera; %s is not read", module.__name__, file)
 
 
 def _register(module: ModuleType, file: Path) -> None:
@@ -310,7 +310,7 @@ def _register(module: ModuleType, file: Path) -> None:
         spec.loader.exec_module(user)
         classes = dict(user.ModelHub.MODEL_MAPPINGS)
     except (ImportError, AttributeError) as error:
-        logger().warning("the models of %s are not known here: %s", file, error)
+        logger().warning("the models of %s cannot be registered: %s", file, error)
         return
     module.ModelHub.MODEL_MAPPINGS.update(classes)
     logger().info("models of %s: %s", file, ", ".join(map(str, classes)))

@@ -105,7 +105,7 @@ def generation_recipe(args: Args, report: JobReport) -> dict[str, Any]:
         )
     if model.family == "cogvideox" and model.folders.get("ae.from_pretrained", "").endswith(".pt"):
         file, folder = model.folders["ae.from_pretrained"], pipeline_of(model, data, model_source)
-        note = f"{folder}/vae, which holds the same weights as diffusers reads them"
+        note = f"{folder}/vae, the same weights in the format of diffusers"
         report.add(model_source, "ae.from_pretrained", file, "differs", note)
     recipe: dict[str, Any] = place_sections(args)
     set_model_and_data(recipe, args, model, data, (model_source, data_source))
@@ -366,12 +366,12 @@ def _note_behaviour(report: JobReport, recipe: Mapping[str, Any]) -> None:
     """Report how runs of Tessera differ from MindSpeed-MM by default."""
     notes = {
         ("loss", "mean per micro-batch"): "every trained latent of the global batch counts the same",
-        ("frames of a long video", "from a random one on"): "from the first on: they are the same in every epoch",
+        ("frames of a long video", "from a random frame on"): "from the first frame on, the same in every epoch",
     }
     options = recipe["train"]["task_options"]
     if options.get("caption_dropout"):
-        notes["dropped captions", "zeros"] = "the embeddings of the empty caption, which sampling reads too"
+        notes["dropped captions", "zeros"] = "the embeddings of the empty caption, as in sampling"
     if options.get("given", "none") != "none":
-        notes["given frames", "sometimes with noise, or dropped"] = "as they are, in every sample"
+        notes["conditioning frames", "sometimes with noise, or dropped"] = "unchanged in every sample"
     for (what, there), here in notes.items():
         report.add("behaviour", what, there, "differs", here)

@@ -54,13 +54,13 @@ def _wan(options: dict[str, Any], section: Mapping[str, Any], source: str, repor
     levels = translate(section, WAN_LEVELS, source, report, at, {"model_id", *_BOUNDARIES}, SECTION)
     for key, plain in (("sigma_min", "0.003 / 1.002"), ("extra_one_step", "false")):
         if key not in section:
-            report.add(source, at + key, "(not set)", "not supported", f"there, {plain} without it; set it as Wan does")
+            report.add(source, at + key, "(not set)", "not supported", f"the default is {plain}; set Wan's value")
     options |= {"time": "uniform", "shift": 3.0, **levels, "weighting": "gaussian"}
     if any(key in section for key in _BOUNDARIES):
         options["boundaries"] = wan_boundaries(section, float(options["shift"]), source)
         for key in _BOUNDARIES:
             if key in section:
-                report.add(source, at + key, section[key], "mapped", f"{SECTION}boundaries: as noise, after the shift")
+                report.add(source, at + key, section[key], "mapped", f"{SECTION}boundaries: levels after the shift")
 
 
 def wan_boundaries(section: Mapping[str, Any], shift: float, source: str) -> list[float]:

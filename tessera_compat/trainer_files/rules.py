@@ -17,7 +17,7 @@ Settings = dict[str, Any]
 FileRule = str | Callable[[Any], Settings]
 DECIDED = "decided by Tessera"
 LONGEST_TIMEOUT = 86400.0  # seconds; LLaMA-Factory's examples write 180000000, which means no timeout
-_TOKENS = "the tokenizer in the model's folder has it"
+_TOKENS = "set by the tokenizer in the model's folder"
 _LAYERS = "text.layers.{*}"
 _LINEAR = {
     **{f"{name}_proj": f"{_LAYERS}.attn.{name}" for name in "qkvo"},
@@ -80,7 +80,7 @@ def refuses(reason: str) -> FileRule:
 def model_path(value: Any) -> Settings:
     """Return the path of a model; `org/name` is a model of Hugging Face."""
     if not isinstance(value, str):
-        raise ValueError(f"must be a text (a path or the name of a model), not {value!r}")
+        raise ValueError(f"must be a string (a path or the name of a model), not {value!r}")
     text = value
     is_id = text.count("/") == 1 and not text.startswith((".", "/", "~")) and not text.endswith("/")
     return {"model.path": f"hf://{text}" if is_id else text}
@@ -150,22 +150,22 @@ def positive(key: str, convert: Callable[[Any], Any] = int) -> FileRule:
 
 
 def every(key: str) -> FileRule:
-    return chosen({"epoch": {key: "1epoch"}, "steps": {}, "no": {}, "none": {}, "best": "say checkpoint.keep_best"})
+    return chosen({"epoch": {key: "1epoch"}, "steps": {}, "no": {}, "none": {}, "best": "set checkpoint.keep_best"})
 
 
 _BITS = {"4": {"model.lora.quantize": "nf4"}, "8": {"model.lora.quantize": "fp8"}}
 _RECOMPUTE = when("parallel.recompute", [_LAYERS])
-_ALL_LAYERS: dict[str, Settings | str] = {"true": {}, "false": "say model.lora.targets"}
+_ALL_LAYERS: dict[str, Settings | str] = {"true": {}, "false": "set model.lora.targets in the recipe"}
 _ADAPTED: dict[str, Settings | str] = {
     **{"lora": {"model.lora": {}}, "qlora": {"model.lora": {}, "model.lora.quantize": "nf4"}, "full": {}},
-    **{"freeze": "name the frozen parts in model.freeze", "oft": "LoRA is the adapter that is here"},
+    **{"freeze": "name the frozen parts in model.freeze", "oft": "only LoRA adapters are supported"},
 }
 _TASKS: dict[str, Settings | str] = {
     **{name: {} for name in ("sft", "none")},
     **{name: {"train.task": name} for name in ("dpo", "kto", "orpo", "simpo")},
-    "rm": "say train.task reward and model.head reward",
-    "pt": "training on plain text: say data.kind",
-    "ppo": "reinforcement learning is not among these tasks",
+    "rm": "set train.task=reward and model.head=reward in the recipe",
+    "pt": "set data.kind in the recipe: it trains on plain text",
+    "ppo": "reinforcement learning is not supported",
 }
 
 
@@ -191,7 +191,7 @@ def hf_rules() -> dict[str, FileRule]:
     rules |= dict.fromkeys(("lora_target", "lora_target_modules", "target_modules"), targets)
     rules |= {
         "use_rslora": when("model.lora.rslora", True),
-        "lora_target_linear": chosen({"true": {}, "false": "say model.lora.targets"}),
+        "lora_target_linear": chosen({"true": {}, "false": "set model.lora.targets in the recipe"}),
     }
     rules |= {"quantization_bit": chosen(_BITS), "quant_bits": chosen(_BITS)}
     rules |= {"load_in_4bit": when("model.lora.quantize", "nf4"), "load_in_8bit": when("model.lora.quantize", "fp8")}
@@ -201,32 +201,32 @@ def hf_rules() -> dict[str, FileRule]:
     rules |= {"packing": sets("data.pack", bool), "sample_packing": sets("data.pack", bool)}
     rules |= {"neat_packing": when("data.pack", True), "streaming": when("data.stream", True)}
     rules |= {"save_only_model": when("checkpoint.weights_only", True), "torch_compile": when("parallel.compile", True)}
-    rules |= {"mask_history": when("data.mask_history", True), "do_eval": "data.eval says it"}
+    rules |= {"mask_history": when("data.mask_history", True), "do_eval": "set by data.eval"}
     rules |= {"train_on_prompt": when("data.train_on", ["user", "assistant"])}
     rules |= {"train_on_inputs": when("data.train_on", ["user", "assistant"])}
     rules |= {"preprocessing_num_workers": DECIDED, "dataset_num_proc": DECIDED, "dataset_processes": DECIDED}
-    rules |= {"torch_dtype": chosen({"bfloat16": {}, "auto": {}, "float32": {}, "float16": "say precision.compute"})}
-    rules |= {"per_device_eval_batch_size": "rows of an evaluation are train.eval_rows, over all ranks"}
+    rules |= {"torch_dtype": chosen({"bfloat16": {}, "auto": {}, "float32": {}, "float16": "set precision.compute"})}
+    rules |= {"per_device_eval_batch_size": "train.eval_rows sets the rows of an evaluation, over all ranks"}
     rules |= {"eval_steps": positive("train.eval_every"), "save_steps": positive("checkpoint.every")}
     rules |= {"image_max_pixels": sets("data.processor.max_pixels", int), "tf32": DECIDED, "flash_attention": DECIDED}
     rules |= {"image_min_pixels": sets("data.processor.min_pixels", int), "dataset_dir": "with dataset"}
     rules |= {"sequence_len": sets("data.length", int), "save_total_limit": positive("checkpoint.keep")}
     rules |= dict.fromkeys(("group_by_length", "pad_to_sequence_len", "xformers_attention", "local_rank"), DECIDED)
-    rules |= {"chat_template": "families write that of their published models; leave it out", "strict": DECIDED}
+    rules |= {"chat_template": "set by the model family: remove the key", "strict": DECIDED}
     rules |= {"wandb_project": lambda value: {"log.trackers": ["wandb"]} if value else {}}
     rules |= {"evals_per_epoch": per_epoch("train.eval_every"), "saves_per_epoch": per_epoch("checkpoint.every")}
     rules |= {"lora_model_dir": sets("model.lora.path"), "max_samples": "with dataset"}
     rules |= dict.fromkeys(("dataset_prepared_path", "eval_sample_packing", "lora_fan_in_fan_out", "debug"), DECIDED)
-    rules |= dict.fromkeys(("loss_watchdog_threshold", "loss_watchdog_patience"), "guard.loss_spike watches the loss")
+    rules |= dict.fromkeys(("loss_watchdog_threshold", "loss_watchdog_patience"), "see guard.loss_spike")
     rules |= dict.fromkeys((f"special_tokens.{name}_token" for name in ("bos", "eos", "unk", "pad")), _TOKENS)
-    rules |= dict.fromkeys(("model_author", "model_name"), "names in the data set swift/self-cognition alone")
-    rules |= {"system": refuses("write it into the data: a first message with the role system")}
+    rules |= dict.fromkeys(("model_author", "model_name"), "only used by the data set swift/self-cognition")
+    rules |= {"system": refuses("add it to the data: a first message with the role system")}
     rules |= {"ddp_timeout": sets("parallel.timeout_s", lambda seconds: min(float(seconds), LONGEST_TIMEOUT))}
-    rules |= dict.fromkeys(("wandb_entity", "wandb_watch", "wandb_name", "wandb_log_model"), "a name of the tracker")
+    rules |= dict.fromkeys(("wandb_entity", "wandb_watch", "wandb_name", "wandb_log_model"), "a setting of the tracker")
     rules |= {
-        "deepspeed": "its file is below",
-        "fsdp": refuses("say parallel.shard"),
-        "fsdp_config": refuses("translate it by itself: tessera migrate FILE"),
+        "deepspeed": "this file is translated below",
+        "fsdp": refuses("set parallel.shard in the recipe"),
+        "fsdp_config": refuses("translate the file separately: tessera migrate FILE"),
     }
     rules |= {"val_set_size": rules["val_size"], "gradient_checkpointing_kwargs": DECIDED, "logging_dir": DECIDED}
     return rules
@@ -240,7 +240,7 @@ def deepspeed_rules(prefix: str = "") -> dict[str, FileRule]:
     on_host: dict[str, Settings | str] = {
         "none": {},
         "cpu": {"parallel.offload": True},
-        "nvme": "offload is to the host",
+        "nvme": "offload goes to host memory",
     }
     planned: dict[str, Settings | str] = {
         "warmuplr": {"optim.schedule.kind": "constant"},
@@ -260,11 +260,11 @@ def deepspeed_rules(prefix: str = "") -> dict[str, FileRule]:
         f"{planning}warmup_num_steps": sets("optim.schedule.warmup", int),
         f"{planning}total_num_steps": sets("train.steps", int),
         f"{planning}warmup_max_lr": sets("optim.lr", float),
-        f"{planning}warmup_min_lr": refuses("the warmup begins at 0"),
-        f"{planning}warmup_type": chosen({"linear": {}, "log": "the warmup is linear", "auto": {}}),
+        f"{planning}warmup_min_lr": refuses("the warmup always begins at 0"),
+        f"{planning}warmup_type": chosen({"linear": {}, "log": "the warmup is always linear", "auto": {}}),
         "bf16.enabled": when("precision.compute", "bfloat16"),
         "fp16.enabled": when("precision.compute", "float16"),
-        "fp16.loss_scale": refuses("the loss scale is dynamic"),
+        "fp16.loss_scale": refuses("the loss scale is always dynamic"),
         "fp16.initial_scale_power": sets("precision.loss_scale.start", lambda value: 2.0 ** float(value)),
         "fp16.loss_scale_window": sets("precision.loss_scale.growth_steps", int),
         "fp16.hysteresis": DECIDED,
@@ -281,7 +281,7 @@ def deepspeed_rules(prefix: str = "") -> dict[str, FileRule]:
         "activation_checkpointing.cpu_checkpointing": when("parallel.activation_offload", [_LAYERS]),
         "zero_allow_untested_optimizer": DECIDED,
         "wall_clock_breakdown": DECIDED,
-        "gradient_predivide_factor": refuses("gradients are averaged over samples"),
+        "gradient_predivide_factor": refuses("gradients are always averaged over samples"),
     }
     tuned = "overlap_comm contiguous_gradients reduce_scatter reduce_bucket_size allgather_bucket_size sub_group_size"
     tuned += " allgather_partitions round_robin_gradients stage3_prefetch_bucket_size stage3_max_live_parameters"
@@ -296,8 +296,8 @@ def deepspeed_rules(prefix: str = "") -> dict[str, FileRule]:
 def accelerate_rules() -> dict[str, FileRule]:
     """Return the rules of an accelerate configuration, with those of FSDP1."""
     kinds: dict[str, Settings | str] = {name: {"parallel.shard": 1} for name in ("multi_gpu", "multi_npu", "multi_cpu")}
-    kinds |= {"no": {}, "fsdp": {}, "deepspeed": {}, "megatron_lm": "say parallel.tp and parallel.pp"}
-    mixed: dict[str, Settings | str] = {"no": {"precision.compute": "float32"}, "fp8": "say precision"}
+    kinds |= {"no": {}, "fsdp": {}, "deepspeed": {}, "megatron_lm": "set parallel.tp and parallel.pp in the recipe"}
+    mixed: dict[str, Settings | str] = {"no": {"precision.compute": "float32"}, "fp8": "set precision in the recipe"}
     mixed |= {"bf16": {"precision.compute": "bfloat16"}, "fp16": {"precision.compute": "float16"}}
     deepspeed = {
         "zero_stage": deepspeed_rules()["zero_optimization.stage"],
@@ -305,7 +305,7 @@ def accelerate_rules() -> dict[str, FileRule]:
         "offload_param_device": deepspeed_rules()["zero_optimization.offload_param.device"],
         "gradient_clipping": positive("optim.clip_norm", float),
         **dict.fromkeys(("zero3_init_flag", "zero3_save_16bit_model", "deepspeed_multinode_launcher"), DECIDED),
-        "deepspeed_config_file": refuses("translate it by itself: tessera migrate FILE.json"),
+        "deepspeed_config_file": refuses("translate the file separately: tessera migrate FILE.json"),
     }
     rules: dict[str, FileRule] = {"distributed_type": chosen(kinds), "mixed_precision": chosen(mixed)}
     rules |= {f"deepspeed_config.{name}": rule for name, rule in deepspeed.items()}
@@ -313,7 +313,7 @@ def accelerate_rules() -> dict[str, FileRule]:
     launch = "compute_environment debug machine_rank main_training_function rdzv_backend same_network use_cpu"
     launch += " main_process_ip main_process_port num_machines num_processes gpu_ids enable_cpu_affinity"
     launch += " tpu_env tpu_use_cluster tpu_use_sudo"
-    rules |= dict.fromkeys(launch.split(), "the command that starts the run says it")
+    rules |= dict.fromkeys(launch.split(), "set by the start command")
     return rules | {"downcast_bf16": DECIDED, "dynamo_config.dynamo_backend": DECIDED}
 
 
@@ -324,7 +324,7 @@ def fsdp_rules() -> dict[str, FileRule]:
         "no_shard": {"parallel.shard": 1},
     }
     strategies["shard_grad_op"] = {"parallel.shard": "auto", "parallel.reshard_after_forward": False}
-    hybrid = "say parallel.shard: the number of ranks that share a copy"
+    hybrid = "set parallel.shard in the recipe: the number of ranks that share a copy"
     strategies |= {"hybrid_shard": hybrid, "hybrid_shard_zero2": hybrid, "auto": {}}
     strategies |= {str(n): strategies[name] for n, name in enumerate(("full_shard", "shard_grad_op", "no_shard"), 1)}
     strategies |= {"true": {"parallel.shard": "auto"}, "false": strategies["shard_grad_op"]}

@@ -171,7 +171,7 @@ class _Translation:
             (self.origin[one] for one in settings if one in self.origin and self.settings[one] != settings[one]), None
         )
         if other is not None:
-            self.report.add(source, key, value, "not supported", f"{other} says something else")
+            self.report.add(source, key, value, "not supported", f"{other} sets another value")
             return
         self.settings |= settings
         self.origin |= dict.fromkeys(settings, key)
@@ -260,7 +260,7 @@ class _Translation:
             self.report.add(source, key, value, "not needed" if not value else "not supported", "no data set")
             return
         self.settings[_DATA[key]] = sets
-        note = _DATA[key] if outcome == "mapped" else f"{_DATA[key]}: a name that is no file here; write its path"
+        note = _DATA[key] if outcome == "mapped" else f"{_DATA[key]}: the file of this name is unknown; write its path"
         self.report.add(source, key, value, outcome, note)
 
     def _file_of(self, name: str, flat: Mapping[str, Any]) -> str:
@@ -281,7 +281,7 @@ class _Translation:
         file = next((path for path in (Path(value), self.path.parent / value) if path.is_file()), None)
         if file is None:
             self.report.add(
-                value, "deepspeed", value, "differs", "no such file here: weights are sharded over all ranks"
+                value, "deepspeed", value, "differs", "the file is missing: weights are sharded over all ranks"
             )
             return
         data = read_trainer_file(file)

@@ -45,7 +45,7 @@ def test_a_key_of_another_trainer_is_told_as_ours(key: str, case: tuple[Any, str
 @pytest.mark.parametrize(
     ("key", "said"),
     [
-        ("optim.learning_rte", "(did you mean learning_rate?); here it is optim.lr"),
+        ("optim.learning_rte", "(did you mean learning_rate?); the recipe key is optim.lr"),
         ("train.num_train_epoch", "train.epochs"),
         ("lora_alpah", "model.lora.alpha"),
         ("trust_remote_cod", "code of a folder is never run"),

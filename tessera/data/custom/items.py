@@ -85,7 +85,7 @@ class PassedObject(ImportedObject):
 
 ITEM_TYPES = (
     "tessera.core.sample.Sample",
-    "a dict in a known form (messages, conversations, instruction and output, text)",
+    "a dict in a supported format (messages, conversations, instruction and output, text)",
     "tessera.core.sample.Encoded",
     "tessera.core.batch.Batch",
     "a dict of tensors",

@@ -110,7 +110,7 @@ def pack_rows(
     pack = section.pack
     if pack and isinstance(processor, PadsSamples) and not processor.packs:
         pack = False
-        log.info("no packing: this model class may mix samples of one row, so every row is one sample with padding")
+        log.info("no packing: attention of this model class would mix samples, so each row is one padded sample")
     packing = PackingConfig(section.length, seed, pack, section.shuffle, section.balance)
     samples = weigh(index, sections, request.work)
     order: Order | StepOrder
