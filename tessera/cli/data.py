@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tessera.cli.run import Overrides, TrustFlag, check_output, write_output
+from tessera.cli.run import CodecOption, Overrides, TrustFlag, check_output, write_output
 from tessera.errors import TesseraError
 
 if TYPE_CHECKING:
@@ -117,9 +117,7 @@ def features(
     split: Annotated[str, typer.Option("--split", help="train or eval")] = "train",
     shard: Annotated[int | None, typer.Option("--shard", min=1, help="samples of a file: 64; of speech: 1000")] = None,
     batch: Annotated[int | None, typer.Option("--batch", min=1, help="samples that are encoded together: 4")] = None,
-    codec: Annotated[
-        str | None, typer.Option("--codec", help="speech: folder of the codec, if the model's folder has none")
-    ] = None,
+    codec: CodecOption = None,
 ) -> None:
     """Encode a data set once to latents and text embeddings, or its speech to codes, which training then reads.
 

@@ -1,4 +1,4 @@
-"""The command `tessera generate`: text from language models, images and videos from generation models."""
+"""The command `tessera generate`: text from language models, speech, images and videos from other models."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tessera.cli.generate_speech import speak
 from tessera.cli.run import (
     AdapterOption,
+    CodecOption,
     FamilyOption,
     StrengthOption,
     TrustFlag,
@@ -29,6 +31,19 @@ Images = Annotated[
     list[Path] | None,
     typer.Option("--image", help="image to ask about, first frame, or image to edit; may be given again"),
 ]
+Recordings = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--audio",
+        help="text: recording to ask about or transcribe; a.wav#t=3,7.5 is a part; speech: recording of the voice",
+    ),
+]
+Transcripts = Annotated[
+    list[str] | None, typer.Option("--transcript", help="speech: what is said in each --audio, in the same order")
+]
+Output = Annotated[
+    Path | None, typer.Option("-o", "--out", help="media: .png, .gif or .mp4 file; speech: .wav; text: .jsonl")
+]
 
 # Argument names of this command: SHARED for all models, the others for one kind of model each.
 SHARED = ("model", "question", "image", "seed", "device", "trust", "family", "adapter", "strength")
@@ -36,6 +51,10 @@ ANSWERS = ("video", "audio", "system", "max_new_tokens", "temperature", "top_k",
 BATCH = (  # options that work with --data
     *("model", "data", "out", "root", "overwrite", "nproc", "seed", "device", "trust", "family", "adapter", "strength"),
     *("system", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"),
+)
+SPEECH = (  # for models that speak
+    *("model", "question", "out", "audio", "transcript", "speaker", "max_seconds", "codec", "seed", "device", "trust"),
+    *("family", "adapter", "strength", "temperature", "top_k", "top_p"),
 )
 SAMPLING = (  # fields of a `MediaRequest`
     *("negative", "height", "width", "frames", "fps", "steps", "guidance", "guidance_2", "true_guidance"),
@@ -58,15 +77,10 @@ def generate(
     adapter: AdapterOption = None,
     strength: StrengthOption = None,
     video: Annotated[list[Path] | None, typer.Option("--video", help="text: video to ask about")] = None,
-    audio: Annotated[
-        list[Path] | None,
-        typer.Option("--audio", help="text: recording to ask about or transcribe; a.wav#t=3,7.5 is a part"),
-    ] = None,
+    audio: Recordings = None,
     system: Annotated[str | None, typer.Option("--system", help="text: system prompt")] = None,
     max_new_tokens: Annotated[int | None, typer.Option("--max-new-tokens", help="text: 256 by default")] = None,
-    temperature: Annotated[
-        float | None, typer.Option("--temperature", help="text: default 0, the likeliest token")
-    ] = None,
+    temperature: Annotated[float | None, typer.Option("--temperature", help="text: 0 by default; speech: 0.9")] = None,
     top_k: Annotated[int | None, typer.Option("--top-k", help="text: 0 is no limit")] = None,
     top_p: Annotated[float | None, typer.Option("--top-p", help="text: share of probability to sample from")] = None,
     data: Annotated[Path | None, typer.Option("--data", help="text: file whose rows are answered to --out")] = None,
@@ -76,7 +90,11 @@ def generate(
     repetition_penalty: Annotated[
         float | None, typer.Option("--repetition-penalty", help="text: of --data, 1 is none")
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="media: .png, .gif or .mp4 file; text: .jsonl")] = None,
+    transcript: Transcripts = None,
+    speaker: Annotated[str | None, typer.Option("--speaker", help="speech: name or number of the voice")] = None,
+    max_seconds: Annotated[float | None, typer.Option("--max-seconds", min=0, help="speech: 60 by default")] = None,
+    codec: CodecOption = None,
+    out: Output = None,
     prompt: Annotated[list[str] | None, typer.Option("--prompt", help="media: prompt; may be given again")] = None,
     prompts: Annotated[Path | None, typer.Option("--prompts", help="media: text file with one prompt per line")] = None,
     vbench: Annotated[
@@ -124,7 +142,7 @@ def generate(
         Path | None, typer.Option("--parts", help="media: diffusers folder with VAE and text encoders, for a run")
     ] = None,
 ) -> None:
-    """Ask a language model and stream its answer, or generate images and videos to --out."""
+    """Ask a language model and stream its answer, or generate speech, images or videos to --out."""
     options = dict(locals())
     _run({name: value for name, value in options.items() if not (value is None or value is False or value == [])})
 
@@ -142,8 +160,13 @@ def _run(options: Mapping[str, Any]) -> None:
         )
     check_path(options["model"])
     from tessera.inference.load_pipeline import generates_media
+    from tessera.inference.speech import speaks
 
     adapters = parse_strengths(options.get("adapter"), options.get("strength"), "--strength")
+    if speaks(options["model"], trust, options.get("family")):
+        _refuse(options, "this model speaks", SPEECH)
+        speak(options, adapters)
+        return
     if not generates_media(options["model"], trust, options.get("family")):
         data = "data" in options
         _refuse(options, "with --data" if data else "this model generates text", BATCH if data else (*SHARED, *ANSWERS))

@@ -26,6 +26,9 @@ AdapterOption = Annotated[
 StrengthOption = Annotated[
     list[float] | None, typer.Option("--strength", help="strength of each --adapter, in order; default: 1")
 ]
+CodecOption = Annotated[
+    str | None, typer.Option("--codec", help="speech: folder of the codec, if the folder of the model has none")
+]
 FamilyOption = Annotated[
     str | None, typer.Option("--family", help="as in a recipe: a built-in, or the import path of your own")
 ]

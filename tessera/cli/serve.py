@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tessera.cli.run import FamilyOption, TrustFlag, check_path
+from tessera.cli.run import CodecOption, FamilyOption, TrustFlag, check_path
 from tessera.errors import TesseraError
 
 if TYPE_CHECKING:
@@ -58,13 +58,12 @@ def serve(
         bool, typer.Option("--allow-priority", help="let clients set priority: a lower number is served first")
     ] = False,
     device: Annotated[str, typer.Option("--device", help="auto, cpu or an accelerator")] = "auto",
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", help="float32, bfloat16 or float16; default: as stored")
-    ] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16, float16; default: as stored")] = None,
+    codec: CodecOption = None,
     family: FamilyOption = None,
     trust: TrustFlag = False,
 ) -> None:
-    """Serve a model with OpenAI's API: /v1/chat/completions, /v1/completions and more. Ctrl-C or SIGTERM ends it."""
+    """Serve a model with OpenAI's API: /v1/chat/completions, /v1/audio/speech and more. Ctrl-C or SIGTERM ends it."""
     _check_packages()
     check_path(model)
     adapters = _adapters(adapter or [])
@@ -98,6 +97,7 @@ def serve(
         max_length=max_length,
         rows=rows,
         blocks=blocks,
+        codec=codec,
     )
 
 

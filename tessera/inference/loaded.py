@@ -135,6 +135,12 @@ class LoadedModel(nn.Module):
         """
         if self.spec.gives(REWARDS):
             raise _reward_model()
+        if self.spec.task == "speech":
+            raise TesseraError(
+                f"{self.spec.name} speaks, and writes no text",
+                fix='write its speech to a file: tessera generate MODEL "Good evening." -o hello.wav',
+                code="generation.model-speaks",
+            )
         processor = _needed(self._processor, self.spec)
         rows = batch.segments["text"].bounds.numel() - 1
         if on_text is not None and rows != 1:

@@ -34,6 +34,8 @@ from tessera.server.render import chat_chunks, chat_completion, text_chunks, tex
 from tessera.server.response_events import Event
 from tessera.server.routes_responses import ResponsesApi, sse_text
 from tessera.server.service import AnswerJob, Service, TokenPrompt
+from tessera.server.speech import REFUSED as NOT_SPOKEN
+from tessera.server.speech import SPEECH, SpeechApi, SpeechRequest, spoken_completion, voice_of
 from tessera.server.streams import EventStream, in_time, rejoined, to_json, while_connected
 from tessera.server.transcriptions import TRANSCRIPTIONS, TranscriptionApi
 from tessera.version import __version__
@@ -63,7 +65,8 @@ def checked(values: dict[str, Any], kind: type[B]) -> B:
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        raise of_validation(error, REFUSED, kind.model_fields) from None
+        refused = NOT_SPOKEN if kind is SpeechRequest else REFUSED
+        raise of_validation(error, refused, kind.model_fields) from None
 
 
 class Endpoints:
@@ -103,7 +106,20 @@ class Endpoints:
         return await self._chat(checked(values, ChatRequest), request)
 
     async def _chat(self, fields: ChatRequest, request: Request) -> Result:
-        return await self._answer(request, fields, fields.n, self.service.chat_job, chat_completion, chat_chunks)
+        spoken = "audio" in fields.modalities
+        if spoken:
+            voice_of(self.service)  # raise before the answer is generated
+        complete = spoken_completion if spoken else chat_completion
+        return await self._answer(request, fields, fields.n, self.service.chat_job, complete, chat_chunks)
+
+    async def speech(self, request: Request) -> Response:
+        """Answer /v1/audio/speech."""
+
+        async def answer(fields: SpeechRequest) -> Response:
+            with self.admission.answers(1):
+                return await SpeechApi(self.service).create(fields, request)
+
+        return await self._with_body(request, SpeechRequest, answer)
 
     async def transcribe(self, request: Request) -> Response:
         """Answer /v1/audio/transcriptions."""
@@ -329,6 +345,7 @@ def routes(endpoints: Endpoints) -> list[Route]:
         Route("/version", endpoints.version, methods=["GET"]),
         Route("/metrics", endpoints.metrics, methods=["GET"]),
         Route(TRANSCRIPTIONS, endpoints.transcribe, methods=["POST"]),
+        Route(SPEECH, endpoints.speech, methods=["POST"]),
         *ResponsesApi(endpoints.run_chat, read=endpoints.read, send=endpoints.send_events).routes(),
     ]
 

@@ -30,7 +30,6 @@ IGNORED = (
     *("prompt_cache_key", "prompt_cache_retention", "request_id"),
 )
 REFUSED: dict[str, str] = {
-    "audio": "this server writes text only",
     "bad_words": "use logit_bias with the token ids",
     "best_of": "use n",
     "cache_salt": "reused prompts are shared by all clients",
@@ -340,6 +339,11 @@ class SamplingFields(Body):
         return self
 
 
+class AudioOutput(Body):
+    voice: str = Field("", max_length=256)
+    format: Literal["wav", "pcm16"] = "wav"
+
+
 class ChatRequest(SamplingFields):
     """Declare the body of /v1/chat/completions."""
 
@@ -352,7 +356,8 @@ class ChatRequest(SamplingFields):
     parallel_tool_calls: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    modalities: list[Literal["text"]] | None = None
+    modalities: list[Literal["text", "audio"]] = ["text"]
+    audio: AudioOutput | None = None
     media_io_kwargs: MediaFields | None = None
     add_special_tokens: Literal[False] | None = None  # the chat template adds the special tokens
 
@@ -364,6 +369,9 @@ class ChatRequest(SamplingFields):
             raise ValueError("continue_final_message needs a last message of the assistant")
         if self.continue_final_message and self.tools:
             raise ValueError("continue_final_message cannot be used with tools")
+        spoken = "audio" in self.modalities
+        if (self.audio is not None and not spoken) or (spoken and (self.stream or self.continue_final_message)):
+            raise ValueError('audio needs modalities: ["text", "audio"], and a complete answer without stream')
         return self
 
 

@@ -27,6 +27,7 @@ from tessera.server.reasoning import reasoning_for
 from tessera.server.settings import Settings
 from tessera.server.tokens import Tokens, prompt_tokens
 from tessera.server.tools import constraint_for, parser_for
+from tessera.server.voice import Voice
 
 _SUBMITTERS = (("submit", 4), ("compile-quickly", 2), ("compile", 2))  # name and number of threads
 
@@ -63,6 +64,7 @@ class Service:
     metrics: Metrics
     adapters: dict[str, str] = field(default_factory=dict)  # served names of adapters, with their folders
     family: str = ""
+    voice: Voice | None = None  # set if the model speaks
     started: int = field(default_factory=lambda: int(time.time()))
 
     @cached_property
@@ -309,6 +311,8 @@ class Service:
     def close(self) -> None:
         """Close the engine and all threads. Running answers are aborted."""
         self.engine.close(0)
+        if self.voice is not None:
+            self.voice.close()
         self.prompts.close()
         for threads in (self._helpers, self._long_texts, self._downloaders):
             threads.shutdown(wait=False, cancel_futures=True)

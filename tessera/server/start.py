@@ -20,6 +20,7 @@ from tessera.inference.answering import context_of
 from tessera.inference.load import load
 from tessera.inference.loaded import LoadedModel, LoadedProcessor
 from tessera.inference.prepare import PromptPool
+from tessera.inference.speech import load_speaker, speaks
 from tessera.models.processing.conversation import ConversationProcessor
 from tessera.models.processing.transcription import Transcriber
 from tessera.runtime.log import logger
@@ -29,6 +30,7 @@ from tessera.server.one_by_one import OneByOne
 from tessera.server.service import Service
 from tessera.server.settings import Settings
 from tessera.server.tokens import Tokens
+from tessera.server.voice import NoTextEngine, Voice
 
 _LENGTH = 32768  # context length of models whose configuration does not state it
 _SLOTS = 8  # adapters that may be loaded at a time
@@ -52,10 +54,13 @@ class ModelOptions:
     max_length: int | None = None  # None: the context of the model, or what the cache holds
     rows: int = 256
     blocks: int | None = None
+    codec: str | None = None  # folder of the codec of a model that speaks; None: the folder of the model contains it
 
 
 def start_service(options: ModelOptions, settings: Settings) -> Service:
     """Load the model and its adapters, and start the engine. `settings.max_length` is replaced."""
+    if speaks(options.path, options.trust, options.family):
+        return _speech_service(options, settings)
     begun = time.perf_counter()
     logger().info(f"loading {hub_spelling(options.path)}")
     model, processor = load(options.path, options.device, options.dtype, family=options.family, trust=options.trust)
@@ -70,7 +75,7 @@ def start_service(options: ModelOptions, settings: Settings) -> Service:
         )
     logger().info(f"loaded in {time.perf_counter() - begun:.1f} s on {model.device}")
     if model.spec.generate is not None and isinstance(inner, Transcriber):
-        _check_one_by_one(model, options, settings)
+        _check_one_by_one("answers one request at a time", options, settings)
         settings = replace(settings, max_length=_LENGTH, max_requests=min(settings.max_requests, _RECORDINGS))
         logger().info(f"answers one request at a time; at most {settings.max_requests} are computed or wait")
         return _service(settings, OneByOne(model, inner), processor, options, model.spec.name)
@@ -80,6 +85,25 @@ def start_service(options: ModelOptions, settings: Settings) -> Service:
         logger().info(f"loaded the adapter {name} from {folder}")
     settings = replace(settings, max_length=_length(engine, model.config, options.max_length))
     return _service(settings, EngineThread(engine), processor, options, model.spec.name)
+
+
+def _speech_service(options: ModelOptions, settings: Settings) -> Service:
+    """Return the service of a model that speaks and writes no text."""
+    _check_one_by_one("speaks one text at a time", options, settings)
+    speaker = load_speaker(
+        options.path,
+        options.device,
+        options.dtype,
+        codec=options.codec,
+        family=options.family,
+        trust=options.trust,
+    )
+    name = speaker.model.spec.name
+    settings = replace(settings, max_length=context_of(speaker.model.config) or _LENGTH)
+    processor = LoadedProcessor(speaker.model.processor, speaker.model.spec, speaker.limits)
+    service = _service(settings, NoTextEngine(name), processor, options, name)
+    service.voice = Voice(speaker)
+    return service
 
 
 def _service(
@@ -95,7 +119,7 @@ def _service(
     return Service(settings, engine, prompts, tokens, Metrics(), adapters, family)
 
 
-def _check_one_by_one(model: LoadedModel, options: ModelOptions, settings: Settings) -> None:
+def _check_one_by_one(reason: str, options: ModelOptions, settings: Settings) -> None:
     """Refuse options of the engine for a model that the engine cannot run."""
     changed = {
         "--adapter": bool(options.adapters),
@@ -108,7 +132,7 @@ def _check_one_by_one(model: LoadedModel, options: ModelOptions, settings: Setti
     name = next((name for name in changed if changed[name]), None)
     if name is not None:
         raise TesseraError(
-            f"{name} has no effect: models of the family {model.spec.name} answer one request at a time",
+            f"{name} has no effect: this model {reason}",
             where=name,
             fix=f"leave {name} out; tessera convert merges adapters into a model",
             code="generation.option-without-effect",

@@ -147,7 +147,7 @@ def sources_of(section: DataSection, split: Literal["train", "eval"]) -> list[So
 
 
 @dataclass(frozen=True)
-class Speech:
+class UnencodedRow:
     """Hold a row with decoded recordings, to be encoded. `sounds`: index in `sample.media()` -> recording."""
 
     sample: Sample
@@ -199,7 +199,7 @@ class ReadSpeech:
             number -= len(source)
         raise IndexError(number)
 
-    def __call__(self, number: int, note: Note) -> Speech | BadSample:
+    def __call__(self, number: int, note: Note) -> UnencodedRow | BadSample:
         note(number)
         source, row = self.at(number)
         id = source.location(row)
@@ -211,7 +211,7 @@ class ReadSpeech:
         except (TesseraError, OSError) as error:
             return bad_sample(str(error.where) if isinstance(error, RecordError) and error.where else id, error)
 
-    def _decoded(self, source: Source, sample: Sample) -> Speech:
+    def _decoded(self, source: Source, sample: Sample) -> UnencodedRow:
         flat = source.record_format == "transcript"
         media = [(message, part) for message in sample.messages for part in message.parts if part.kind != "text"]
         wanted = {
@@ -225,7 +225,7 @@ class ReadSpeech:
             roles = f" in messages of {', '.join(self.roles)}" if self.roles else ""
             raise RecordError(f"the row has no recording{roles}", where=sample.id, code="data.no-audio")
         sounds = {n: decode(part, source.root, self.limits, self.sampling) for n, part in wanted.items()}
-        return Speech(sample, flat, sounds)
+        return UnencodedRow(sample, flat, sounds)
 
 
 # ---------------------------------------------------------------------------------------------- shards
@@ -289,7 +289,7 @@ class CodeWriter:
             if isinstance(speech, Lost):
                 source, row = reader.at(number)
                 speech = BadSample(source.location(row), speech.reason, "data.item-ends-worker")
-            if isinstance(speech, Speech):
+            if isinstance(speech, UnencodedRow):
                 done.seconds += sum(len(sound) for sound in speech.sounds.values()) / self.codec.rate
                 lines.append(json.dumps(speech.row(self.codec, self.codebooks), ensure_ascii=False))
             else:

@@ -185,11 +185,11 @@ def test_the_doctor_shows_a_transcript(folder: Path) -> None:
     pytest.importorskip("av")
     ours, clip = processor(folder), sounds(0, 1)[0]
     sound = Sound(clip, RATE, len(clip) / RATE)
-    shown = show("a.jsonl:1", talk(clip, "ten!"), [clip], [MediaSize(0, 0, 0, samples=len(clip))], ours, [sound])
-    assert [thumb.tokens for thumb in shown.media] == [None]
-    trained = "".join(span.text for span in shown.spans if span.kind == "trained")
+    view = show("a.jsonl:1", talk(clip, "ten!"), [clip], [MediaSize(0, 0, 0, samples=len(clip))], ours, [sound])
+    assert [thumb.tokens for thumb in view.media] == [None]
+    trained = "".join(span.text for span in view.spans if span.kind == "trained")
     assert trained == "<|en|><|transcribe|><|notimestamps|>ten!<|endoftext|>"
-    assert shown.spans[-1].kind == "media", "padding"
+    assert view.spans[-1].kind == "media", "padding"
 
 
 def test_what_is_no_transcript_of_one_recording_is_refused(folder: Path) -> None:

@@ -123,10 +123,10 @@ def test_conversations_keep_recordings_that_the_model_hears(rows: Path, tmp_path
     )
     done = encode(talk, tmp_path / "some", roles=("assistant",))
     assert done.root == tmp_path
-    ((asked, answered),) = (row["messages"] for row in stored(tmp_path / "some"))
-    assert asked["content"][1] == {"type": "audio", "audio": "0.wav"}
-    assert answered["speaker"] == "7"
-    assert answered["content"][1] == {"type": "codes", "codes": [[20, 21, 22]] * 3}
+    ((question, answer),) = (row["messages"] for row in stored(tmp_path / "some"))
+    assert question["content"][1] == {"type": "audio", "audio": "0.wav"}
+    assert answer["speaker"] == "7"
+    assert answer["content"][1] == {"type": "codes", "codes": [[20, 21, 22]] * 3}
     encode(talk, tmp_path / "all")
     assert [m["content"][1]["type"] for m in stored(tmp_path / "all")[0]["messages"]] == ["codes", "codes"]
     text = write(

@@ -138,8 +138,8 @@ def test_videos_with_sound_have_a_thumbnail() -> None:
     frames = np.full((2, 20, 30, 3), 200, np.uint8)
     part, size = Part("video", "tour.mp4"), MediaSize(30, 20, 2, samples=RATE)
     sample = Sample("s", (Message("user", (part,)),))
-    shown = show("a.jsonl:1", sample, [VideoWithSound(frames, noise(1))], [size], None)
-    assert str(shown.media[0].uri).startswith("data:image/jpeg")
+    view = show("a.jsonl:1", sample, [VideoWithSound(frames, noise(1))], [size], None)
+    assert str(view.media[0].uri).startswith("data:image/jpeg")
 
 
 def test_drawing_and_preview() -> None:

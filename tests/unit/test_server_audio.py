@@ -254,3 +254,12 @@ def test_transcripts_of_qwen3_asr() -> None:
             transcription_instruction(processor, language, prompt, False)
     with raises("generation.no-time-stamps"):
         transcription_instruction(processor, None, None, True)
+
+
+def test_models_that_write_text_do_not_speak(client: TestClient) -> None:
+    messages = [{"role": "user", "content": "Hello."}]
+    spoken = {"messages": messages, "modalities": ["text", "audio"], "audio": {"voice": "alloy", "format": "wav"}}
+    for path, body in (("/v1/audio/speech", {"input": "Hello."}), ("/v1/chat/completions", spoken)):
+        assert refused(client.post(path, json=body))["code"] == "model_does_not_speak"
+    for changes in ({"stream": True}, {"modalities": ["text"]}):
+        assert refused(client.post("/v1/chat/completions", json={**spoken, **changes}))["code"] == "invalid_value"

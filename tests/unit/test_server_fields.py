@@ -364,7 +364,7 @@ def test_fields_without_effect_are_accepted(client: TestClient) -> None:
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
         ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs.structural_tag"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
-        ({"modalities": ["text", "audio"]}, "modalities[1]"),
+        ({"modalities": ["text", "video"]}, "modalities[1]"),
         ({"continue_final_message": True, "add_generation_prompt": True}, None),
     ],
 )

@@ -38,8 +38,8 @@ def parse_speech(record: Mapping[str, Any], names: ColumnMap) -> tuple[Message, 
         fail("data.no-codes", f"no codes under {names.codes!r}: `tessera data features` makes them from recordings")
     spoken = (Part("text", text_of(text).strip()), codes_part(record[names.codes], names.codes))
     question = record.get(names.prompt)
-    asked = [Message("user", (Part("text", text_of(question)),))] if question else []
-    return (*asked, Message("assistant", spoken, speaker_of(record, names)))
+    before = [Message("user", (Part("text", text_of(question)),))] if question else []
+    return (*before, Message("assistant", spoken, speaker_of(record, names)))
 
 
 def speaker_of(record: Mapping[str, Any], names: ColumnMap) -> str:

@@ -23,6 +23,7 @@ from tessera.models.processing.chat import ChatSpan, ChatTemplate, MediaWords, T
 from tessera.models.processing.conversation import PromptEnding, check_special_tokens
 from tessera.models.processing.streams import MediaLayout
 from tessera.models.processing.tokenizer import ChatEncoder, load_tokenizer, write_tokenizer
+from tessera.models.speech.generation import SpeechPrompts
 from tessera.models.speech.processor import SpeechProcessor, SpokenSample
 from tessera.models.vision.preprocessor_files import write_json
 
@@ -147,12 +148,21 @@ class CSMProcessor(SpeechProcessor):
         ending: PromptEnding = "answer",
     ) -> Batch:
         """Return a batch of prompts, which end with the text to speak: the speech of the last message is left out."""
-        asked = samples if ending == "none" else [_without_speech(sample) for sample in samples]
-        counts = [len(sample.media()) for sample in asked]
+        texts = samples if ending == "none" else [_without_speech(sample) for sample in samples]
+        counts = [len(sample.media()) for sample in texts]
         objects = [parts[:count] for parts, count in zip(media, counts, strict=True)]
         if sizes is not None:
             sizes = [of_sample[:count] for of_sample, count in zip(sizes, counts, strict=True)]
-        return super().prompt(asked, objects, sizes, "none")
+        return super().prompt(texts, objects, sizes, "none")
+
+    def speech_prompts(self, samples: Sequence[Sample]) -> SpeechPrompts:
+        """Return prompts for speech, whose end is decided by all codebooks but the last, as in transformers."""
+        texts = [_without_speech(sample) for sample in samples]
+        codes = [[part.value for part in sample.media()] for sample in texts]
+        sizes = [[MediaSize(0, 0, len(frames)) for frames in of_sample] for of_sample in codes]
+        batch = self.prompt(texts, codes, sizes, "none")
+        frame = self.encoder.id_of(FRAME)
+        return SpeechPrompts(batch, ((),) * len(samples), frame, self.end_code, max(1, self.codebooks - 1))
 
     def save(self, folder: Path) -> None:
         words = {"audio_token": FRAME, "audio_eos_token": END_OF_SPEECH}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from tessera.core.batch import Batch
 from tessera.core.cache import CacheRow, CacheStep
 from tessera.core.outputs import HIDDEN, LOGITS
+from tessera.core.sample import Sample
 from tessera.nn.cache import KVCache
 from tessera.nn.codes import CODES, DepthDecoder, SpeechModel
 
@@ -31,6 +33,20 @@ class SpeechPrompts:
     ends: int
     suppressed: tuple[int, ...] = ()  # codes of the first codebook that are never generated
     repetition_penalty: float = 1.0  # for the first codes, as in transformers
+
+
+@runtime_checkable
+class Speaks(Protocol):
+    """Declare the members of processors of models that speak."""
+
+    @property
+    def codebooks(self) -> int:
+        """Return the number of codes in a frame."""
+        ...
+
+    def speech_prompts(self, samples: Sequence[Sample]) -> SpeechPrompts:
+        """Return prompts for the speech of the last message of each sample. Other messages may have codes."""
+        ...
 
 
 @torch.no_grad()

@@ -37,6 +37,11 @@ class SpeechProcessor(ConversationProcessor):
 
     sizes: tuple[int, ...]  # number of codes of each codebook
 
+    @property
+    def codebooks(self) -> int:
+        """Return the number of codes in a frame."""
+        return len(self.sizes)
+
     @abstractmethod
     def spoken(self, encoded: Encoded, frames: Sequence[np.ndarray]) -> SpokenSample:
         """Return a sample with its codes. `frames`: speech of all its parts, [frames, codebooks] each."""

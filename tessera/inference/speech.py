@@ -1,0 +1,241 @@
+"""Speak: generate the codes of speech for a text with a loaded model, and decode them to sound with its codec."""
+
+from __future__ import annotations
+
+import io
+import wave
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tessera.config.trust import Trust
+from tessera.core.batch import Batch
+from tessera.core.sample import Message, Part, Sample
+from tessera.data.media.audio import AudioSampling
+from tessera.data.media.files import Limits
+from tessera.data.media.read import MediaSampling, decode
+from tessera.engine.failures import not_finite_error
+from tessera.engine.request import Request, Sampling
+from tessera.engine.sampler import Sampler
+from tessera.errors import TesseraError, with_fix
+from tessera.hub.config import local_model
+from tessera.inference.answering import context_of
+from tessera.inference.found_model import find_model
+from tessera.inference.load import AdapterPaths, load
+from tessera.inference.loaded import LoadedModel
+from tessera.inference.messages import sample_of
+from tessera.models import resolve
+from tessera.models.speech.codec import Codec, has_codec, load_codec
+from tessera.models.speech.generation import Choose, Speaks, SpeechPrompts, generate_codes
+from tessera.nn.codes import SpeechModel
+
+SPEECH = "speech"  # `ModelSpec.task` of families that speak
+# As published models sample by default: at temperature 0 speech often does not end.
+TEMPERATURE, TOP_K = 0.9, 50
+SECONDS = 60.0
+_OTHER_SEED = 0x5DEECE66D  # the depth decoder draws other random numbers than the main head
+
+
+@dataclass(frozen=True)
+class Speech:
+    """Hold generated speech: codes [frames, codebooks], and sound, float32 [samples]."""
+
+    codes: Tensor
+    sound: np.ndarray
+    rate: int  # samples per second
+    complete: bool = True  # False: the maximum length was reached before the end
+
+    def pcm(self) -> bytes:
+        """Return the sound as 16 bit samples."""
+        samples: np.ndarray = (np.clip(self.sound, -1, 1) * 32767).round().astype("<i2")
+        return samples.tobytes()
+
+    def wav(self) -> bytes:
+        """Return the sound as a WAV file of 16 bit samples."""
+        content = io.BytesIO()
+        with wave.open(content, "wb") as file:
+            file.setnchannels(1)
+            file.setsampwidth(2)
+            file.setframerate(self.rate)
+            file.writeframes(self.pcm())
+        return content.getvalue()
+
+
+@dataclass(frozen=True)
+class SpeechSampling:
+    """State how speech is sampled. `temperature` 0: the likeliest codes."""
+
+    temperature: float = TEMPERATURE
+    top_k: int = TOP_K
+    top_p: float = 1.0
+    seed: int = 0
+    max_seconds: float = SECONDS
+
+    def sampling(self, penalty: float) -> Sampling:
+        """Return the sampling of the first codes."""
+        return Sampling(self.temperature, self.top_k, self.top_p, seed=self.seed, repetition_penalty=penalty)
+
+
+def speaks(path: Path, trust: Trust = False, family: str | None = None) -> bool:
+    """Return whether the model at a path speaks. Weights are not read. `family`: see `load`."""
+    return resolve(find_model(local_model(path), None, trust, family=family).section)[0].task == SPEECH
+
+
+def load_speaker(
+    path: str | Path,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    *,
+    codec: str | Path | None = None,
+    adapters: AdapterPaths | None = None,
+    family: str | None = None,
+    trust: Trust = False,
+) -> Speaker:
+    """Load a model that speaks, with its codec. `codec`: folder of the codec; None: the folder of the model, or of the
+    base model of a run, contains it. The other arguments are those of `load`."""
+    folder = local_model(path)
+    model, processor = load(folder, device, dtype, adapters=adapters, family=family, trust=trust)
+    model.freeze()
+    if not isinstance(processor.processor, Speaks) or not isinstance(model.module, SpeechModel):
+        raise TesseraError(
+            f"{model.spec.name} does not speak",
+            where=str(folder),
+            fix="use a model of a family that speaks, such as csm",
+            code="generation.model-does-not-speak",
+        )
+    places = [local_model(codec, "codec")] if codec is not None else [folder, *([model.base] if model.base else [])]
+    home = next((place for place in places if has_codec(place)), None)
+    if home is None:
+        raise TesseraError(
+            f"no codec is in {' or '.join(map(str, places))}",
+            where="codec",
+            fix="name the codec of the model: --codec hf://kyutai/mimi, or codec= in Python",
+            code="media.no-codec",
+        )
+    return Speaker(model, load_codec(home).to(model.device), processor.limits)
+
+
+@dataclass
+class Speaker:
+    """Speak texts with a loaded model and its codec."""
+
+    model: LoadedModel
+    codec: Codec
+    limits: Limits = field(default_factory=Limits)
+
+    @cached_property
+    def processor(self) -> Speaks:
+        assert isinstance(self.model.processor, Speaks), "checked by `load_speaker`"
+        return self.model.processor
+
+    def say(
+        self,
+        text: str,
+        *,
+        speaker: str = "",
+        examples: Sequence[tuple[Any, str]] = (),
+        options: SpeechSampling | None = None,
+        on_frame: Callable[[int, Tensor], None] | None = None,
+    ) -> Speech:
+        """Return the speech of a text.
+
+        `speaker`: name or number of the voice. `examples`: recordings of the voice, each with the text that is said in
+        it. Recordings are paths, bytes, or {"array": samples, "sampling_rate": 24000}.
+        """
+        before = [self._example(recording, words, speaker) for recording, words in examples]
+        messages = (*before, Message("assistant", (Part("text", text),), speaker))
+        (speech,) = self.speak([Sample("speech", messages)], options or SpeechSampling(), on_frame)
+        return speech
+
+    def speak(
+        self,
+        samples: Sequence[Sample],
+        options: SpeechSampling,
+        on_frame: Callable[[int, Tensor], None] | None = None,
+    ) -> list[Speech]:
+        """Return the speech of the last message of each sample. Recordings in the samples are codes already."""
+        prompts = self.processor.speech_prompts(samples)
+        codes = self._codes(prompts, options, on_frame)
+        most = self._frames(prompts, options.max_seconds)
+        return [
+            Speech(of_row, self.codec.decode(of_row).float().numpy(), self.codec.rate, complete=len(of_row) < most)
+            for of_row in codes
+        ]
+
+    def in_voice(self, sample: Sample, speaker: str) -> Sample:
+        """Return a sample whose last message is said by this voice."""
+        *before, last = sample.messages
+        return replace(sample, messages=(*before, replace(last, speaker=speaker)))
+
+    def codes_of(self, recording: Any) -> np.ndarray:
+        """Return the codes of a recording, int64 [frames, codebooks]."""
+        sampling = MediaSampling(audio=AudioSampling(self.codec.rate))
+        sample = sample_of([{"role": "user", "content": [{"type": "audio", "audio": recording}]}], "", Path.cwd())
+        (part,) = sample.media()
+        with with_fix("example of the voice", "use a file that exists and can be decoded"):
+            sound = decode(part, Path(Path.cwd().anchor or "/"), self.limits, sampling)
+        return self.codec.encode(torch.from_numpy(sound), self.processor.codebooks).cpu().numpy()
+
+    def _example(self, recording: Any, words: str, speaker: str) -> Message:
+        parts = (Part("text", words), Part("codes", self.codes_of(recording)))
+        return Message("assistant", parts, speaker)
+
+    def _frames(self, prompts: SpeechPrompts, seconds: float) -> int:
+        """Return the largest number of frames. Raise if the prompt fills the context of the model."""
+        wanted = max(1, round(seconds * self.codec.rate / self.codec.stride))
+        context, longest = context_of(self.model.config), max(prompts.batch.segments["text"].lengths)
+        if context is None:
+            return wanted
+        if longest >= context:
+            raise TesseraError(
+                f"the prompt has {longest} tokens and frames; the context of this model has {context}",
+                fix="shorten the text, or the examples of the voice",
+                code="generation.prompt-too-long",
+            )
+        return min(wanted, context - longest)
+
+    def _codes(
+        self, prompts: SpeechPrompts, options: SpeechSampling, on_frame: Callable[[int, Tensor], None] | None
+    ) -> list[Tensor]:
+        module, rows = self.model.module, len(prompts.beside)
+        assert isinstance(module, SpeechModel), "checked by `load_speaker`"
+        first = options.sampling(prompts.repetition_penalty)
+        others = replace(options.sampling(1.0), seed=options.seed ^ _OTHER_SEED)
+        return generate_codes(
+            module,
+            replace(prompts, batch=prompts.batch.to(self.model.device)),
+            max_frames=self._frames(prompts, options.max_seconds),
+            first=_choose(rows, first, self.codec.size, prompts.end),
+            others=_choose(rows, others, self.codec.size, prompts.end),
+            on_frame=on_frame,
+        )
+
+
+def _choose(rows: int, sampling: Sampling, size: int, end: int) -> Choose:
+    """Return a function that samples the codes of `rows` rows. `size`: number of codes that the codec decodes; of the
+    codes above it, only `end` is sampled."""
+    sampler: Sampler | None = None
+
+    def choose(logits: Tensor, chosen: Sequence[int]) -> Tensor:
+        nonlocal sampler
+        if sampler is None:
+            sampler = Sampler(rows, logits.shape[-1], logits.device)
+            # Without the tokens of the prompt, which are not codes: penalties count generated codes only.
+            nothing = Batch({"tokens": torch.empty(0, dtype=torch.int64)})
+            for row in range(rows):
+                sampler.join(row, Request(nothing, sampling.nth(row)))
+        if logits.shape[-1] > size:
+            above = torch.arange(size, logits.shape[-1], device=logits.device)
+            logits = logits.index_fill(1, above[above != end], -torch.inf)
+        sampled = sampler.sample(logits, chosen)
+        if sampled.not_finite.any():
+            raise not_finite_error()
+        return sampled.tokens
+
+    return choose
