@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -52,10 +52,11 @@ class SpeechTask(LanguageTask):
         self.speech = build(SpeechOptions, options, "train.task_options")
         self._input: FrozenInput | None = None
         self._config: Any = None
+        self._flops: Callable[..., float] | None = None
         self._frozen: FrozenModule | None = None
 
     def bind(self, spec: ModelSpec, config: Any) -> None:
-        self._input, self._config = spec.frozen_input, config
+        self._input, self._config, self._flops = spec.frozen_input, config, spec.flops
 
     def components(self, config: RunConfig, spec: ModelSpec) -> Mapping[str, Component]:
         return {} if self._input is None else {self._input.name: self._input.component(self._config)}
@@ -77,6 +78,15 @@ class SpeechTask(LanguageTask):
                 fix="use a family that speaks, such as csm, or train.task: language",
                 code="task.no-codes",
             )
+        generating = {"train.generate_every": config.train.generate_every, "evaluation.tasks": config.evaluation.tasks}
+        for key, value in generating.items():
+            if value:
+                raise TesseraError(
+                    "this model answers with speech, which is not generated during training",
+                    where=key,
+                    fix=f"leave {key} out; tessera generate speaks with the weights of a checkpoint",
+                    code="model.no-generated-answers",
+                )
         super().check(config, module)
 
     def prepare(self, batch: Batch) -> Batch:
@@ -85,7 +95,10 @@ class SpeechTask(LanguageTask):
             return batch
         chosen = _draws(batch) < share
         names = [name for name in (CODED, Stream.sources(CODED)) if name in batch]
-        return batch.with_tensors(**{name: batch[name][chosen] for name in names})
+        fewer = batch.with_tensors(**{name: batch[name][chosen] for name in names})
+        if self._flops is None or not batch.flops:
+            return fewer
+        return replace(fewer, flops=batch.flops * self._flops(self._config, fewer) / self._flops(self._config, batch))
 
     def counts(self, batch: Batch) -> Counts:
         return {**super().counts(batch), FRAMES: batch[CODED].shape[0] if CODED in batch else 0}

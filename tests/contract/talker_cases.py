@@ -125,12 +125,20 @@ def vocoder(codes: int, groups: int) -> dict[str, Any]:
     }
 
 
+def hearing(number: int) -> dict[str, Any]:
+    """Fields of a talker that reads states of the thinker from between its DeepStack layers and its last."""
+    thinker = config_of(number).thinker.model_dump()
+    taps = len(thinker["vision"]["deepstack_visual_indexes"])
+    thinker["text"]["num_hidden_layers"] = taps + 3
+    return {"thinker": thinker, "reads_media": True, "accept_hidden_layer": taps + 1}
+
+
 SPEECH_WORDS = ["<|endoftext|>", "<tts_pad>", "<tts_bos>", "<tts_eos>", *QWEN3_OMNI.special_words()]
 ROLES = ("user", "assistant", "system")
 
 
-def config_with_words(folder: Path, words: Sequence[str], number: int = 0) -> TalkerConfig:
-    """Write a tokenizer, and return a configuration whose ids are those of its tokens."""
+def config_with_words(folder: Path, words: Sequence[str], number: int = 0, media: bool = False) -> TalkerConfig:
+    """Write a tokenizer, and return a configuration whose ids are those of its tokens. `media`: see `hearing`."""
     write_words(folder, 320, SPEECH_WORDS, [*ROLES, *words])
     tokenizer = load_tokenizer(folder)
 
@@ -140,10 +148,11 @@ def config_with_words(folder: Path, words: Sequence[str], number: int = 0) -> Ta
 
     named = {"im_start": "<|im_start|>", "im_end": "<|im_end|>", **{name: name for name in ROLES}}
     named |= {f"tts_{name}": f"<tts_{name}>" for name in ("pad", "bos", "eos")}
-    thinker = config_of(number).thinker.model_dump()
+    more = hearing(number) if media else {"thinker": config_of(number).thinker.model_dump()}
+    thinker = more["thinker"]
     thinker["text"]["vocab_size"] = 320
     thinker |= {name: id_of(word) for name, word in Qwen3OmniConfig.token_fields.items()}
-    return config_of(number, thinker=thinker, **{f"{name}_token_id": id_of(word) for name, word in named.items()})
+    return config_of(number, **more, **{f"{name}_token_id": id_of(word) for name, word in named.items()})
 
 
 def reference_of(config: TalkerConfig, seed: int, dtype: torch.dtype = torch.float32) -> Any:
@@ -237,15 +246,28 @@ class Beginning:
     pad: Tensor  # [1, 1, D]
 
 
-def beginning(config: TalkerConfig, model: Any, tokens: Sequence[int], speaker: str) -> Beginning:
+@dataclass(frozen=True)
+class Heard:
+    """Media of a conversation: where their tokens are, the thinker's states, and the positions of the talker."""
+
+    mask: Tensor  # [L]
+    states: Tensor  # [L, W]
+    positions: Tensor  # [3, T]
+
+
+def beginning(
+    config: TalkerConfig, model: Any, tokens: Sequence[int], speaker: str, heard: Heard | None = None
+) -> Beginning:
     talker, ids = model.talker, torch.tensor([list(tokens)])
     embed = model.thinker.get_input_embeddings()
     words = embed(ids).detach()
+    mask = torch.zeros(len(tokens), dtype=torch.bool) if heard is None else heard.mask
+    states = words[0] if heard is None else heard.states
     special = torch.tensor([[config.tts_bos_token_id, config.tts_eos_token_id, config.tts_pad_token_id]])
     bos, eos, pad = talker.text_projection(embed(special).detach()).chunk(3, dim=1)
     starts = [n for n, token in enumerate(tokens) if token == config.im_start_token_id]
     users = [
-        model._get_talker_user_parts(start, end, torch.zeros_like(ids, dtype=torch.bool), words, words)
+        model._get_talker_user_parts(start, end, mask[None], states[None], words)
         for start, end in zip(starts, [*starts[1:], len(tokens)], strict=True)
         if tokens[start + 1] == config.user_token_id
     ]
@@ -255,9 +277,11 @@ def beginning(config: TalkerConfig, model: Any, tokens: Sequence[int], speaker: 
     return Beginning(torch.cat([*users, header], dim=1), trailing, pad)
 
 
-def theirs(config: TalkerConfig, model: Any, talk: Conversation, speaker: str = "ethan") -> Spoken:
+def theirs(
+    config: TalkerConfig, model: Any, talk: Conversation, speaker: str = "ethan", heard: Heard | None = None
+) -> Spoken:
     """Teacher forcing, step by step as `generate` does it: the embeddings of a frame and of its text are added."""
-    talker, begin = model.talker, beginning(config, model, talk.tokens, speaker)
+    talker, begin = model.talker, beginning(config, model, talk.tokens, speaker, heard)
     codes = torch.from_numpy(talk.codes)
     tables = [talker.get_input_embeddings(), *talker.code_predictor.get_input_embeddings()]
     frames = []
@@ -265,7 +289,8 @@ def theirs(config: TalkerConfig, model: Any, talk: Conversation, speaker: str = 
         embedding = torch.stack([table(code) for table, code in zip(tables, frame, strict=True)]).sum(0)
         frames.append(embedding + (begin.trailing[0, step] if step < begin.trailing.shape[1] else begin.pad[0, 0]))
     inputs = torch.cat([begin.inputs, torch.stack(frames)[None]], dim=1)
-    hidden = talker.model(inputs_embeds=inputs, position_ids=torch.arange(inputs.shape[1]).expand(3, 1, -1))
+    positions = torch.arange(inputs.shape[1]).expand(3, -1) if heard is None else heard.positions
+    hidden = talker.model(inputs_embeds=inputs, position_ids=positions[:, None])
     states = hidden.last_hidden_state[0]
     logits = talker.codec_head(states)
     spoken = states[-len(codes) - 1 : -1]

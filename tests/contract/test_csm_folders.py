@@ -14,10 +14,12 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from test_csm_parallel import write_rows
 from transformers import CsmForConditionalGeneration
+from typer.testing import CliRunner
 
 import tessera
 from tessera.checkpoint.hf import load_folder
 from tessera.checkpoint.state import model_tensors
+from tessera.cli.main import app
 from tessera.config.run_config import ModelSection
 from tessera.models import resolve
 from tests.errors import raises
@@ -129,6 +131,7 @@ def test_a_converted_folder_has_the_same_tensors(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
+@pytest.mark.slow
 def test_peft_reads_adapters_of_both_decoders(tmp_path: Path) -> None:
     reference = published(tmp_path / "base")
     targets = ["{text,depth}.layers.{*}.attn.{q,v}", "depth.layers.{*}.mlp.up"]
@@ -143,3 +146,22 @@ def test_peft_reads_adapters_of_both_decoders(tmp_path: Path) -> None:
     assert relative(first.logits, second.logits) < 1e-4
     assert relative(first.others, second.others) < 1e-4
     assert relative(before.others, second.others) > 1e-4
+
+
+def test_answers_are_not_generated_during_training(tmp_path: Path) -> None:
+    published(tmp_path / "base")
+    recipe = recipe_of(tmp_path, tmp_path / "base", 1)
+    recipe["data"]["eval"] = recipe["data"]["train"]
+    recipe["train"] |= {"generate_every": 1}
+    with raises("model.no-generated-answers"):
+        tessera.train(recipe)
+
+
+@pytest.mark.slow
+def test_the_doctor_reads_rows_with_codes(tmp_path: Path) -> None:
+    published(tmp_path / "base")
+    recipe = recipe_of(tmp_path, tmp_path / "base", 1)
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe), encoding="utf-8")
+    result = CliRunner().invoke(app, ["data", "doctor", "--recipe", str(tmp_path / "recipe.yaml")])
+    assert "codes in the row: 7 frames" in result.output
+    assert "Every message is trained on" not in result.output

@@ -12,7 +12,7 @@ import pytest
 import torch
 from csm_cases import SHAPES, Theirs, config_of, packed, pair, spoken, theirs
 from parity import from_foreign, relative, to_foreign
-from torch import Tensor, nn
+from torch import Tensor
 
 from tessera.core.batch import Batch
 from tessera.nn.codes import CODED, CODES, code_output
@@ -127,4 +127,9 @@ def test_a_share_of_the_frames_trains_the_other_codebooks() -> None:
     assert torch.equal(whole[CODE_LOSS], part[CODE_LOSS])
     assert relative(part["others"], whole["others"][chosen]) < 3e-5
     assert CODES in prepared
-    assert isinstance(model, nn.Module)
+    spec, whole_flops = pair(0, 6)[0], 1e6
+    task.bind(spec, config)
+    assert spec.flops is not None
+    flops = task.prepare(replace(batch, flops=whole_flops)).flops
+    assert flops == pytest.approx(whole_flops * spec.flops(config, prepared) / spec.flops(config, batch))
+    assert flops < whole_flops

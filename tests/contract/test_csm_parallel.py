@@ -59,6 +59,7 @@ def cases_of(number: int, cases: list[Case], folder: Path, depth_frames: float =
     return [replace(of_model(case, model, f"shape {number}", **more)) for case in cases]
 
 
+@pytest.mark.slow
 def test_stages_train_like_one_process(tmp_path: Path) -> None:
     train_like_one_process(cases_of(0, [PIPELINE], tmp_path), tmp_path)
 

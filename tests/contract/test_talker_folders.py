@@ -15,12 +15,14 @@ from transformers import AutoConfig, Qwen3OmniMoeForConditionalGeneration
 from tessera.checkpoint.hf import load_folder
 from tessera.checkpoint.state import model_tensors
 from tessera.config.run_config import ModelSection
+from tessera.core.batch import Batch
 from tessera.errors import TesseraError
 from tessera.inference.export import export_folder
 from tessera.inference.frozen import frozen_module
 from tessera.models import resolve
 from tessera.models.qwen3_omni_talker import PRESETS, SPEC
 from tessera.models.qwen3_omni_talker.config import TalkerConfig
+from tessera.models.qwen3_omni_talker.thinker import WORDS
 
 NUMBERS = range(len(SHAPES))
 
@@ -69,7 +71,7 @@ def test_the_thinker_is_read_from_the_same_folder(tmp_path: Path) -> None:
     assert SPEC.frozen_input is not None
     words = frozen_module(SPEC.frozen_input.component(config), SPEC, config, tmp_path)
     tokens = torch.arange(5, 40)
-    assert torch.equal(words(tokens), reference.thinker.get_input_embeddings()(tokens))
+    assert torch.equal(words(Batch({"tokens": tokens}))[WORDS], reference.thinker.get_input_embeddings()(tokens))
 
 
 # As published; codes and layers of the talker, whose classes have other defaults.

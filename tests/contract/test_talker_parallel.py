@@ -13,6 +13,7 @@ from family_layouts import FSDP, SEQUENCE, TENSOR, ULYSSES, of_model, train_like
 from talker_cases import config_with_words
 
 from tests.dist.layouts import Case
+from tests.toys.omni_set import write_omni_set
 
 # The code predictor is several times the text layers of this model: it alone would be a stage.
 PIPELINE = Case("pp 2", 2, {"pp": 2, "layers": {"text": [1, 1]}})
@@ -34,18 +35,33 @@ def write_rows(path: Path, codebooks: int, codes: int) -> Path:
     return path
 
 
-def with_model(cases: list[Case], folder: Path) -> list[Case]:
-    config = config_with_words(folder / "words", WORDS)
+def write_media(folder: Path, codebooks: int, codes: int) -> Path:
+    """Conversations whose questions have media, or none, with speech in the answers."""
+    chance = np.random.default_rng(1)
+    path = write_omni_set(folder, 24, films=False)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        answer, spoken = row["messages"][-1], chance.integers(0, codes, (14, codebooks)).tolist()
+        answer["content"] = [{"type": "text", "text": answer["content"][:4]}, {"type": "codes", "codes": spoken}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def with_model(cases: list[Case], folder: Path, media: bool = False) -> list[Case]:
+    config = config_with_words(folder / "words", WORDS, media=media)
+    sizes = (config.num_code_groups, config.depth.vocab_size)
     model: dict[str, Any] = {
         "family": "qwen3_omni_talker",
         "config": json.loads(config.model_dump_json(exclude_none=True)),
         "tokenizer": str(folder / "words"),
-        "freeze": ["hidden_projection"],  # no row has media
+        "freeze": [] if media else ["hidden_projection"],
     }
     more = {
-        "data.train": str(write_rows(folder / "rows.jsonl", config.num_code_groups, config.depth.vocab_size)),
-        "data.processor": {},
-        "data.length": 64,
+        "data.train": str(
+            write_media(folder / "media", *sizes) if media else write_rows(folder / "rows.jsonl", *sizes)
+        ),
+        "data.processor": {"min_pixels": 64, "max_pixels": 1024} if media else {},
+        "data.length": 192 if media else 64,
         "train.task_options": {"depth_frames": 0.25, "depth_weight": 0.5},
     }
     return [of_model(case, model, **more) for case in cases]
@@ -59,3 +75,9 @@ def test_stages_train_like_one_process(tmp_path: Path) -> None:
 def test_more_layouts_train_like_one_process(tmp_path: Path) -> None:
     cases = [TENSOR, SEQUENCE, FSDP, RECOMPUTED, EXPERTS, ULYSSES, RING]
     train_like_one_process(with_model(cases, tmp_path), tmp_path)
+
+
+@pytest.mark.slow
+def test_layouts_train_like_one_process_with_media_in_some_questions(tmp_path: Path) -> None:
+    cases = [TENSOR, FSDP, PIPELINE, ULYSSES, RING]
+    train_like_one_process(with_model(cases, tmp_path, media=True), tmp_path)

@@ -132,7 +132,13 @@ class TalkerConfig(Section):
     attention: AttentionBackend = Field("auto", description="implementation of attention")
     num_code_groups: int = Field(16, gt=1, le=1024, description="number of codebooks")
     accept_hidden_layer: int = Field(
-        24, ge=0, le=10**4, description="layer of the thinker whose input the talker reads in place of media"
+        24,
+        gt=0,
+        le=10**4,
+        description="layers of the thinker that compute what the talker reads in place of media",
+    )
+    reads_media: bool = Field(
+        False, description="train on questions with images, videos and sound: the layers of the thinker run, too"
     )
     speaker_id: dict[str, int] = Field(default_factory=dict, description="control codes of the voices, by name")
     codec_pad_id: int = Field(2148, ge=0)
@@ -164,7 +170,13 @@ class TalkerConfig(Section):
                 f"depth.hidden_size {self.depth.hidden_size} differs from text.hidden_size "
                 f"{self.text.hidden_size}: the code predictor reads hidden states of the talker as they are"
             )
-        layers = self.thinker.text.num_hidden_layers
+        layers, taps = self.thinker.text.num_hidden_layers, len(self.thinker.vision.deepstack_visual_indexes)
+        # At these bounds, releases of transformers differ in what the talker reads.
+        if self.reads_media and not taps < self.accept_hidden_layer < layers:
+            raise ValueError(
+                f"accept_hidden_layer {self.accept_hidden_layer} must be more than the {taps} layers that images "
+                f"enter, and less than the {layers} layers of the thinker"
+            )
         if self.accept_hidden_layer > layers:
             raise ValueError(f"accept_hidden_layer {self.accept_hidden_layer}: the thinker has {layers} layers")
         codes = [name for name in type(self).model_fields if name.startswith("codec_")]

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
 from torch import Tensor, nn
 
-from tessera.core.batch import Batch
+from tessera.core.batch import Batch, Segments
 from tessera.core.spec import Component
+from tessera.models.qwen3_omni.config import Qwen3OmniConfig
+from tessera.models.qwen3_omni.model import Qwen3Omni
 from tessera.models.qwen3_omni_talker.config import TalkerConfig
 from tessera.nn.causal_lm import CausalLMBase
 from tessera.nn.layers import TokenEmbedding
+from tessera.nn.multimodal import MultimodalModel
 from tessera.weights.map import Rule, WeightMap
 
 WORDS = "thinker_embeddings"  # batch tensor [T, W]: the thinker's embeddings of the tokens
 STATES = "thinker_states"  # batch tensor [M, W]: hidden states of the thinker for the tokens of media
 HEARD = "heard"  # batch tensor [M]: positions of the talker that read these hidden states
-THINKER = "thinker."  # prefix of the thinker's names in folders
+HEARD_FROM = "heard_from"  # batch tensor [M]: positions of the thinker with these hidden states
+QUESTION = "thinker."  # prefix of batch tensors and segments with the conversations that the thinker reads
+_OTHERS = ("talker.", "code2wav.")  # prefixes in folders
 _EMBEDDING = "thinker.model.embed_tokens.weight"
 
 
@@ -26,25 +34,86 @@ class ThinkerWords(CausalLMBase):
         self.embed = TokenEmbedding(vocabulary, hidden)
         self.initializer_range = initializer_range
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        words: Tensor = self.embed(tokens)
-        return words
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        return {WORDS: self.embed(batch["tokens"])}
+
+
+class ThinkerLayers(MultimodalModel):
+    """Compute the token embeddings of a thinker, and its hidden states after some layers in the place of media."""
+
+    @staticmethod
+    def of(model: MultimodalModel) -> ThinkerLayers:
+        """Return the model without its head and its final norm."""
+        paths = [path for e in model.encoders for path in (e.stream.module, e.stream.projector)]
+        modules = {path: model.get_submodule(path) for path in paths}
+        assert model.text is not None
+        assert model.head is not None
+        layers = ThinkerLayers(model.encoders, modules, model.text, model.head, model.initializer_range)
+        layers.head = None
+        model.text.norm = None
+        return layers
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:  # type: ignore[override]
+        assert self.text is not None
+        words: Tensor = self.text.embed(batch["tokens"])
+        question = _question(batch)
+        # Without media, layers run on a blank conversation: other ranks wait for them in collectives.
+        states = super().forward(_blank(words.device) if question is None else question)
+        assert isinstance(states, Tensor), "a model without a head returns hidden states"
+        return {WORDS: words, **({} if question is None else {STATES: states.index_select(0, batch[HEARD_FROM])})}
 
 
 def thinker(config: TalkerConfig) -> Component:
     """Return the frozen thinker. The first pipeline stage has it: the later stages read hidden states of the talker."""
-    return Component(_words, weights={"hf": _words_weights}, trained=False, stage="first")
+    return Component(_build, weights={"hf": _weights}, trained=False, stage="first")
 
 
 def encode(module: nn.Module, batch: Batch) -> Batch:
-    """Add the thinker's token embeddings to a batch."""
-    return batch.with_tensors(**{WORDS: module(batch["tokens"])})
+    """Add the outputs of the thinker to a batch, and remove the conversations that it has read."""
+    tensors = {name: tensor for name, tensor in batch.tensors.items() if not name.startswith(QUESTION)}
+    segments = {name: bounds for name, bounds in batch.segments.items() if not name.startswith(QUESTION)}
+    return replace(batch, tensors={**tensors, **module(batch)}, segments=segments)
 
 
-def _words(config: TalkerConfig) -> nn.Module:
+def as_question(batch: Batch) -> Batch:
+    """Return the tensors and segments of conversations under the names that a talker's batch has them by."""
+    tensors = {f"{QUESTION}{name}": tensor for name, tensor in batch.tensors.items()}
+    return Batch(tensors, {f"{QUESTION}{name}": bounds for name, bounds in batch.segments.items()})
+
+
+def _question(batch: Batch) -> Batch | None:
+    if f"{QUESTION}tokens" not in batch:
+        return None
+    tensors = {name: tensor for name, tensor in batch.tensors.items() if name.startswith(QUESTION)}
+    segments = {name: bounds for name, bounds in batch.segments.items() if name.startswith(QUESTION)}
+    return Batch(
+        {name.removeprefix(QUESTION): tensor for name, tensor in tensors.items()},
+        {name.removeprefix(QUESTION): bounds for name, bounds in segments.items()},
+    )
+
+
+def _blank(device: torch.device) -> Batch:
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    return Batch({"tokens": zero, "positions": zero.expand(3, 1)}, {"text": Segments.of([1]).to(device)})
+
+
+def _below(config: TalkerConfig) -> Qwen3OmniConfig:
+    """Return the configuration of the layers that the talker reads."""
+    text = config.thinker.text.model_copy(update={"num_hidden_layers": config.accept_hidden_layer})
+    return config.thinker.model_copy(update={"text": text})
+
+
+def _build(config: TalkerConfig) -> nn.Module:
     text = config.thinker.text
+    if config.reads_media:
+        return ThinkerLayers.of(Qwen3Omni().build(_below(config)))
     return ThinkerWords(text.vocab_size, text.hidden_size, text.initializer_range)
 
 
-def _words_weights(config: TalkerConfig) -> WeightMap:
-    return WeightMap((Rule("embed.weight", _EMBEDDING),), skip=(THINKER, "talker.", "code2wav."))
+def _weights(config: TalkerConfig) -> WeightMap:
+    if not config.reads_media:
+        return WeightMap((Rule("embed.weight", _EMBEDDING),), skip=("thinker.", *_OTHERS))
+    layers = range(config.accept_hidden_layer, config.thinker.text.num_hidden_layers)
+    unread = ("lm_head.weight", "model.norm.weight", *(f"model.layers.{layer}." for layer in layers))
+    table = Qwen3Omni().weights(_below(config))
+    return replace(table, skip=(*table.skip, *unread))

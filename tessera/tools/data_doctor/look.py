@@ -115,7 +115,7 @@ class Look:
         problems = check_texts(spoken).problems
         if self.captions:
             problems = {kind: detail for kind, detail in problems.items() if kind in _OF_ANY_TEXT}
-        elif {message.role for message in spoken.messages} == {"assistant"}:
+        elif {message.role for message in spoken.messages} == {"assistant"} and not _speaks(sample):
             problems["all-trained"] = "every message is the assistant's"
         images = [size for part, size in zip(sample.media(), sizes, strict=True) if part.kind == "image"]
         for region in regions_of(sample):
@@ -161,6 +161,11 @@ class Look:
         parts = sample.media()
         sizes = [probe(part, self.root, self.limits, self.sampling) for part in parts]
         return [decode(part, self.root, self.limits, self.sampling) for part in parts], sizes
+
+
+def _speaks(sample: Sample) -> bool:
+    """Return whether a sample has speech as codes, of which the text is the question."""
+    return any(part.kind == "codes" for part in sample.media())
 
 
 def _as_spoken(sample: Sample) -> Sample:
@@ -381,6 +386,8 @@ def _sound_thumb(name: str, sound: Sound, tokens: int | None) -> Thumb:
 
 
 def _size_text(part: Part, size: MediaSize) -> str:
+    if part.kind == "codes":
+        return f"{size.frames} frames"
     frames = f", {size.frames} frames" if part.kind == "video" else ""
     return f"{size.width} x {size.height}{frames}"
 
