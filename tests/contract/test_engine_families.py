@@ -48,6 +48,9 @@ def mixed_turns(name: str, shape: int, prompts: int, count: int) -> list[Turn]:
     return [turns[number] for number in sorted(range(count), key=at.__getitem__)]
 
 
+ALIKE = ("llama", "qwen2", "qwen2_vl", "qwen2_5_omni")  # decoders like that of another family in `make test`
+
+
 def compare(turns: Sequence[Turn], run: Run, record: Recorder) -> None:
     """Check the tokens of all answers, and that everything happened that could have changed them."""
     ties: list[Tie] = []
@@ -76,7 +79,9 @@ def compare_one_rank(name: str, shape: int, prompts: int, count: int, record: Re
     compare(turns, run_at_random_times(engine, requests, SEED, ABORTS), record)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in ALIKE else []) for name in FAMILIES]
+)
 def test_requests_at_random_times_get_the_tokens_of_transformers(name: str, record_property: Recorder) -> None:
     compare_one_rank(name, 0, 7, 14, record_property)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -47,6 +48,12 @@ def built(presets: list[tuple[str, str]]) -> Iterator[Any]:
 
 
 BUILT = list(built(PRESETS))
+
+
+@pytest.mark.parametrize("name", FAMILIES.names())
+def test_worker_processes_can_receive_a_family(name: str) -> None:
+    """Servers and data loaders would otherwise decode media in their own process, which a damaged file may end."""
+    assert pickle.dumps(FAMILIES.get(name))
 
 
 def language_batch(config: Any) -> Batch:
@@ -188,9 +195,10 @@ def test_weights_round_trip(name: str) -> None:
         assert torch.equal(rule.op.to_native([theirs[name].clone() for name in foreign]), parameter)
 
 
-@pytest.mark.parametrize(("name", "preset"), PRESETS)
-def test_configurations_survive_the_way_through_transformers(name: str, preset: str, tmp_path: Path) -> None:
-    config: Any = resolve(ModelSection(family=name, preset=preset))[1]
+@pytest.mark.parametrize("preset", BUILT)
+def test_configurations_survive_the_way_through_transformers(preset: tuple[str, str], tmp_path: Path) -> None:
+    name, size = preset
+    config: Any = resolve(ModelSection(family=name, preset=size))[1]
     assert type(config).from_hf(config.to_hf()) == config
     (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
     AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path / "again")
@@ -274,7 +282,8 @@ PARTLY: dict[str, tuple[str, dict[str, Any]]] = {
     "upper layers": ("llama", {"freeze": ["text.embed", "text.layers.{0-7}"]}),
     "lora, qwen3": ("qwen3", {"lora": {"rank": 4}}),
 }
-REPEATED = ("all", "text alone", "lora, qwen3")  # another test, another case and another family count the same
+# Another test, another case or another family counts the same.
+REPEATED = ("all", "text alone", "projector alone", "lora, language", "lora, qwen3")
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,10 @@ SHOWN: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", SHOWN)
+ALONE = [pytest.param(name, marks=pytest.mark.slow) for name in ("text", "sound")]
+
+
+@pytest.mark.parametrize("name", [*ALONE, "sounds and pictures"])
 def test_greedy_answers_are_those_of_transformers(name: str, exported: Path) -> None:
     """Its own processor, without its part for clips, makes the prompt from the files of the export."""
     media = SHOWN[name]
@@ -111,7 +114,7 @@ def test_greedy_answers_are_those_of_transformers(name: str, exported: Path) -> 
     same_answer(exported, question, inputs)
 
 
-@pytest.mark.parametrize("seconds", [3.2, 5.0])
+@pytest.mark.parametrize("seconds", [3.2, pytest.param(5.0, marks=pytest.mark.slow)])
 def test_greedy_answers_about_a_clip_with_its_sound_are_those_of_transformers(
     exported: Path, seconds: float, tmp_path: Path
 ) -> None:

@@ -108,7 +108,10 @@ SHOWN: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", SHOWN)
+ALONE = [pytest.param(name, marks=pytest.mark.slow) for name in ("text", "sound")]
+
+
+@pytest.mark.parametrize("name", [*ALONE, "sounds and pictures"])
 def test_greedy_answers_are_those_of_transformers(name: str, exported: Path) -> None:
     media = SHOWN[name]
     kinds = ["image" if isinstance(one, Image.Image) else "audio" for one in media]
@@ -123,7 +126,7 @@ def test_greedy_answers_are_those_of_transformers(name: str, exported: Path) -> 
     same_answer(exported, question, inputs)
 
 
-@pytest.mark.parametrize("seconds", [3.2, 5.0])
+@pytest.mark.parametrize("seconds", [pytest.param(3.2, marks=pytest.mark.slow), 5.0])
 def test_greedy_answers_about_a_clip_with_its_sound_are_those_of_transformers(
     exported: Path, seconds: float, tmp_path: Path
 ) -> None:

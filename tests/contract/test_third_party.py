@@ -131,7 +131,9 @@ def load_into(module: nn.Module, table: Any, folder: Path) -> nn.Module:
     return module
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "whisper" else []) for name in NAMES]
+)
 def test_what_is_trained_goes_back_to_the_library(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
     run = tessera.train(
         {
@@ -163,7 +165,12 @@ def test_what_is_trained_goes_back_to_the_library(name: str, folders: dict[str, 
 
 @pytest.mark.parametrize(
     ("kind", "labels", "named"),
-    [("Qwen3", 1, True), ("Qwen3", 3, True), ("Qwen3", 3, False), ("Gemma", 1, False)],
+    [
+        pytest.param("Qwen3", 1, True, marks=pytest.mark.slow),
+        ("Qwen3", 3, True),
+        pytest.param("Qwen3", 3, False, marks=pytest.mark.slow),
+        ("Gemma", 1, False),
+    ],
 )
 def test_a_classifier_is_trained_by_its_own_loss(kind: str, labels: int, named: bool, tmp_path: Path) -> None:
     """`named`: model.family says that the library's class is meant, also where a family here would read the folder."""

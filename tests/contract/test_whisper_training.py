@@ -37,6 +37,7 @@ def recipe_of(folder: Path, steps: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow  # its parts are compared with transformers elsewhere; training goes through the next test, too
 def test_a_tiny_model_learns_a_few_tones_and_transformers_reads_its_export(tmp_path: Path) -> None:
     run = tessera.train(recipe_of(tmp_path, 40))
     losses = [row["loss"] for row in run.metrics if "loss" in row]

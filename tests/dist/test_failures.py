@@ -217,6 +217,7 @@ LATER = (
     "stopped",
     "stopped main",
     "skipped a step",
+    "raised",
 )  # like others of the list, and long
 FAULTS = [pytest.param(*row, marks=[pytest.mark.slow] if row[0] in LATER else [], id=row[0]) for row in EXPECTED]
 

@@ -75,8 +75,15 @@ def alone(name: str, seed: int) -> list[tuple[Request, list[int]]]:
     return pairs
 
 
-@pytest.mark.parametrize("block_size", [PAGED, SLOTTED], ids=["paged", "slotted"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "block_size"),
+    [
+        pytest.param(name, size, id=f"{name}-{kind}", marks=[pytest.mark.slow] if slow else [])
+        for name in MODELS
+        for kind, size in (("paged", PAGED), ("slotted", SLOTTED))
+        for slow in [kind == "slotted" and name != "images and audio"]
+    ],
+)
 @torch.no_grad()
 def test_rows_that_join_and_leave_give_the_tokens_that_each_gives_alone(name: str, block_size: int) -> None:
     model = model_of(name)[2]

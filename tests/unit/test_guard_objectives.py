@@ -42,7 +42,7 @@ def events(run: tessera.Run) -> list[tuple[int, str, str]]:
     return [(row["step"], row["kind"], row["action"]) for row in rows]
 
 
-@pytest.mark.parametrize("kind", ["preferences", "experts", "diffusion"])
+@pytest.mark.parametrize("kind", ["preferences", "experts", pytest.param("diffusion", marks=pytest.mark.slow)])
 def test_only_the_spoiled_step_is_skipped(kind: str, tmp_path: Path) -> None:
     run = tessera.train(recipe(kind, tmp_path), callbacks=[SpoilGradient()])
     assert events(run) == [(BAD, "not finite", "skipped")]
