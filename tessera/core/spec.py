@@ -138,12 +138,21 @@ Residence = Literal["device", "sharded", "offloaded"]
 Stage = Literal["first", "last", "split"]
 
 
+def no_plan(_: Any) -> ModelPlan:
+    """Return an empty plan, for a component that is not split. A function with a name: worker processes get it."""
+    return ModelPlan((), {})
+
+
+def no_warning(_: Path) -> None:
+    """Return no warning about parts of a folder that are not trained."""
+
+
 @dataclass(frozen=True)
 class Component:
     """Describe one model of a run: the trained one, or a frozen one such as a VAE, a text encoder or a reference."""
 
     build: Callable[[Any], nn.Module]  # (config) -> the module without weights, on the meta device
-    plan: Callable[[Any], ModelPlan] = lambda _: ModelPlan((), {})
+    plan: Callable[[Any], ModelPlan] = no_plan
     weights: Mapping[str, Callable[[Any], WeightMap]] = field(default_factory=dict)  # by format: "hf", "original"
     trained: bool = True
     # (config) -> the unsharded module with weights, on the host: from its own files, or as its constructor draws
@@ -215,10 +224,12 @@ class ModelSpec:
     # `model_type` of folders in the original format of a model's authors -> a function that translates config.json:
     # (folder, original config.json) -> config.json of Hugging Face.
     originals: Mapping[str, Callable[[Path, Mapping[str, Any]], dict[str, Any]]] = field(default_factory=dict)
+    # The family that speaks the answers of this one, with other weights of the same folder; None: no family does.
+    speech_family: str | None = None
     frozen_input: FrozenInput | None = None  # used by tasks that train on speech
     # (folder of the initial weights) -> a warning about parts of the folder that are not trained; None if there are
     # none.
-    untrained_parts: Callable[[Path], str | None] = lambda _: None
+    untrained_parts: Callable[[Path], str | None] = no_warning
 
     def gives(self, output: str) -> bool:
         """Return whether the family declares an output of this name (see `core.outputs`)."""

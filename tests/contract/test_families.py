@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -47,6 +48,12 @@ def built(presets: list[tuple[str, str]]) -> Iterator[Any]:
 
 
 BUILT = list(built(PRESETS))
+
+
+@pytest.mark.parametrize("name", FAMILIES.names())
+def test_worker_processes_can_receive_a_family(name: str) -> None:
+    """Servers and data loaders would otherwise decode media in their own process, which a damaged file may end."""
+    assert pickle.dumps(FAMILIES.get(name))
 
 
 def language_batch(config: Any) -> Batch:

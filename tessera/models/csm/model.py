@@ -26,13 +26,17 @@ _DEPTH_CODES = "depth_decoder.model.embed_tokens.weight"
 CODEC = "codec_model."  # prefix of the codec's tensors, which are frozen
 
 
+def _in_backbone(config: CSMConfig) -> WeightMap:
+    """Return the weight map of folders that store a shared table of codes in the backbone, maybe in both parts."""
+    mark = _CODES if config.tie_codebooks_embeddings else ""  # no folder has a tensor without a name
+    return _weights(config, [Rule("codes.weight", _CODES)], _DEPTH_CODES, mark)
+
+
 class CSM(SpeechFamily):
     name: ClassVar[str] = "csm"
     config: ClassVar[type[Section]] = CSMConfig
     processor: ClassVar[str] = "CSMProcessor"
-    other_weights: ClassVar[Mapping[str, Callable[[Any], WeightMap]]] = {
-        "codes-in-backbone": lambda config: _in_backbone(config)
-    }
+    other_weights: ClassVar[Mapping[str, Callable[[Any], WeightMap]]] = {"codes-in-backbone": _in_backbone}
 
     def shape(self, config: CSMConfig) -> SpeechShape:
         return SpeechShape(
@@ -63,12 +67,6 @@ def stock_inputs(batch: Batch, model: Any) -> dict[str, Tensor]:
     embeddings = model.embed_text_tokens(batch["tokens"])
     embeddings[spoken] = model.backbone_model.embed_tokens(codes.T[None, spoken])[0]
     return {"inputs_embeds": embeddings[None]}
-
-
-def _in_backbone(config: CSMConfig) -> WeightMap:
-    """Return the weight map of folders that store a shared table of codes in the backbone, maybe in both parts."""
-    mark = _CODES if config.tie_codebooks_embeddings else ""  # no folder has a tensor without a name
-    return _weights(config, [Rule("codes.weight", _CODES)], _DEPTH_CODES, mark)
 
 
 def _weights(config: CSMConfig, codes: list[Rule], copy: str = "", mark: str = "") -> WeightMap:

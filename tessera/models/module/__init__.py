@@ -127,9 +127,13 @@ def _class_of(config: ModuleConfig) -> type[nn.Module]:
     return kind
 
 
+def _same_names(_: ModuleConfig) -> WeightMap:
+    return WeightMap((), same_names=True)
+
+
 SPEC = ModelSpec(
     name="module",
     config=ModuleConfig,
-    main=Component(build, plan, {"hf": lambda config: WeightMap((), same_names=True)}, load=fresh),
+    main=Component(build, plan, {"hf": _same_names}, load=fresh),
     task="returns_loss",
 )

@@ -8,20 +8,42 @@ The library is imported when a model is built: it is not needed to use the other
 
 from __future__ import annotations
 
+from torch import nn
+
+from tessera.core.model_plan import ModelPlan
 from tessera.core.spec import Component, ModelSpec
 from tessera.models.transformers.config import TransformersConfig
 from tessera.models.transformers.generation import continue_prompts
 from tessera.models.transformers.model import TransformersBuilder
 from tessera.models.transformers.processor import ClassProcessor
+from tessera.weights.map import WeightMap
+
+
+# Named functions, because worker processes receive the family.
+def _build(config: TransformersConfig) -> nn.Module:
+    return TransformersBuilder(config).build()
+
+
+def _fresh(config: TransformersConfig) -> nn.Module:
+    return TransformersBuilder(config).fresh()
+
+
+def _plan(config: TransformersConfig) -> ModelPlan:
+    return TransformersBuilder(config).plan()
+
+
+def _weights(config: TransformersConfig) -> WeightMap:
+    return TransformersBuilder(config).weights()
+
 
 SPEC = ModelSpec(
     name="transformers",
     config=TransformersConfig,
     main=Component(
-        build=lambda config: TransformersBuilder(config).build(),
-        plan=lambda config: TransformersBuilder(config).plan(),
-        weights={"hf": lambda config: TransformersBuilder(config).weights()},
-        load=lambda config: TransformersBuilder(config).fresh(),
+        build=_build,
+        plan=_plan,
+        weights={"hf": _weights},
+        load=_fresh,
     ),
     processor=ClassProcessor.load,
     generate=continue_prompts,
