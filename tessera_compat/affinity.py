@@ -137,7 +137,7 @@ class ThreadBinder:
         self._bound: set[int] = set()
 
     def bind(self) -> None:
-        """Bind every thread that was started since the last call."""
+        """Bind all threads that have started since the last call."""
         threads = {int(name) for name in os.listdir(self._tasks)}
         caller = threading.get_native_id()
         for thread in sorted(threads - self._bound):

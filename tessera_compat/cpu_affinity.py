@@ -129,7 +129,7 @@ def cores_of_rank(conf: AffinityConf, device: int, nodes: Sequence[int | None], 
     warnings = [
         f"{VARIABLE}: devices {first} and {other} share the cores {format_cores(both)}"
         for first, other, both in affinity.overlaps(sets)
-        if conf.cores  # no warning if devices share cores because the machine has too few
+        if conf.cores  # cores of the default, not of the value, are shared only on machines with too few cores
     ]
     outside = frozenset().union(*sets) - topology.allowed
     if outside and not conf.force:

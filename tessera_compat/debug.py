@@ -52,7 +52,7 @@ def debugged_ranks(world_size: int | None, environ: Mapping[str, str] = os.envir
         ranks.update(range(int(match[1]), int(match[2] or match[1]) + 1))
     if world_size is not None and max(ranks) >= world_size:
         raise TesseraError(
-            f"there is no rank {max(ranks)}: the run has {world_size}",
+            f"there is no rank {max(ranks)}: the run has {world_size} ranks",
             where=f"{VARIABLE}={text}",
             allowed=[f"0 to {world_size - 1}"],
             code="environment.no-such-rank",

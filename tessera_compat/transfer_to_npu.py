@@ -1,4 +1,4 @@
-"""The import that guides for Ascend name, with the package exchanged: `from tessera_compat import transfer_to_npu`."""
+"""Take the place of the module that guides for Ascend import: `from tessera_compat import transfer_to_npu`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Estimate how far a score of a benchmark may be from that of all questions of its kind, and compare two scores.
+"""Estimate how far a score of a benchmark can be from the score on all questions of its kind, and compare scores.
 
 Questions are resampled (bootstrap), and groups of questions are one unit. The width of an interval is the standard
 deviation of resampled scores. A score from 0 to 1 gets the interval of Wilson for as many questions with 0/1 marks as

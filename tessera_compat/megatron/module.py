@@ -96,7 +96,7 @@ class GraphableMegatronModule(MegatronModule):
 
 
 class IdentityOp(nn.Module):
-    """Return the input. It replaces a module that a specification does not have."""
+    """Return the input. This class replaces a module that a specification does not have."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()

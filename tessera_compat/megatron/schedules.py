@@ -190,7 +190,7 @@ def _sync(config: ModelParallelConfig) -> Callable[[], AbstractContextManager[An
 
 
 def _call_for_each(functions: Any, models: list[nn.Module]) -> None:
-    """Call a function with the parameters of each model chunk. A list has a function for each chunk."""
+    """Call `functions`, a function or a list with one per model chunk, with the parameters of each model chunk."""
     for number, model in enumerate(models):
         function = functions[number] if isinstance(functions, list) else functions
         if function is not None:

@@ -1,4 +1,4 @@
-"""Find what the rules name in the tree of a program."""
+"""Find the code that the rules match in the syntax tree of a program."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Flag:
         return self.dest or self.name.lstrip("-").replace("-", "_")
 
     def treated(self, value: Any) -> tuple[State, str]:
-        """Return state and note of the flag with this value. A refused number may be 0 or its default: it is off."""
+        """Return state and note of the flag with this value. A refused number is "off" if it is 0 or the default."""
         if self.state == "refused" and self.kind in ("int", "float") and value in (0, self.default):
             return "meaningless", "off"
         return self.state, self.note

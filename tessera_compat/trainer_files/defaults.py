@@ -1,4 +1,4 @@
-"""State the defaults of other trainers that differ from those of a recipe: a file that leaves them out means them.
+"""State the defaults of other trainers that differ from those of a recipe: they apply to keys that a file lacks.
 
 LLaMA-Factory and axolotl take those of the transformers Trainer. Sources: TrainingArguments of transformers 5.22,
 LLaMA-Factory's hparams, the command line parameters of ms-swift 3.

@@ -48,7 +48,7 @@ def _scramble_all(x: np.ndarray) -> np.ndarray:
 class Shuffle:
     """Permute range(count), determined by a key.
 
-    A Feistel network over the next power of four, which is applied again until the result is below `count`.
+    A Feistel network over the next power of four is applied again until the result is below `count`.
     """
 
     count: int

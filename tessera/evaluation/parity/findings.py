@@ -1,4 +1,4 @@
-"""Hold what a comparison of two recordings says: one finding for each tensor and number."""
+"""Hold the results of comparing two recordings: one finding for each tensor and number."""
 
 from __future__ import annotations
 

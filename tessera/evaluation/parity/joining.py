@@ -1,4 +1,4 @@
-"""Put together what the ranks of a recording have of one tensor.
+"""Join the shards that the ranks of a recording have of one tensor.
 
 Parameters and gradients of parameters name their offsets in the unsharded tensor. Outputs of modules do not: a rank
 that shares a layer with others has all of the output, some of its features, or some of its tokens. The shape of the
