@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tessera.cli.generate_speech import speak
+from tessera.cli.generate_speech import speak, speak_answer
 from tessera.cli.run import (
     AdapterOption,
     CodecOption,
@@ -56,6 +56,7 @@ SPEECH = (  # for models that speak
     *("model", "question", "out", "audio", "transcript", "speaker", "max_seconds", "codec", "seed", "device", "trust"),
     *("family", "adapter", "strength", "temperature", "top_k", "top_p"),
 )
+SPOKEN_ANSWER = (*SHARED, *ANSWERS, "out", "speaker", "max_seconds", "codec")  # for a text model with a talker
 SAMPLING = (  # fields of a `MediaRequest`
     *("negative", "height", "width", "frames", "fps", "steps", "guidance", "guidance_2", "true_guidance"),
     *("solver", "shift", "count", "batch", "last_image", "vae_tiling", "vae_slicing"),
@@ -160,12 +161,16 @@ def _run(options: Mapping[str, Any]) -> None:
         )
     check_path(options["model"])
     from tessera.inference.load_pipeline import generates_media
-    from tessera.inference.speech import speaks
+    from tessera.inference.speech import family_of_answers, speaks
 
     adapters = parse_strengths(options.get("adapter"), options.get("strength"), "--strength")
     if speaks(options["model"], trust, options.get("family")):
         _refuse(options, "this model speaks", SPEECH)
         speak(options, adapters)
+        return
+    if options.get("out", Path()).suffix == ".wav" and (talker := family_of_answers(options["model"], trust)):
+        _refuse(options, "this model answers a question", SPOKEN_ANSWER)
+        speak_answer(options, adapters, talker)
         return
     if not generates_media(options["model"], trust, options.get("family")):
         data = "data" in options

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from tessera.cli.run import check_output
 from tessera.errors import TesseraError
+
+if TYPE_CHECKING:
+    from tessera.inference.speech import Speech
 
 
 def speak(options: Mapping[str, Any], adapters: Mapping[Path, float]) -> None:
@@ -21,15 +24,7 @@ def speak(options: Mapping[str, Any], adapters: Mapping[Path, float]) -> None:
             fix='tessera generate MODEL "Good evening." -o hello.wav',
             code="generation.no-prompt",
         )
-    out = options.get("out")
-    if out is None or out.suffix.lower() != ".wav":
-        raise TesseraError(
-            "speech is written to a WAV file" if out is None else f"speech is written to a WAV file, not to {out.name}",
-            where="--out",
-            fix="-o hello.wav",
-            code="generation.no-output-file",
-        )
-    check_output(out, "--out")
+    out = _output(options)
     recordings, transcripts = options.get("audio", []), options.get("transcript", [])
     if len(recordings) != len(transcripts):
         raise TesseraError(
@@ -40,7 +35,6 @@ def speak(options: Mapping[str, Any], adapters: Mapping[Path, float]) -> None:
         )
     from tessera.inference.speech import SpeechSampling, load_speaker
     from tessera.runtime import log
-    from tessera.runtime.files import replace_file
 
     names = ("temperature", "top_k", "top_p", "seed", "max_seconds")
     chosen = SpeechSampling(**{name: options[name] for name in names if name in options})
@@ -58,9 +52,68 @@ def speak(options: Mapping[str, Any], adapters: Mapping[Path, float]) -> None:
             options["question"],
             speaker=options.get("speaker", ""),
             examples=[(str(path), words) for path, words in zip(recordings, transcripts, strict=True)],
-            options=chosen,
+            sampling=chosen,
         )
-        out.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(out, speech.wav())
+    _write(speech, out)
+
+
+def speak_answer(options: Mapping[str, Any], adapters: Mapping[Path, float], talker: str) -> None:
+    """Answer a question, print the answer, and write its speech to --out. `talker`: the family that speaks."""
+    if "question" not in options:
+        raise TesseraError(
+            "the model needs a question",
+            where="tessera generate",
+            fix='tessera generate MODEL "What is it?" -o answer.wav',
+            code="generation.no-prompt",
+        )
+    out = _output(options)
+    from tessera.inference.load import generate
+    from tessera.inference.speech import SpeechSampling, load_speaker
+    from tessera.runtime import log
+
+    limits = {"max_seconds": options["max_seconds"]} if "max_seconds" in options else {}
+    names = ("system", "max_new_tokens", "temperature", "top_k", "top_p", "family", "device", "seed")
+    answer = generate(
+        options["model"],
+        options["question"],
+        images=options.get("image", []),
+        videos=options.get("video", []),
+        audios=options.get("audio", []),
+        trust=options.get("trust", False),
+        adapters=adapters,
+        on_text=lambda text: typer.echo(text, nl=False),
+        **{name: options[name] for name in names if name in options},
+    )
+    typer.echo()
+    trust = options.get("trust", False)
+    with log.on_screen():
+        speaker = load_speaker(
+            options["model"], options["device"], codec=options.get("codec"), family=talker, trust=trust
+        )
+        messages = [{"role": "user", "content": options["question"]}, {"role": "assistant", "content": answer}]
+        sampling = SpeechSampling(seed=options["seed"], **limits)
+        speech = speaker.say_last(messages, speaker=options.get("speaker", ""), sampling=sampling)
+    _write(speech, out)
+
+
+def _output(options: Mapping[str, Any]) -> Path:
+    """Return --out. Raise unless it is a WAV file that can be written."""
+    out: Path | None = options.get("out")
+    if out is None or out.suffix.lower() != ".wav":
+        raise TesseraError(
+            "speech is written to a WAV file" if out is None else f"speech is written to a WAV file, not to {out.name}",
+            where="--out",
+            fix="-o hello.wav",
+            code="generation.no-output-file",
+        )
+    check_output(out, "--out")
+    return out
+
+
+def _write(speech: Speech, out: Path) -> None:
+    from tessera.runtime.files import replace_file
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(out, speech.wav())
     ending = "" if speech.complete else ", where it was cut off: raise --max-seconds"
     typer.echo(f"wrote {out}: {len(speech.sound) / speech.rate:.2f} s{ending}")

@@ -36,12 +36,8 @@ def serve(
         int | None, typer.Option("--max-length", min=1, help="tokens of prompt and answer; default: the model's")
     ] = None,
     rows: Annotated[int, typer.Option("--rows", min=1, help="answers that are computed together")] = 256,
-    blocks: Annotated[
-        int | None, typer.Option("--blocks", min=1, help="blocks of 16 tokens in the cache; default: what memory holds")
-    ] = None,
-    max_requests: Annotated[
-        int, typer.Option("--max-requests", min=1, help="answers computed or waiting; then clients get the status 429")
-    ] = 1024,
+    blocks: Annotated[int | None, typer.Option("--blocks", min=1, help="cache, of 16 tokens; default: memory")] = None,
+    max_requests: Annotated[int, typer.Option("--max-requests", min=1, help="beyond, clients get status 429")] = 1024,
     timeout: Annotated[float, typer.Option("--timeout", min=1, help="seconds that an answer may take")] = 600,
     drain: Annotated[float, typer.Option("--drain", min=0, help="seconds for open answers after SIGTERM")] = 30,
     allow_urls: Annotated[bool, typer.Option("--allow-urls", help="download media by http(s) URL")] = False,
@@ -59,6 +55,9 @@ def serve(
     ] = False,
     device: Annotated[str, typer.Option("--device", help="auto, cpu or an accelerator")] = "auto",
     dtype: Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16, float16; default: as stored")] = None,
+    speak: Annotated[
+        bool, typer.Option("--speak", help="also load the talker of the folder: answers with sound")
+    ] = False,
     codec: CodecOption = None,
     family: FamilyOption = None,
     trust: TrustFlag = False,
@@ -98,6 +97,7 @@ def serve(
         rows=rows,
         blocks=blocks,
         codec=codec,
+        speak=speak,
     )
 
 

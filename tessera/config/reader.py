@@ -6,9 +6,11 @@ key. Nothing here imports torch, so `tessera --help` and `tessera config schema`
 
 from __future__ import annotations
 
+import json
 import re
 import typing
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -329,8 +331,14 @@ def keys_of(section: type[Section]) -> list[str]:
 
 
 def dump_yaml(section: Section) -> str:
-    data = section.model_dump(mode="json")
-    return yaml.dump(data, Dumper=StrictDumper, sort_keys=False, allow_unicode=True, width=110)
+    return _as_yaml(json.dumps(section.model_dump(mode="json")))
+
+
+@lru_cache(maxsize=4)
+def _as_yaml(content: str) -> str:
+    """Write JSON as YAML. A run writes its recipe several times, and PyYAML takes 25 ms for one."""
+    text: str = yaml.dump(json.loads(content), Dumper=StrictDumper, sort_keys=False, allow_unicode=True, width=110)
+    return text
 
 
 def schema(section: type[Section]) -> dict[str, Any]:

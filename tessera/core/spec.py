@@ -224,6 +224,8 @@ class ModelSpec:
     # `model_type` of folders in the original format of a model's authors -> a function that translates config.json:
     # (folder, original config.json) -> config.json of Hugging Face.
     originals: Mapping[str, Callable[[Path, Mapping[str, Any]], dict[str, Any]]] = field(default_factory=dict)
+    # The family that speaks the answers of this one, with other weights of the same folder; None: no family does.
+    speech_family: str | None = None
     frozen_input: FrozenInput | None = None  # used by tasks that train on speech
     # (folder of the initial weights) -> a warning about parts of the folder that are not trained; None if there are
     # none.

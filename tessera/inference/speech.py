@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import wave
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +17,7 @@ from torch import Tensor
 from tessera.config.trust import Trust
 from tessera.core.batch import Batch
 from tessera.core.sample import Message, Part, Sample
+from tessera.core.spec import ModelSpec
 from tessera.data.media.audio import AudioSampling
 from tessera.data.media.files import Limits
 from tessera.data.media.read import MediaSampling, decode
@@ -27,6 +28,7 @@ from tessera.errors import TesseraError, with_fix
 from tessera.hub.config import local_model
 from tessera.inference.answering import context_of
 from tessera.inference.found_model import find_model
+from tessera.inference.frozen import frozen_module
 from tessera.inference.load import AdapterPaths, load
 from tessera.inference.loaded import LoadedModel
 from tessera.inference.messages import sample_of
@@ -84,7 +86,16 @@ class SpeechSampling:
 
 def speaks(path: Path, trust: Trust = False, family: str | None = None) -> bool:
     """Return whether the model at a path speaks. Weights are not read. `family`: see `load`."""
-    return resolve(find_model(local_model(path), None, trust, family=family).section)[0].task == SPEECH
+    return _spec(path, trust, family).task == SPEECH
+
+
+def family_of_answers(path: Path, trust: Trust = False, family: str | None = None) -> str | None:
+    """Return the family that speaks the answers of the model at a path; None: its answers are text only."""
+    return _spec(path, trust, family).speech_family
+
+
+def _spec(path: Path, trust: Trust, family: str | None) -> ModelSpec:
+    return resolve(find_model(local_model(path), None, trust, family=family).section)[0]
 
 
 def load_speaker(
@@ -118,7 +129,18 @@ def load_speaker(
             fix="name the codec of the model: --codec hf://kyutai/mimi, or codec= in Python",
             code="media.no-codec",
         )
-    return Speaker(model, load_codec(home).to(model.device), processor.limits)
+    return Speaker(model, load_codec(home).to(model.device), processor.limits, _encoder(model, folder))
+
+
+def _encoder(model: LoadedModel, folder: Path) -> Callable[[Batch], Batch]:
+    """Return a function that adds the outputs of a frozen component to a batch, such as those of a thinker."""
+    frozen = model.spec.frozen_input
+    if frozen is None:
+        return lambda batch: batch
+    component = frozen.component(model.config)
+    home = model.base or folder
+    module = frozen_module(component, model.spec, model.config, home).to(model.device).requires_grad_(False).eval()
+    return lambda batch: frozen.encode(module, batch)
 
 
 @dataclass
@@ -128,6 +150,7 @@ class Speaker:
     model: LoadedModel
     codec: Codec
     limits: Limits = field(default_factory=Limits)
+    encode: Callable[[Batch], Batch] = lambda batch: batch  # adds the outputs of a frozen component
 
     @cached_property
     def processor(self) -> Speaks:
@@ -140,7 +163,7 @@ class Speaker:
         *,
         speaker: str = "",
         examples: Sequence[tuple[Any, str]] = (),
-        options: SpeechSampling | None = None,
+        sampling: SpeechSampling | None = None,
         on_frame: Callable[[int, Tensor], None] | None = None,
     ) -> Speech:
         """Return the speech of a text.
@@ -150,7 +173,7 @@ class Speaker:
         """
         before = [self._example(recording, words, speaker) for recording, words in examples]
         messages = (*before, Message("assistant", (Part("text", text),), speaker))
-        (speech,) = self.speak([Sample("speech", messages)], options or SpeechSampling(), on_frame)
+        (speech,) = self.speak([Sample("speech", messages)], sampling or SpeechSampling(), on_frame)
         return speech
 
     def speak(
@@ -168,10 +191,19 @@ class Speaker:
             for of_row in codes
         ]
 
-    def in_voice(self, sample: Sample, speaker: str) -> Sample:
-        """Return a sample whose last message is said by this voice."""
-        *before, last = sample.messages
-        return replace(sample, messages=(*before, replace(last, speaker=speaker)))
+    def say_last(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        speaker: str = "",
+        sampling: SpeechSampling | None = None,
+        on_frame: Callable[[int, Tensor], None] | None = None,
+    ) -> Speech:
+        """Return the speech of the last message of a conversation, {role, content} each."""
+        *before, last = sample_of(messages, "speech", Path.cwd()).messages
+        sample = Sample("speech", (*before, replace(last, speaker=speaker)))
+        (speech,) = self.speak([sample], sampling or SpeechSampling(), on_frame)
+        return speech
 
     def codes_of(self, recording: Any) -> np.ndarray:
         """Return the codes of a recording, int64 [frames, codebooks]."""
@@ -213,6 +245,7 @@ class Speaker:
             max_frames=self._frames(prompts, options.max_seconds),
             first=_choose(rows, first, self.codec.size, prompts.end),
             others=_choose(rows, others, self.codec.size, prompts.end),
+            encode=self.encode,
             on_frame=on_frame,
         )
 

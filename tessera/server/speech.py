@@ -6,7 +6,8 @@ import asyncio
 import base64
 import secrets
 import time
-from typing import Any, Literal, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 from pydantic import Field
 from starlette.requests import Request
@@ -28,7 +29,6 @@ REFUSED = {
 }
 _LONGEST = 4096  # characters of a text to speak, as in OpenAI's API
 _TYPES = {"wav": "audio/wav", "pcm": "audio/pcm"}
-T = TypeVar("T")
 
 
 class SpeechRequest(Body):
@@ -90,7 +90,7 @@ async def spoken_completion(service: Service, job: AnswerJob, fields: ChatReques
     voice = voice_of(service)
     body = await chat_completion(service, job, fields)
     output = fields.audio or AudioOutput()
-    messages = chat_messages(fields.messages, (), service.settings, continues=True)
+    messages = _texts(chat_messages(fields.messages, (), service.settings, continues=True))
     for number, choice in enumerate(body["choices"]):
         message = choice["message"]
         text = message["content"]
@@ -107,3 +107,11 @@ async def spoken_completion(service: Service, job: AnswerJob, fields: ChatReques
         }
         message["content"] = None
     return body
+
+
+def _texts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages without their media: the talker reads the texts of a conversation."""
+    return [
+        {"role": message["role"], "content": [part for part in message["content"] if part["type"] == "text"]}
+        for message in messages
+    ]

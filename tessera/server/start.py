@@ -54,6 +54,7 @@ class ModelOptions:
     max_length: int | None = None  # None: the context of the model, or what the cache holds
     rows: int = 256
     blocks: int | None = None
+    speak: bool = False  # also load the talker of the folder, which speaks answers
     codec: str | None = None  # folder of the codec of a model that speaks; None: the folder of the model contains it
 
 
@@ -79,12 +80,15 @@ def start_service(options: ModelOptions, settings: Settings) -> Service:
         settings = replace(settings, max_length=_LENGTH, max_requests=min(settings.max_requests, _RECORDINGS))
         logger().info(f"answers one request at a time; at most {settings.max_requests} are computed or wait")
         return _service(settings, OneByOne(model, inner), processor, options, model.spec.name)
+    talker = _talker(options, model)  # before the engine, whose cache takes the remaining memory
     engine = Engine(model, EngineLimits(blocks=options.blocks, rows=options.rows), _bank(model, options, settings))
     for name, folder in options.adapters.items():
         engine.load_adapter(name, folder)
         logger().info(f"loaded the adapter {name} from {folder}")
     settings = replace(settings, max_length=_length(engine, model.config, options.max_length))
-    return _service(settings, EngineThread(engine), processor, options, model.spec.name)
+    service = _service(settings, EngineThread(engine), processor, options, model.spec.name)
+    service.voice = talker
+    return service
 
 
 def _speech_service(options: ModelOptions, settings: Settings) -> Service:
@@ -104,6 +108,31 @@ def _speech_service(options: ModelOptions, settings: Settings) -> Service:
     service = _service(settings, NoTextEngine(name), processor, options, name)
     service.voice = Voice(speaker)
     return service
+
+
+def _talker(options: ModelOptions, model: LoadedModel) -> Voice | None:
+    """Return the talker that speaks the answers of a model; None without --speak."""
+    if not options.speak:
+        if options.codec is not None:
+            raise _without_effect("--codec", "the model writes text")
+        return None
+    family = model.spec.speech_family
+    if family is None:
+        raise _without_effect("--speak", f"the family {model.spec.name} has no talker")
+    speaker = load_speaker(
+        options.path, options.device, options.dtype, codec=options.codec, family=family, trust=options.trust
+    )
+    logger().info(f"loaded the talker {speaker.model.spec.name}")
+    return Voice(speaker)
+
+
+def _without_effect(option: str, reason: str) -> TesseraError:
+    return TesseraError(
+        f"{option} has no effect: {reason}",
+        where=option,
+        fix=f"leave {option} out",
+        code="generation.option-without-effect",
+    )
 
 
 def _service(

@@ -6,7 +6,6 @@ import asyncio
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -16,7 +15,6 @@ from tessera.engine.request import Delta
 from tessera.engine.request import Request as EngineRequest
 from tessera.engine.stats import EngineStats
 from tessera.errors import TesseraError
-from tessera.inference.messages import sample_of
 from tessera.inference.speech import Speaker, Speech, SpeechSampling
 from tessera.server.errors import ApiError, of_tessera
 
@@ -46,9 +44,7 @@ class Voice:
         def run() -> Speech:
             if aborted.is_set():
                 raise _Aborted
-            sample = sample_of(messages, "speech", Path("/"))
-            (speech,) = self._speaker.speak([self._speaker.in_voice(sample, voice)], options, on_frame)
-            return speech
+            return self._speaker.say_last(messages, speaker=voice, sampling=options, on_frame=on_frame)
 
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, run)

@@ -305,7 +305,9 @@ def theirs(
 
 
 @torch.no_grad()
-def spoken_by_transformers(config: TalkerConfig, model: Any, tokens: Sequence[int], speaker: str, most: int) -> Tensor:
+def spoken_by_transformers(
+    config: TalkerConfig, model: Any, tokens: Sequence[int], speaker: str, most: int, penalty: float = 1.0
+) -> Tensor:
     """The codes [frames, codebooks] that transformers' talker generates greedily."""
     begin = beginning(config, model, tokens, speaker)
     first, last = config.depth.vocab_size, config.text.vocab_size
@@ -317,6 +319,7 @@ def spoken_by_transformers(config: TalkerConfig, model: Any, tokens: Sequence[in
         attention_mask=torch.ones(begin.inputs.shape[:2], dtype=torch.int64),
         do_sample=False,
         max_new_tokens=most,
+        repetition_penalty=penalty,
         eos_token_id=config.codec_eos_token_id,
         pad_token_id=config.codec_pad_id,
         suppress_tokens=[code for code in range(first, last) if code != config.codec_eos_token_id],

@@ -107,14 +107,14 @@ def test_the_command_writes_the_sound_of_transformers(folder: Path, speaker: Spe
         "I am well",
         speaker="1",
         examples=[(str(tmp_path / "voice.wav"), "hello there")],
-        options=SpeechSampling(temperature=0, max_seconds=seconds),
+        sampling=SpeechSampling(temperature=0, max_seconds=seconds),
     )
     assert again.wav() == (tmp_path / "hello.wav").read_bytes()
 
 
 def test_speech_is_sampled_by_its_seed(speaker: Speaker) -> None:
     def codes(seed: int) -> Tensor:
-        return speaker.say("hello there", options=SpeechSampling(seed=seed, max_seconds=0.02)).codes
+        return speaker.say("hello there", sampling=SpeechSampling(seed=seed, max_seconds=0.02)).codes
 
     assert torch.equal(codes(1), codes(1))
     assert not torch.equal(codes(1), codes(2))
@@ -201,7 +201,7 @@ def test_the_server_speaks(client: Any, speaker: Speaker) -> None:
     body = {"input": "hello there", "voice": "1", "seed": 3, "max_seconds": 0.02, "model": "toy"}
     answer = client.post("/v1/audio/speech", json=body)
     assert (answer.status_code, answer.headers["content-type"]) == (200, "audio/wav")
-    expected = speaker.say("hello there", speaker="1", options=SpeechSampling(seed=3, max_seconds=0.02))
+    expected = speaker.say("hello there", speaker="1", sampling=SpeechSampling(seed=3, max_seconds=0.02))
     assert answer.content == expected.wav()
     plain = client.post("/v1/audio/speech", json={**body, "response_format": "pcm"})
     assert plain.content == expected.pcm()

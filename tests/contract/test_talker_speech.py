@@ -18,6 +18,7 @@ import tessera
 from tessera.core.sample import Message, Part, Sample
 from tessera.inference.frozen import frozen_module
 from tessera.inference.load import load
+from tessera.inference.speech import SpeechSampling, load_speaker
 from tessera.models.qwen3_omni_talker import SPEC
 from tessera.models.qwen3_omni_talker.config import TalkerConfig
 from tessera.models.qwen3_omni_talker.processor import TalkerProcessor
@@ -87,6 +88,14 @@ def test_ten_sentences_are_learned_and_transformers_speaks_them_too(tmp_path: Pa
         sound, expected = (stock.code2wav(torch.as_tensor(each).T[None]) for each in (ours, codes))
         assert torch.equal(sound, expected)
         assert sound.numel() > 0
+
+    speaker, greedy = load_speaker(run.folder), SpeechSampling(temperature=0.0, max_seconds=2.0)
+    for text, voice, codes in rows:
+        speech = speaker.say(text, speaker=voice, options=greedy)
+        assert speech.codes.tolist() == codes.tolist()
+        assert speech.complete
+        expected = stock.code2wav(torch.from_numpy(codes).T[None])[0, 0]
+        torch.testing.assert_close(torch.from_numpy(speech.sound), expected, rtol=1e-4, atol=1e-5)
 
 
 def tokens_of(processor: TalkerProcessor, sample: Sample) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from tessera.models.family import preset, quickstart_preset
@@ -59,4 +60,4 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     },
     "30b-a3b": preset(152064, 2048, 768, 48, (32, 4), experts=_experts(128, 8, 768)),
 }
-SPEC = Qwen3Omni().spec(PRESETS)
+SPEC = replace(Qwen3Omni().spec(PRESETS), speech_family="qwen3_omni_talker")
