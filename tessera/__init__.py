@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         report,
         resume,
         score,
+        speaker,
         train,
     )
 
@@ -64,6 +65,7 @@ __all__ = [
     "report",
     "resume",
     "score",
+    "speaker",
     "train",
 ]
 

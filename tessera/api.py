@@ -18,6 +18,7 @@ from tessera.hub.config import load_local_config
 from tessera.inference.chat import Chat
 from tessera.inference.load import AdapterPaths, generate, load
 from tessera.inference.load_pipeline import load_pipeline as pipeline
+from tessera.inference.speech import load_speaker as speaker
 from tessera.observe.report.page import report
 from tessera.parallel.plan_text import DescribedPlan
 from tessera.tools.compare import compare
@@ -56,6 +57,7 @@ __all__ = [
     "report",
     "resume",
     "score",
+    "speaker",
     "train",
 ]
 

@@ -102,12 +102,12 @@ def write_codes(
         )
     rank, ranks, local = environment_ranks()
     encoder = load_codec(_codec_folder(config, codec)).to(devices.resolve(config.train.device, local))
-    hears = isinstance(processor.sampling, MediaSampling)
+    encoder.encode(torch.empty(0), len(processor.sizes))  # raise for unusable codecs before rows are read
     return CodeWriter(
         encoder,
         sources_of(config.data, split),
         codebooks=len(processor.sizes),
-        roles=tuple(config.data.train_on) if hears else None,
+        roles=None if processor.reads_all_speech else tuple(config.data.train_on),
         section=config.data,
         digest=weights_hash(FolderLayout(_codec_folder(config, codec)).weight_files()),
     ).write(folder, shard, rank, ranks)

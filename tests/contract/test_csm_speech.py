@@ -150,6 +150,7 @@ def test_models_without_a_codec_need_one(folder: Path, tmp_path: Path) -> None:
         model.generate(processor([{"role": "user", "content": "hello"}]))
 
 
+@pytest.mark.slow
 def test_recordings_of_a_recipe_become_the_codes_of_transformers(folder: Path, tmp_path: Path) -> None:
     sounds = [0.3 * np.random.default_rng(n).standard_normal(200 + 70 * n).astype(np.float32) for n in range(3)]
     rows = []

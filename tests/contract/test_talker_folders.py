@@ -24,7 +24,7 @@ from tessera.models.qwen3_omni_talker import PRESETS, SPEC
 from tessera.models.qwen3_omni_talker.config import TalkerConfig
 from tessera.models.qwen3_omni_talker.thinker import WORDS
 
-NUMBERS = range(len(SHAPES))
+NUMBERS = [pytest.param(number, marks=[pytest.mark.slow] * (number > 0)) for number in range(len(SHAPES))]
 
 
 def tensors_in(folder: Path) -> dict[str, Tensor]:
@@ -133,7 +133,7 @@ def test_the_preset_is_read_from_the_layout_of_published_folders() -> None:
     assert "30b-a3b" in PRESETS
 
 
-@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("number", range(len(SHAPES)))
 def test_transformers_reads_the_configuration_that_is_written(number: int) -> None:
     config = config_of(number)
     theirs = AutoConfig.for_model(**config.to_hf()).to_dict()

@@ -129,6 +129,7 @@ def ours(config: TalkerConfig, model: Any, questions: list[Asked], folder: Path,
     return logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(SHAPES)))
 def test_logits_and_gradients_are_those_of_transformers_with_the_states_of_its_thinker(
     number: int, tmp_path: Path

@@ -18,7 +18,7 @@ from tessera.nn.codes import code_output
 from tessera.tasks.speech import CODE_LOSS, DEPTH_LOSS, SpeechTask
 from tests.close import assert_as_close
 
-NUMBERS = range(len(SHAPES))
+NUMBERS = [pytest.param(number, marks=[pytest.mark.slow] * (number > 0)) for number in range(len(SHAPES))]
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,7 @@ def with_model(cases: list[Case], folder: Path, media: bool = False) -> list[Cas
     return [of_model(case, model, **more) for case in cases]
 
 
+@pytest.mark.slow  # CSM has the same stages in `make test`
 def test_stages_train_like_one_process(tmp_path: Path) -> None:
     train_like_one_process(with_model([PIPELINE], tmp_path), tmp_path)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import wave
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +17,12 @@ from talker_cases import config_with_words, reference_of, spoken_by_transformers
 from typer.testing import CliRunner
 
 from tessera.cli.main import app
+from tessera.data.media.clips import wav_bytes
 from tessera.errors import TesseraError
 from tessera.inference.speech import SpeechSampling, load_speaker
 from tessera.models.processing.tokenizer import load_tokenizer
+from tessera.tools.data_codes import write_codes
+from tests.contract.codecs import mimi_folder
 from tests.errors import raises
 
 WORDS = ("red", "blue", "tall", "small")
@@ -54,6 +58,7 @@ def test_the_talker_makes_the_sound_of_transformers(folder: Path) -> None:
         speaker.say_last(messages, speaker="Ann", sampling=sampling)
 
 
+@pytest.mark.slow
 def test_the_command_answers_and_speaks(folder: Path, tmp_path: Path) -> None:
     command = ["generate", str(folder), "red blue", "-o", str(tmp_path / "answer.wav"), "--max-new-tokens", "6"]
     result = CliRunner().invoke(app, [*command, "--device", "cpu", "--max-seconds", "0.01", "--speaker", "ethan"])
@@ -64,6 +69,29 @@ def test_the_command_answers_and_speaks(folder: Path, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, [*command, "--steps", "3"])
     assert isinstance(result.exception, TesseraError)
     assert result.exception.code == "generation.option-without-effect"
+
+
+@pytest.mark.slow
+def test_recordings_of_answers_become_codes(folder: Path, tmp_path: Path) -> None:
+    def turn(role: str, number: int) -> dict[str, Any]:
+        return {"role": role, "content": [{"type": "text", "text": "red"}, {"type": "audio", "audio": f"{number}.wav"}]}
+
+    for number in range(2):
+        sound = 0.3 * np.random.default_rng(number).standard_normal(4000).astype(np.float32)
+        (tmp_path / f"{number}.wav").write_bytes(wav_bytes(sound, 24_000))
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": [turn("user", 0), turn("assistant", 1)]}) + "\n")
+    recipe = {
+        "model": {"family": "qwen3_omni_talker", "path": str(folder)},
+        "data": {"train": str(tmp_path / "rows.jsonl"), "length": 64, "workers": 0},
+        "train": {"steps": 1, "device": "cpu"},
+    }
+    with raises("media.codec-only-decodes"):
+        write_codes(recipe, tmp_path / "codes")
+    done = write_codes(recipe, tmp_path / "codes", codec=mimi_folder(tmp_path / "mimi"))
+    assert (done.rows, done.root) == (1, tmp_path)
+    question, answer = json.loads((tmp_path / "codes" / "codes-00000.jsonl").read_text())["messages"]
+    assert question["content"][1] == {"type": "audio", "audio": "0.wav"}
+    assert np.array(answer["content"][1]["codes"]).shape == (3, 3)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +116,7 @@ def test_chat_completions_are_spoken(client: Any) -> None:
         "ignore_eos": True,
     }
     text = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
-    spoken = {**body, "modalities": ["text", "audio"], "audio": {"voice": "chelsie", "format": "wav"}}
+    spoken = {**body, "modalities": ["text", "audio"], "audio": {"voice": "chelsie", "max_seconds": 0.005}}
     lengths = []
     for seed in range(4):  # with random weights, speech may end at once
         message = client.post("/v1/chat/completions", json={**spoken, "seed": seed}).json()["choices"][0]["message"]

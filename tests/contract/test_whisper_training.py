@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -18,6 +19,7 @@ from whisper_cases import RATE, SHAPES, TEXTS, config_of, extractor, pair, sound
 import tessera
 from tessera.config.run_config import ModelSection
 from tessera.models import resolve
+from tests.toys import speech
 
 
 def recipe_of(folder: Path, steps: int) -> dict[str, Any]:
@@ -55,6 +57,21 @@ def test_a_tiny_model_learns_a_few_tones_and_transformers_reads_its_export(tmp_p
     model, prompts = tessera.load(folder)
     talks = [[{"role": "user", "content": [{"type": "audio", "audio": clip}]}] for clip in clips]
     assert model.generate(prompts(talks), 20) == list(TEXTS)
+
+
+@pytest.mark.parametrize("length", [160, pytest.param(32, marks=[pytest.mark.slow])], ids=["packed", "alone"])
+def test_a_recording_that_cannot_be_decoded_is_left_out(length: int, tmp_path: Path) -> None:
+    """Its header is read into the index; its place in a row attends to no recording, also if it is the whole row."""
+    pytest.importorskip("av")
+    recipe = recipe_of(tmp_path, 1)
+    (tmp_path / "sounds" / "1.wav").write_bytes(speech.wav(np.full(RATE, np.nan), RATE, -32))
+    recipe["data"] |= {"length": length, "eval": [], "max_bad_share": 0.5}
+    recipe["train"] |= {"global_batch": 160 // length, "generate_every": 0}
+    recipe["checkpoint"] = {"prove": "never"}
+    run = tessera.train(recipe)
+    assert all(np.isfinite(row["loss"]) for row in run.metrics if row["kind"] == "train")
+    rows = [json.loads(line) for line in (run.folder / "quarantine.jsonl").read_text().splitlines()]
+    assert {row["code"] for row in rows} == {"media.damaged-file"}
 
 
 def test_peft_reads_adapters_of_encoder_and_decoder(tmp_path: Path) -> None:

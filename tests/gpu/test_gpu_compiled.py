@@ -10,12 +10,13 @@ from torch import nn
 
 from tessera.config.model import WeightBits
 from tessera.config.run_config import LoraSection, ModelSection, ParallelSection
-from tessera.core.batch import Batch
+from tessera.core.batch import IGNORE, Batch
 from tessera.core.model_plan import ModelPlan
 from tessera.core.outputs import LATENTS, LOGITS
 from tessera.diffusion.family import GenerationSpec
 from tessera.lora.modules import QuantizedLoraLinear, adapted_layers, add_adapters, find_adapters, with_adapters
 from tessera.models import FAMILIES, resolve
+from tessera.nn.codes import CODED, CODES, NEXT_CODES, code_output
 from tessera.ops.loss import linear_cross_entropy
 from tessera.parallel.make_plan import make_plan
 from tessera.parallel.modules import apply_compile
@@ -34,6 +35,10 @@ def gradients(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
     else:
         hidden, head = out[LOGITS]
         total, count = linear_cross_entropy(hidden, head.weight, batch["labels"])
+        for number in range(1, len(batch[NEXT_CODES]) if CODED in batch else 0):  # of a family that speaks
+            hidden, head = out[code_output(number)]
+            labels = batch[NEXT_CODES][number, batch[CODED]]
+            total = total + linear_cross_entropy(hidden, head.weight, labels)[0]
         loss = total / count
     loss.backward()
     assert loss.isfinite()
@@ -53,6 +58,11 @@ def filled(batch: Batch, config: Any, generator: torch.Generator) -> Batch:
     tensors: dict[str, Any] = {"tokens": tokens, "labels": tokens.roll(-1)}
     if "pixels" in batch:
         tensors["pixels"] = torch.randn(batch["pixels"].shape, generator=generator)
+    if CODES in batch:
+        drawn_codes = torch.randint(0, 60, batch[CODES].shape, generator=generator)
+        codes = drawn_codes.where(batch[CODES] != IGNORE, IGNORE)
+        following = codes.roll(-1, 1).where(batch[NEXT_CODES] != IGNORE, IGNORE)
+        tensors |= {CODES: codes, NEXT_CODES: following, "labels": following[0]}
     return batch.with_tensors(**tensors)
 
 

@@ -64,6 +64,7 @@ class TalkerProcessor(SpeechProcessor):
 
     version: ClassVar[str] = "qwen3_omni_talker 1"
     axes: ClassVar[int] = 3
+    reads_all_speech: ClassVar[bool] = False
 
     ids: TalkerIds = field(kw_only=True)
     speaker: str = field(kw_only=True)  # voice of answers that name none

@@ -60,7 +60,7 @@ class Codec(nn.Module, ABC):
             raise TesseraError(
                 "this codec turns codes into sound, but not sound into codes",
                 where="codec",
-                fix="use the folder of a codec that encodes, such as hf://kyutai/mimi",
+                fix="name the folder of a codec that encodes: --codec hf://kyutai/mimi",
                 code="media.codec-only-decodes",
             )
         wanted = self.codebooks if codebooks is None else codebooks

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -34,6 +33,7 @@ class SpeechProcessor(ConversationProcessor):
     """Turn conversations with speech as codes into batches."""
 
     axes: ClassVar[int] = 1
+    reads_all_speech: ClassVar[bool] = True  # whether speech of all roles is read as codes, or only of trained roles
 
     sizes: tuple[int, ...]  # number of codes of each codebook
 
@@ -42,10 +42,9 @@ class SpeechProcessor(ConversationProcessor):
         """Return the number of codes in a frame."""
         return len(self.sizes)
 
-    @abstractmethod
     def spoken(self, encoded: Encoded, frames: Sequence[np.ndarray]) -> SpokenSample:
         """Return a sample with its codes. `frames`: speech of all its parts, [frames, codebooks] each."""
-        ...
+        raise AssertionError("a family with codes among the tokens of a conversation defines this")
 
     def layout(self, kind: PartKind, size: MediaSize) -> MediaLayout:
         return MediaLayout((size.frames,), ())

@@ -304,7 +304,8 @@ class WhisperProcessor(ConversationProcessor):
         batch = super()._pack(rows, lengths, whole)
         encoded: list[int] = []
         for row, length in zip(rows, lengths, strict=True):
-            encoded += [sum(item.streams[AUDIO].lengths) for item in row]
+            # The tokens in place of an unreadable sample attend to no recording, as padding does.
+            encoded += [sum(item.streams[AUDIO].lengths) if AUDIO in item.streams else 0 for item in row]
             encoded += [0] if sum(len(item.tokens) for item in row) < length else []
         segments = {**batch.segments, MEMORY: Segments.of(encoded)}
         # Padding at the end of a row may have more tokens than there are position embeddings.

@@ -54,7 +54,11 @@ KINDS: dict[str, Kind] = {
     ),
     "unreadable-media": Kind("loss", "Unreadable or corrupt media", "download or encode these files again"),
     "damaged-media": Kind("loss", "Media with a readable header and damaged content", "download these files again"),
-    "too-large": Kind("loss", "Media beyond the size limits", "make them smaller, or raise data.max_image_pixels"),
+    "too-large": Kind(
+        "loss",
+        "Media beyond the size limits",
+        "make images smaller, or raise data.max_image_pixels; cut recordings, or name a part of them",
+    ),
     "stuck": Kind("loss", "Samples that crash or block their reader", "remove these files or encode them again"),
     "placeholders": Kind(
         "loss",
@@ -72,7 +76,9 @@ KINDS: dict[str, Kind] = {
         "Unknown roles",
         "use system, user, assistant and tool, or name your roles under `columns` of the data set",
     ),
-    "unfit": Kind("loss", "Samples that the model does not support", "remove these samples, or resize their media"),
+    "unfit": Kind(
+        "loss", "Samples that the model does not support", "remove these samples, or resize or cut their media"
+    ),
     "nothing-trained": Kind(
         "loss", "Nothing to train on", "add an answer, or choose the trained roles with data.train_on"
     ),
