@@ -157,7 +157,7 @@ def buffer_bytes(module: nn.Module, pipeline: PipelinePlan | None, position: int
 
 
 def blocks_of_stage(blocks: Sequence[str], pipeline: PipelinePlan | None, position: int) -> list[str]:
-    """Return the blocks that belong to stages at a pipeline position."""
+    """Return the blocks of all stages that one pipeline rank, `position`, holds."""
     if pipeline is None:
         return list(blocks)
     modules = _modules_at(pipeline, position)
