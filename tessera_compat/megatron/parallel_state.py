@@ -150,7 +150,7 @@ def initialize_model_parallel(
 
 
 def _axis_order(order: str, sizes: Sequence[int]) -> tuple[str, ...]:
-    """Parse `order` to a tuple of axes, innermost first. `sizes`: the size of each of `AXES`."""
+    """Parse `order` to a tuple of axes, innermost first, and append omitted axes of size 1. `sizes`: of `AXES`."""
     names = tuple(order.lower().split("-"))
     if sorted(set(names)) != sorted(names) or not set(names) <= set(AXES):
         raise _refuse(

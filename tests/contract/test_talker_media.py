@@ -54,13 +54,13 @@ class Asked:
     case: Case
 
 
-def asked(config: TalkerConfig, reference: Any, media: list[Any], seed: int) -> Asked:
+def question_of(config: TalkerConfig, reference: Any, media: list[Any], seed: int) -> Asked:
     pair: Any = SimpleNamespace(config=config.thinker, reference=reference.thinker)
-    shown = OMNI.case(pair, media, seed)
+    case = OMNI.case(pair, media, seed)
     talk = conversation(config, seed, 5)
     start = talk.tokens.index(NEWLINE) + 1
-    tokens = (*talk.tokens[:start], *shown.tokens.tolist(), *talk.tokens[start:])
-    return Asked(Conversation(tokens, talk.codes), positioned(reference.thinker, torch.tensor(tokens), shown.media))
+    tokens = (*talk.tokens[:start], *case.tokens.tolist(), *talk.tokens[start:])
+    return Asked(Conversation(tokens, talk.codes), positioned(reference.thinker, torch.tensor(tokens), case.media))
 
 
 def positioned(model: Any, tokens: Tensor, media: Any) -> Case:
@@ -138,8 +138,8 @@ def test_logits_and_gradients_are_those_of_transformers_with_the_states_of_its_t
     reference = reference_of(config, 7 + number)
     reference.save_pretrained(tmp_path)
     kinds = OMNI.media(SHAPES[number].thinker)
-    questions = [asked(config, reference, kinds[name], seed) for seed, name in enumerate(("mixed", "sound"))]
-    questions.insert(1, asked(config, reference, [], 5))
+    questions = [question_of(config, reference, kinds[name], seed) for seed, name in enumerate(("mixed", "sound"))]
+    questions.insert(1, question_of(config, reference, [], 5))
     exact = reference_of(config, 7 + number, torch.float64)
     results: list[tuple[Tensor, dict[str, Tensor]]] = []
     heards = [heard_by(config, reference, question) for question in questions]

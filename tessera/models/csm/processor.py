@@ -164,6 +164,15 @@ class CSMProcessor(SpeechProcessor):
         frame = self.encoder.id_of(FRAME)
         return SpeechPrompts(batch, ((),) * len(samples), frame, self.end_code, max(1, self.codebooks - 1))
 
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """Return no token: speech ends with a frame, and transformers cannot generate if a token is set."""
+        return ()
+
+    @property
+    def _pad(self) -> int:
+        return self.encoder.id_of(END)
+
     def save(self, folder: Path) -> None:
         words = {"audio_token": FRAME, "audio_eos_token": END_OF_SPEECH}
         write_tokenizer(
