@@ -268,7 +268,7 @@ def test_keys_of_sound_are_checked(place: Path) -> None:
     assert refused(place, model=audio(num_mel_bin=80)) == [
         f"{name}num_mel_bin: unknown key; did you mean num_mel_bins?"
     ]
-    assert refused(place, model=audio(scale_embedding=True)) == [f"{name}scale_embedding: always False here"]
+    assert refused(place, model=audio(scale_embedding=True)) == [f"{name}scale_embedding: always False in Tessera"]
     assert refused(place, model=audio(d_model=64)) == [f"{name}d_model: {name}hidden_size sets 1280"]
     wrong = refused(place, model=lambda data: data["audio_encoder"].update(audio_encode={}))
     assert wrong == ["audio_encoder.audio_encode: unknown key; did you mean audio_encoder?"]
