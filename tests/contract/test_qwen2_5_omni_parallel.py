@@ -6,11 +6,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import av
 import pytest
 import torch
-from chats import write_words
-from family_layouts import FSDP, TENSOR, TEXTS, of_model, train_like_one_process
+from family_layouts import TENSOR, train_like_one_process
+from omni_layouts import APART, MORE, train_on_one_kind_at_a_time, with_model
 
 from tessera.config.run_config import ModelSection, ParallelSection
 from tessera.models import resolve
@@ -19,7 +18,6 @@ from tessera.models.qwen2_5_omni.processor import OMNI
 from tessera.parallel.make_plan import make_plan
 from tests.dist.layouts import Case
 from tests.errors import raises
-from tests.toys.omni_set import write_omni_set
 
 # As the quickstart preset numbers them.
 MODEL: dict[str, Any] = {
@@ -46,39 +44,20 @@ MODEL: dict[str, Any] = {
         },
     },
 }
-BOTH = {"vision": {"cp": 2}, "audio": {"cp": 2}}
 CASES = [TENSOR]
-WHOLE = {"vision": {"tp": 1}, "audio": {"tp": 1}}
-IN_VISION = {"vision": [1, 1], "audio": [0, 2], "text": [0, 2]}
-IN_AUDIO = {"vision": [2, 0], "audio": [1, 1], "text": [0, 2]}
-SEQUENCE = {"tp": 2, "sequence_parallel": True, "encoders": {"audio": {"tp": 1}}}
-MORE = [
-    FSDP,
-    Case("tp 2, whole encoders, media distributed", 2, {"tp": 2, "encoders": WHOLE}),
-    Case("tp 2, sequence parallel, whole audio encoder", 2, SEQUENCE),
-    Case("pp 2", 2, {"pp": 2}),
-    Case("pp 2, split in the vision encoder", 2, {"pp": 2, "layers": IN_VISION}),
-    Case("pp 2, split in the audio encoder", 2, {"pp": 2, "layers": IN_AUDIO}),
-    Case("ulysses 2", 2, {"cp": 2}),
-    Case("ulysses 2, patches and sound shared", 2, {"cp": 2, "encoders": BOTH}),
-    Case("ring 2, patches and sound shared", 2, {"cp": 2, "ulysses": 1, "encoders": BOTH}),
-]
 
 
-def with_model(cases: list[Case], folder: Path) -> list[Case]:
-    words = write_words(folder / "words", 512, ["<|endoftext|>", *OMNI.special_words()], TEXTS, end="<|im_end|>")
-    rows = write_omni_set(folder / "omni", films={"mpeg4", "aac"} <= av.codecs_available)
-    data = {"data.train": [{"path": str(rows)}], "data.processor.use_audio_in_video": True}
-    return [of_model(case, {**MODEL, "tokenizer": str(words)}, **data) for case in cases]
+def cases_of(cases: list[Case], folder: Path) -> list[Case]:
+    return with_model(cases, folder, MODEL, OMNI.special_words())
 
 
 def test_layouts_train_like_one_process(tmp_path: Path) -> None:
-    train_like_one_process(with_model(CASES, tmp_path), tmp_path)
+    train_like_one_process(cases_of(CASES, tmp_path), tmp_path)
 
 
 @pytest.mark.slow
 def test_more_layouts_train_like_one_process(tmp_path: Path) -> None:
-    train_like_one_process(with_model(MORE, tmp_path), tmp_path)
+    train_like_one_process(cases_of(MORE, tmp_path), tmp_path)
 
 
 def test_heads_that_do_not_split_are_told() -> None:
@@ -87,3 +66,8 @@ def test_heads_that_do_not_split_are_told() -> None:
         module = SPEC.main.build(config)
     with raises("layout.tp-not-divisor 20 audio.blocks"):
         make_plan(ParallelSection(tp=8), SPEC.main.plan(config), module, 8)
+
+
+@pytest.mark.slow
+def test_micro_batches_of_one_kind_train_like_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train_on_one_kind_at_a_time(cases_of(APART, tmp_path), tmp_path, monkeypatch)

@@ -6,14 +6,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import av
 import pytest
-from chats import write_words
-from family_layouts import FSDP, TENSOR, TEXTS, of_model, train_like_one_process
+from family_layouts import TENSOR, train_like_one_process
+from omni_layouts import APART, MORE, train_on_one_kind_at_a_time, with_model
 
 from tessera.models.qwen3_omni.processor import QWEN3_OMNI
 from tests.dist.layouts import Case
-from tests.toys.omni_set import write_omni_set
 
 # As the quickstart preset numbers them.
 MODEL: dict[str, Any] = {
@@ -49,38 +47,23 @@ MODEL: dict[str, Any] = {
         },
     },
 }
-BOTH = {"vision": {"cp": 2}, "audio": {"cp": 2}}
 CASES = [TENSOR]
-WHOLE = {"vision": {"tp": 1}, "audio": {"tp": 1}}
-IN_VISION = {"vision": [1, 1], "audio": [0, 2], "text": [0, 2]}
-IN_AUDIO = {"vision": [2, 0], "audio": [1, 1], "text": [0, 2]}
-SEQUENCE = {"tp": 2, "sequence_parallel": True, "encoders": {"audio": {"tp": 1}}}
-MORE = [
-    FSDP,
-    Case("ep 2", 2, {"ep": 2}),
-    Case("tp 2, whole encoders, media distributed", 2, {"tp": 2, "encoders": WHOLE}),
-    Case("tp 2, sequence parallel, whole audio encoder", 2, SEQUENCE),
-    Case("pp 2", 2, {"pp": 2}),
-    Case("pp 2, split in the vision encoder", 2, {"pp": 2, "layers": IN_VISION}),
-    Case("pp 2, split in the audio encoder", 2, {"pp": 2, "layers": IN_AUDIO}),
-    Case("ulysses 2", 2, {"cp": 2}),
-    Case("ulysses 2, patches and sound shared", 2, {"cp": 2, "encoders": BOTH}),
-    Case("ring 2, patches and sound shared", 2, {"cp": 2, "ulysses": 1, "encoders": BOTH}),
-]
 
 
-def with_model(cases: list[Case], folder: Path) -> list[Case]:
-    words = write_words(folder / "words", 512, ["<|endoftext|>", *QWEN3_OMNI.special_words()], TEXTS, end="<|im_end|>")
-    rows = write_omni_set(folder / "omni", films={"mpeg4", "aac"} <= av.codecs_available)
-    data = {"data.train": [{"path": str(rows)}], "data.processor.use_audio_in_video": True}
-    return [of_model(case, {**MODEL, "tokenizer": str(words)}, **data) for case in cases]
+def cases_of(cases: list[Case], folder: Path) -> list[Case]:
+    return with_model(cases, folder, MODEL, QWEN3_OMNI.special_words())
 
 
 @pytest.mark.slow  # Qwen2.5-Omni has the same encoder in `make test`
 def test_layouts_train_like_one_process(tmp_path: Path) -> None:
-    train_like_one_process(with_model(CASES, tmp_path), tmp_path)
+    train_like_one_process(cases_of(CASES, tmp_path), tmp_path)
 
 
 @pytest.mark.slow
 def test_more_layouts_train_like_one_process(tmp_path: Path) -> None:
-    train_like_one_process(with_model(MORE, tmp_path), tmp_path)
+    train_like_one_process(cases_of([Case("ep 2", 2, {"ep": 2}), *MORE], tmp_path), tmp_path)
+
+
+@pytest.mark.slow
+def test_micro_batches_of_one_kind_train_like_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train_on_one_kind_at_a_time(cases_of(APART, tmp_path), tmp_path, monkeypatch)
