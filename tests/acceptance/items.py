@@ -474,7 +474,7 @@ ITEMS: list[Item] = [
                 _lacks(
                     "recipes, and no scripts, for Flux, Qwen-Image, SD3, LTX and HunyuanVideo 1.5; three for inference "
                     "and one for evaluation",
-                    "acceptance/test_jobs.py::test_every_example_is_translated_and_planned",
+                    "acceptance/test_jobs.py::test_every_example_is_planned",
                 ),
             ),
             (
@@ -619,7 +619,7 @@ ITEMS: list[Item] = [
             ("`GPT_ARGS`, `MM_ARGS`, `OUTPUT_ARGS`", _by("acceptance/test_jobs.py::test_the_seeds_script_runs")),
             (
                 "`examples/xxx_model/pretrain_xxx.sh` with `model.json` and `data.json`",
-                _by("acceptance/test_jobs.py::test_every_example_is_translated_and_planned"),
+                _by("acceptance/test_jobs.py::test_every_example_is_planned"),
             ),
             (
                 "`pretrain_vlm.py`, `pretrain_sora.py`, `pretrain_transformers.py`",

@@ -17,6 +17,7 @@ import transformers
 from torch import Tensor
 from typer.testing import CliRunner
 
+import tessera
 from tessera.cli.main import app
 from tessera.config.run_config import SourceSection
 from tessera.data.media.clips import wav_bytes
@@ -179,6 +180,25 @@ def test_recordings_of_a_recipe_become_the_codes_of_transformers(folder: Path, t
     result = CliRunner().invoke(app, [*words, "--batch", "4"])
     assert isinstance(result.exception, TesseraError)
     assert result.exception.code == "data.option-without-effect"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_speaks_with_the_codec_of_its_base(folder: Path, tmp_path: Path, dtype: str) -> None:
+    codes = np.random.default_rng(0).integers(1, 16, (5, 6)).tolist()
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "hello", "audio_codes": codes}) + "\n")
+    run = tessera.train(
+        {
+            "name": "voice",
+            "out": str(tmp_path),
+            "model": {"path": str(folder)},
+            "data": {"train": str(tmp_path / "rows.jsonl"), "length": 64, "workers": 0},
+            "train": {"steps": 2, "device": "cpu"},
+        }
+    )
+    speech = tessera.speaker(run.folder, "cpu", dtype).say("hello", sampling=SpeechSampling(max_seconds=0.02))
+    assert speech.codes.shape[1] == 6
+    assert np.isfinite(speech.sound).all()
 
 
 # ---------------------------------------------------------------------------------------------- over the API
