@@ -21,6 +21,7 @@ FOLDERS = ("dist", "contract", "compat", "unit")
 SLOWEST = 8
 SHARED_RANKS = ("dist", "contract")  # other folders train with programs of other systems, which have global state
 NOBODY = "http://127.0.0.1:9"  # a port that refuses at once
+STARTS_RANKS = ("tests.dist.", "family_layouts")  # in files of `SHARED_RANKS` that train on several ranks
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -77,6 +78,31 @@ def pytest_configure(config: pytest.Config) -> None:
         files = sorted(str(one) for one in here.rglob("test_*.py"))
         first = len(files) * int(number) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
         config.args[:] = files[first:] + files[:first]
+
+
+@functools.cache
+def scope_of(path: str) -> str:
+    """Return the scope whose files one worker runs: all files that share ranks, else the file alone.
+
+    A fork server and ranks of three world sizes take 15 s of CPU time until they have imported what they need and torch
+    has derived the placements of every operation. One worker pays that, not three.
+    """
+    file = Path(__file__).parent.parent / path
+    if file.parent.name not in SHARED_RANKS:
+        return path
+    shared = file.parent.name == "dist" or any(word in file.read_text(encoding="utf-8") for word in STARTS_RANKS)
+    return "ranks" if shared else path
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return scope_of(nodeid.split("::", 1)[0])
+
+    return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -46,7 +46,10 @@ class Fp8Map(WeightMap):
     def of(
         cls, weights: WeightMap, kind: str, tensors: Mapping[str, Tensor], projections: Sequence[str], where: str
     ) -> Fp8Map:
-        """Return the map for a model. `tensors`: all of the model. `projections`: patterns of names to quantize."""
+        """Return the weight map that writes a model quantized.
+
+        `tensors`: all tensors of the model. `projections`: name patterns of the weights to quantize.
+        """
         if kind not in get_args(Quantization):
             allowed = get_args(Quantization)
             raise TesseraError(

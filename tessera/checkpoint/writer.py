@@ -118,7 +118,7 @@ def _write(target: Path, job: WriteJob, groups: Sequence[TensorGroup]) -> None:
 
 
 class _Writer:
-    """Write the groups of a job to its staging folder."""
+    """Write the tensor groups of a `WriteJob` to its staging folder."""
 
     def __init__(self, job: WriteJob, groups: Sequence[TensorGroup], staging: Path) -> None:
         self._job, self._groups, self._staging = job, groups, staging

@@ -37,7 +37,7 @@ class BuiltIns:
     def unknown(self, name: str) -> TesseraError:
         names = self.names()
         near = nearest(name, names)
-        module = near is None and name.isidentifier()  # the name may be the user's own module, without a package
+        module = near is None and name.isidentifier()  # perhaps a top-level module of the user
         return TesseraError(
             f"unknown {self.kind}: {name[:200]!r}",
             where=self.key,

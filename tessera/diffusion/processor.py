@@ -409,7 +409,7 @@ class GenerationProcessor:
     def hole(self, id: str, length: int, like: Mapping[str, Tensor] | None = None) -> EncodedMedia:
         """Return a sample of zeros in place of an unreadable sample.
 
-        `like`: stored features without rows, which define widths and dtypes: all samples of a batch may be unreadable.
+        `like`: empty tensors that define widths and dtypes, in case that no sample of the batch is readable.
         """
         counts = {"clean": length, "condition": length, "pooled": 1}
         empty = {} if like is None else like

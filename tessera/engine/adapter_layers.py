@@ -85,7 +85,7 @@ class Slots:
 
     @torch.no_grad()
     def clear(self, slot: int) -> None:
-        """Set the matrices of a slot to zero, if the slot is stored."""
+        """Set the matrices of an adapter slot to zero. Slots beyond `count` have no matrices yet."""
         if slot < self.count:
             self.a.select(self.axes[0], slot).zero_()
             self.b.select(self.axes[1], slot).zero_()

@@ -25,7 +25,9 @@ from tessera.nn.multimodal import Encoder
 
 _TEXT = ("tokens", "labels", "positions", "trained")
 _HASHED_AT_ONCE = 1 << 18  # number of bytes that an executor task hashes
-_LARGE = 1 << 18  # bytes of a tensor that is copied to the device by itself
+_LARGE = (
+    1 << 18
+)  # tensors of at least this many bytes are copied to the device one by one; smaller ones are copied together
 
 
 @dataclass(frozen=True, eq=False)

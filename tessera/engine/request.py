@@ -47,7 +47,7 @@ class Sampling:
         ):
             if not in_range:
                 raise TesseraError(
-                    f"{name} is {getattr(self, name)}",
+                    f"{name}={getattr(self, name)} is out of range",
                     where="sampling",
                     allowed=[allowed],
                     code="generation.sampling-out-of-range",

@@ -182,7 +182,10 @@ class Runner:
     def _texts(
         self, parts: Sequence[CallPart], previous: Tensor | None, sources: Mapping[RequestState, int]
     ) -> tuple[Tensor, Tensor]:
-        """Return tokens and positions of a call. Tokens that the host has not read are copied on the device."""
+        """Return tokens and positions of a call of the model.
+
+        Sampled tokens that are not on the host yet are copied from `previous`, on the device.
+        """
         start, axes = 0, max(part.state.text_positions.ndim for part in parts)
         where, origin = [], []
         ends = np.cumsum([part.new for part in parts]).tolist()

@@ -95,6 +95,8 @@ class LoadedModel(nn.Module):
             )
         if self.spec.gives(REWARDS):
             raise _reward_model()
+        if self.spec.task == "speech":
+            raise _speaks(self.spec)
         if not isinstance(self._run, GenerativeModel):
             raise TesseraError(
                 f"{self.spec.name} is not a language model with a KV cache",
@@ -136,11 +138,7 @@ class LoadedModel(nn.Module):
         if self.spec.gives(REWARDS):
             raise _reward_model()
         if self.spec.task == "speech":
-            raise TesseraError(
-                f"{self.spec.name} speaks, and writes no text",
-                fix='write its speech to a file: tessera generate MODEL "Good evening." -o hello.wav',
-                code="generation.model-speaks",
-            )
+            raise _speaks(self.spec)
         processor = _needed(self._processor, self.spec)
         rows = batch.segments["text"].bounds.numel() - 1
         if on_text is not None and rows != 1:
@@ -346,6 +344,14 @@ def _reward_model() -> TesseraError:
         "a reward model cannot generate text",
         fix="compute rewards of answers with model.reward(batch)",
         code="generation.reward-model",
+    )
+
+
+def _speaks(spec: ModelSpec) -> TesseraError:
+    return TesseraError(
+        f"{spec.name} speaks, and writes no text",
+        fix='write its speech to a file: tessera generate MODEL "Good evening." -o hello.wav',
+        code="generation.model-speaks",
     )
 
 

@@ -160,7 +160,7 @@ def start_parameters(
     device: torch.device,
     wanted: Callable[[str], bool] = lambda name: True,
 ) -> None:
-    """Fill the parameters whose name is `wanted`. Values depend on the seed and the parameter's name only."""
+    """Fill each parameter for whose name `wanted` returns True. Values depend only on the seed and the name."""
     for name, parameter in module.named_parameters():
         name = clean_name(name)
         if wanted(name):

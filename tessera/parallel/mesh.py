@@ -177,7 +177,7 @@ def make_axes(section: ParallelSection, model_plan: ModelPlan, world: int) -> Ax
     }
     encoders: dict[str, EncoderViews] = {}
     for name, (tp, cp) in splits.items():
-        # Encoders with the same split share their views, and thereby their process groups.
+        # Encoders with the same split share device meshes, and thus process groups.
         outside, inner = list(outer)[: degrees.index(tp)], list(outer)[degrees.index(tp) :]
         split = f"tp{tp}" if cp == 1 else f"tp{tp}_cp{cp}"
         names = EncoderViews(dp=f"encoder_dp_{split}")

@@ -90,7 +90,9 @@ class EncoderSharding:
     stream: Stream
     dp: int = 1  # number of ranks that each compute some full sequences
     split: SequenceSharding | None = None  # how context parallel ranks split each sequence; None: not split
-    attention: tuple[str, ...] = ()  # with `split`: the encoder's attention modules, which use the context group
+    attention: tuple[
+        str, ...
+    ] = ()  # attention modules of the encoder; they communicate in the context parallel group if `split` is set
     dp_view: str = ""  # mesh view of the `dp` ranks
 
     @property

@@ -342,6 +342,7 @@ class SamplingFields(Body):
 class AudioOutput(Body):
     voice: str = Field("", max_length=256)
     format: Literal["wav", "pcm16"] = "wav"
+    max_seconds: float = Field(60.0, gt=0, le=600, strict=False)  # beyond OpenAI's API
 
 
 class ChatRequest(SamplingFields):

@@ -98,7 +98,7 @@ async def spoken_completion(service: Service, job: AnswerJob, fields: ChatReques
             continue
         seed = job.requests[number].sampling.seed
         conversation = [*messages, {"role": "assistant", "content": text}]
-        speech = await voice.say(conversation, output.voice, SpeechSampling(seed=seed))
+        speech = await voice.say(conversation, output.voice, SpeechSampling(seed=seed, max_seconds=output.max_seconds))
         message["audio"] = {
             "id": f"audio-{job.id}-{number}",
             "data": base64.b64encode(speech.wav() if output.format == "wav" else speech.pcm()).decode(),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -372,10 +371,13 @@ def _finish(home: Path, folder: Path, shards: int, key: str) -> int:
             where=str(folder),
             code="data.no-row-written",
         )
-    if bad:
-        publish(home / QUARANTINE, "".join(f"{sample}\n" for sample in bad).encode())
-    for leftover in home.glob("*.part"):  # temporary files of killed processes
-        leftover.unlink(missing_ok=True)
-    with suppress(FileNotFoundError):  # another rank publishes the folder at the same time
+    try:
+        if bad:
+            publish(home / QUARANTINE, "".join(f"{sample}\n" for sample in bad).encode())
+        for leftover in home.glob("*.part"):  # temporary files of killed processes
+            leftover.unlink(missing_ok=True)
         home.rename(folder)
+    except (TesseraError, FileNotFoundError):
+        if not (folder / RECORDS / PLAN).is_file():  # no other rank has published the folder in the meantime
+            raise
     return 0

@@ -285,7 +285,7 @@ def example_batch(config: RunConfig, setup: ModelSetup, mesh: Mesh) -> Batch:
 
 
 def _as_pair(tokens: int) -> dict[str, Tensor]:
-    """Return batch tensors for preference tasks: the halves of the row are the answers of a pair; all are desirable."""
+    """Return tensors of preference tasks: the first half of the row is the chosen answer, the second the rejected."""
     pair = torch.arange(tokens) * 2 // max(1, tokens)
     first = torch.zeros(1, dtype=torch.int64)
     return {"pair": pair, "pair_ids": first, "pair_row": first.clone(), "desirable": torch.ones(1, dtype=torch.bool)}

@@ -61,7 +61,7 @@ class RuleTable:
         return next((rule for pattern, rule in self._strings if pattern.fullmatch(text)), None)
 
     def by_keyword(self, text: str) -> MigrationRule | None:
-        """Return the rule of an argument that is written as `name=value`."""
+        """Return the migration rule that matches a keyword argument. `text`: its source, `name=value`."""
         return next((rule for pattern, rule in self._keywords if pattern.fullmatch(text)), None)
 
     def by_shell_line(self, line: str) -> list[tuple[str, MigrationRule]]:

@@ -48,7 +48,7 @@ class MicroBatch(Batch):
 
     @staticmethod
     def of(value: Any, row: int = 0, samples: int = 1) -> MicroBatch:
-        """Wrap an item of a data iterator."""
+        """Return a micro-batch that holds an item of the user's data iterator."""
         return MicroBatch({}, rows=((row, 0),), counts={"samples": samples}, box=[value])
 
     def release(self) -> None:

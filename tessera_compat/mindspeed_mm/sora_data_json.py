@@ -242,7 +242,7 @@ def _feature_folder(path: str, folder: Any, source: str) -> str:
     features = Path(str(folder)) if folder else Path(path).parent
     if features.is_dir() and not (features / MANIFEST).is_file():
         raise TesseraError(
-            f"{features} has no {MANIFEST}: write the features again, because files of MindSpeed-MM are pickles",
+            f"{features} has no {MANIFEST}: features of MindSpeed-MM are pickles and are not read; extract them again",
             where=source,
             fix="run mindspeed_mm/tools/feature_extraction/get_sora_feature.py of the workspace, or tessera data "
             "features RECIPE -o FOLDER",

@@ -464,8 +464,8 @@ ITEMS: list[Item] = [
                     "the thinkers and the talker of Qwen3-Omni are trained; the talker of Qwen2.5-Omni is not, because "
                     "the tokenizer of its speech was not published",
                     "contract/test_vision_language_folders.py::test_transformers_reads_what_we_write",
-                    "contract/test_qwen2_5_omni_parallel.py::test_layouts_train_like_one_process",
-                    "contract/test_qwen3_omni_parallel.py::test_micro_batches_of_one_kind_train_like_one_process",
+                    "contract/test_omni_parallel.py::test_layouts_train_like_one_process",
+                    "contract/test_omni_parallel.py::test_micro_batches_of_one_kind_train_like_one_process",
                     "compat/test_omni_jobs.py::test_a_job_of_qwen2_5_omni_trains_from_its_shards",
                     "compat/test_omni_jobs.py::test_a_job_of_qwen3_omni_trains_by_flags_and_by_yaml",
                     "contract/test_talker_numerics.py::test_logits_losses_and_gradients_are_those_of_transformers",
@@ -476,7 +476,7 @@ ITEMS: list[Item] = [
                 _lacks(
                     "recipes, and no scripts, for Flux, Qwen-Image, SD3, LTX and HunyuanVideo 1.5; three for inference "
                     "and one for evaluation",
-                    "acceptance/test_jobs.py::test_every_example_is_translated_and_planned",
+                    "acceptance/test_jobs.py::test_every_example_is_planned",
                 ),
             ),
             (
@@ -621,7 +621,7 @@ ITEMS: list[Item] = [
             ("`GPT_ARGS`, `MM_ARGS`, `OUTPUT_ARGS`", _by("acceptance/test_jobs.py::test_the_seeds_script_runs")),
             (
                 "`examples/xxx_model/pretrain_xxx.sh` with `model.json` and `data.json`",
-                _by("acceptance/test_jobs.py::test_every_example_is_translated_and_planned"),
+                _by("acceptance/test_jobs.py::test_every_example_is_planned"),
             ),
             (
                 "`pretrain_vlm.py`, `pretrain_sora.py`, `pretrain_transformers.py`",

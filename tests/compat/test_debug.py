@@ -132,7 +132,7 @@ def test_vscode_gets_an_entry_for_each_rank(tmp_path: Path) -> None:
         {"host": "localhost", "port": 22334},
     ]
     assert {(entry["type"], entry["request"]) for entry in entries} == {("debugpy", "attach")}
-    assert "as it should be" in runner.invoke(app, words).stdout
+    assert "already up to date" in runner.invoke(app, words).stdout
 
 
 def test_a_launch_file_that_is_there_is_never_lost(tmp_path: Path) -> None:

@@ -166,7 +166,7 @@ def random_program(seed: int) -> str:
     return text.replace("\n", "\r\n") if chance.random() < 0.2 else text
 
 
-@pytest.mark.parametrize("start", range(0, 400, 100))
+@pytest.mark.parametrize("start", [0, *(pytest.param(start, marks=pytest.mark.slow) for start in (100, 200, 300))])
 def test_random_programs_compile_after_it_and_a_second_time_changes_nothing(start: int) -> None:
     for seed in range(start, start + 100):
         before = random_program(seed)

@@ -84,6 +84,14 @@ def test_unusable_codes_and_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TesseraError) as error:
         load_codec(tmp_path)
     assert error.value.code == "media.no-codec"
+    about = tmp_path / "codec" / "config.json"
+    written = about.read_text()
+    for wrong in ({"hidden_size": "x"}, {"codebook_size": 63}, {"upsampling_ratios": [0]}, {"hidden_act": "none"}):
+        about.write_text(json.dumps({**json.loads(written), **wrong}))
+        with pytest.raises(TesseraError) as error:
+            load_codec(tmp_path / "codec")
+        assert error.value.code == "environment.wrong-value-in-file"
+    about.write_text(written)
     file = tmp_path / "codec" / "model.safetensors"
     tensors = load_file(file)
     tensors.pop(sorted(tensors)[0])

@@ -17,6 +17,7 @@ import transformers
 from torch import Tensor
 from typer.testing import CliRunner
 
+import tessera
 from tessera.cli.main import app
 from tessera.config.run_config import SourceSection
 from tessera.data.media.clips import wav_bytes
@@ -126,6 +127,8 @@ def test_speech_is_sampled_by_its_seed(speaker: Speaker) -> None:
         (["hello", "-o", "a.mp3"], "generation.no-output-file"),
         (["hello"], "generation.no-output-file"),
         (["-o", "a.wav"], "generation.no-prompt"),
+        ([" ", "-o", "a.wav", "--device", "cpu"], "generation.no-prompt"),
+        (["hello", "-o", "a.wav", "--max-seconds", "0"], "generation.sampling-out-of-range"),
         (["hello", "-o", "a.wav", "--audio", "b.wav"], "generation.recording-without-transcript"),
         (["hello", "-o", "a.wav", "--image", "b.png"], "generation.option-without-effect"),
         (["hello", "-o", "a.wav", "--speaker", "Ann", "--device", "cpu"], "data.speaker-without-number"),
@@ -150,6 +153,7 @@ def test_models_without_a_codec_need_one(folder: Path, tmp_path: Path) -> None:
         model.generate(processor([{"role": "user", "content": "hello"}]))
 
 
+@pytest.mark.slow
 def test_recordings_of_a_recipe_become_the_codes_of_transformers(folder: Path, tmp_path: Path) -> None:
     sounds = [0.3 * np.random.default_rng(n).standard_normal(200 + 70 * n).astype(np.float32) for n in range(3)]
     rows = []
@@ -178,6 +182,25 @@ def test_recordings_of_a_recipe_become_the_codes_of_transformers(folder: Path, t
     result = CliRunner().invoke(app, [*words, "--batch", "4"])
     assert isinstance(result.exception, TesseraError)
     assert result.exception.code == "data.option-without-effect"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_speaks_with_the_codec_of_its_base(folder: Path, tmp_path: Path, dtype: str) -> None:
+    codes = np.random.default_rng(0).integers(1, 16, (5, 6)).tolist()
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "hello", "audio_codes": codes}) + "\n")
+    run = tessera.train(
+        {
+            "name": "voice",
+            "out": str(tmp_path),
+            "model": {"path": str(folder)},
+            "data": {"train": str(tmp_path / "rows.jsonl"), "length": 64, "workers": 0},
+            "train": {"steps": 2, "device": "cpu"},
+        }
+    )
+    speech = tessera.speaker(run.folder, "cpu", dtype).say("hello", sampling=SpeechSampling(max_seconds=0.02))
+    assert speech.codes.shape[1] == 6
+    assert np.isfinite(speech.sound).all()
 
 
 # ---------------------------------------------------------------------------------------------- over the API
@@ -212,6 +235,7 @@ def test_the_server_speaks(client: Any, speaker: Speaker) -> None:
     [
         ({"response_format": "mp3"}, "response_format", "invalid_value"),
         ({"input": ""}, "input", "invalid_value"),
+        ({"input": " "}, None, "generation.no-prompt"),
         ({"input": "a" * 5000}, "input", "invalid_value"),
         ({"speed": 2}, "speed", "invalid_value"),
         ({"instructions": "gently"}, "instructions", "unsupported_parameter"),

@@ -42,6 +42,7 @@ from tessera.models.qwen3_omni_talker.processor import MediaTalkerProcessor, Tal
 from tessera.models.qwen3_omni_talker.sequence import SpokenTurns, TalkerIds
 from tessera.models.qwen3_omni_talker.thinker import HEARD, HEARD_FROM, STATES, WORDS, as_question, encode
 from tests.close import assert_as_close
+from tests.errors import raises
 
 OMNI = Qwen3Omni()
 
@@ -54,13 +55,13 @@ class Asked:
     case: Case
 
 
-def asked(config: TalkerConfig, reference: Any, media: list[Any], seed: int) -> Asked:
+def question_of(config: TalkerConfig, reference: Any, media: list[Any], seed: int) -> Asked:
     pair: Any = SimpleNamespace(config=config.thinker, reference=reference.thinker)
-    shown = OMNI.case(pair, media, seed)
+    case = OMNI.case(pair, media, seed)
     talk = conversation(config, seed, 5)
     start = talk.tokens.index(NEWLINE) + 1
-    tokens = (*talk.tokens[:start], *shown.tokens.tolist(), *talk.tokens[start:])
-    return Asked(Conversation(tokens, talk.codes), positioned(reference.thinker, torch.tensor(tokens), shown.media))
+    tokens = (*talk.tokens[:start], *case.tokens.tolist(), *talk.tokens[start:])
+    return Asked(Conversation(tokens, talk.codes), positioned(reference.thinker, torch.tensor(tokens), case.media))
 
 
 def positioned(model: Any, tokens: Tensor, media: Any) -> Case:
@@ -138,8 +139,8 @@ def test_logits_and_gradients_are_those_of_transformers_with_the_states_of_its_t
     reference = reference_of(config, 7 + number)
     reference.save_pretrained(tmp_path)
     kinds = OMNI.media(SHAPES[number].thinker)
-    questions = [asked(config, reference, kinds[name], seed) for seed, name in enumerate(("mixed", "sound"))]
-    questions.insert(1, asked(config, reference, [], 5))
+    questions = [question_of(config, reference, kinds[name], seed) for seed, name in enumerate(("mixed", "sound"))]
+    questions.insert(1, question_of(config, reference, [], 5))
     exact = reference_of(config, 7 + number, torch.float64)
     results: list[tuple[Tensor, dict[str, Tensor]]] = []
     heards = [heard_by(config, reference, question) for question in questions]
@@ -207,3 +208,26 @@ def test_the_processor_places_media_where_transformers_does(tmp_path: Path) -> N
     assert encoded[STATES].shape == (len(item.heard), config.thinker.text.hidden_size)
     assert encoded[WORDS].shape[0] == len(item.tokens) + 4
     assert not [name for name in encoded.tensors if name.startswith("thinker.")]
+
+
+def test_media_that_the_talker_cannot_read_are_set_aside(tmp_path: Path) -> None:
+    config = config_with_words(tmp_path, ("red",), media=True)
+    image, codes = Image.new("RGB", (30, 20)), np.zeros((3, config.num_code_groups), dtype=np.int64)
+    answer = Message("assistant", (Part("text", "red"), Part("codes", codes)))
+    before = (Message("system", (Part("image", image),)), Message("user", (Part("text", "red"),)))
+    in_system = Sample("row", (*before, answer))
+    hears = TalkerProcessor.load(config, tmp_path, min_pixels=64, max_pixels=1024)
+    with raises("data.media-outside-question"):
+        hears.encode(in_system, [image, codes])
+    deaf = TalkerProcessor.load(config.model_copy(update={"reads_media": False}), tmp_path)
+    question = Sample("row", (Message("user", (Part("image", image),)), answer))
+    with raises("media.kind-not-supported"):
+        deaf.measure(question, [media_size(image), MediaSize(0, 0, 3)])
+
+
+def test_layers_that_the_talker_reads_are_between_those_of_images_and_the_last() -> None:
+    fields = hearing(0)
+    layers = fields["thinker"]["text"]["num_hidden_layers"]
+    for wrong in (1, layers):
+        with pytest.raises(ValueError, match="accept_hidden_layer"):
+            config_of(0, **{**fields, "accept_hidden_layer": wrong})

@@ -30,7 +30,7 @@ def write_rows(path: Path, codebooks: int, codes: int) -> Path:
     for number in range(24):
         frames = 2 if number % 2 else int(chance.integers(3, 12))
         spoken = {"text": WORDS[number % 3], "audio_codes": chance.integers(0, codes, (frames, codebooks)).tolist()}
-        rows.append({**spoken, **({"prompt": " ".join(WORDS[: 1 + number % 2])} if number % 3 else {})})
+        rows.append({**spoken, **({"instruction": " ".join(WORDS[: 1 + number % 2])} if number % 3 else {})})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 

@@ -4,6 +4,7 @@ export, and the stock vocoder makes the same sound of them."""
 from __future__ import annotations
 
 import json
+import wave
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from tessera.models.qwen3_omni_talker.config import TalkerConfig
 from tessera.models.qwen3_omni_talker.processor import TalkerProcessor
 from tessera.models.qwen3_omni_talker.thinker import encode
 from tessera.models.speech.generation import generate_codes
+from tessera.tools.data_codes import write_codes
+from tests.contract.codecs import mimi_folder
 
 NAMES = ("red", "blue", "tall", "small", "old", "new", "soft", "hard", "warm", "cold")
 
@@ -102,3 +105,42 @@ def tokens_of(processor: TalkerProcessor, sample: Sample) -> list[int]:
     """The tokens of a conversation to the end of its last text."""
     tokens, _, _ = processor.encoder.encode(processor.template.render(sample.messages), [])
     return tokens[:-2]
+
+
+@pytest.mark.slow
+def test_codes_are_made_of_recorded_answers_and_questions_stay_recordings(tmp_path: Path) -> None:
+    """From recordings to a run: the thinker hears the question, and the talker learns the answer."""
+    config = config_with_words(tmp_path / "full", NAMES, media=True)
+    reference_of(config, 1).save_pretrained(tmp_path / "full")
+    codec = mimi_folder(tmp_path / "mimi", codebook_size=16)
+    write_recording(tmp_path / "question.wav", 16_000, 0.9)
+    write_recording(tmp_path / "answer.wav", 24_000, 1.5)
+    question = {"role": "user", "content": [{"type": "audio", "audio": "question.wav"}]}
+    content = [{"type": "audio", "audio": "answer.wav"}, {"type": "text", "text": "red blue"}]
+    row = {"messages": [question, {"role": "assistant", "content": content}]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    recipe = {
+        "name": "voice",
+        "out": str(tmp_path),
+        "model": {"family": "qwen3_omni_talker", "path": str(tmp_path / "full"), "config": {"reads_media": True}},
+        "data": {"train": str(tmp_path / "rows.jsonl"), "length": 300, "workers": 0},
+        "train": {"steps": 2, "global_batch": 1, "device": "cpu"},
+    }
+    write_codes(recipe, tmp_path / "codes", codec=codec)
+    (shard,) = (tmp_path / "codes").glob("*.jsonl")
+    question, answer = json.loads(shard.read_text())["messages"]
+    assert question["content"][0]["type"] == "audio"
+    (codes,) = [part["codes"] for part in answer["content"] if part["type"] == "codes"]
+    assert len(codes[0]) == config.num_code_groups
+    run = tessera.train(recipe, {"data.train": [{"path": str(tmp_path / "codes"), "root": str(tmp_path)}]})
+    first, *_ = run.metrics
+    assert first["depth_loss"] > 0
+
+
+def write_recording(path: Path, rate: int, seconds: float) -> None:
+    samples = (8000 * np.sin(np.arange(int(rate * seconds)) / 9)).astype("<i2")
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(rate)
+        file.writeframes(samples.tobytes())

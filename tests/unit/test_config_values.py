@@ -119,13 +119,13 @@ def accepted_or_told(make: Any) -> RunConfig | None:
     return config
 
 
-@settings(thrown, max_examples=200)
+@settings(thrown, max_examples=100)
 @given(key=st.sampled_from(sorted(KEYS)), value=nonsense)
 def test_anything_under_any_key_of_a_mapping_is_taken_or_told(key: str, value: Any) -> None:
     accepted_or_told(lambda: load_config(BASE, {key: value}))
 
 
-@settings(thrown, max_examples=200)
+@settings(thrown, max_examples=100)
 @given(
     key=st.sampled_from(sorted(KEYS)),
     text=st.one_of(
@@ -347,7 +347,7 @@ def test_no_key_is_advised_that_is_refused_next() -> None:
 OPTION_KEYS = [(VideoOptions, name) for name in VideoOptions.model_fields] + [(TextOptions, "system")]
 
 
-@settings(thrown, max_examples=200)
+@settings(thrown, max_examples=100)
 @given(option=st.sampled_from(OPTION_KEYS), value=nonsense)
 def test_options_of_processors_are_taken_or_told(option: tuple[type[Section], str], value: Any) -> None:
     kind, name = option
@@ -358,7 +358,7 @@ def test_options_of_processors_are_taken_or_told(option: tuple[type[Section], st
     assert all(math.isfinite(number) for number in numbers_in(options.model_dump()))
 
 
-@settings(thrown, max_examples=200)
+@settings(thrown, max_examples=100)
 @given(
     option=st.sampled_from(
         [
@@ -410,7 +410,7 @@ FAMILY_KEYS = [
 ]
 
 
-@settings(thrown, max_examples=200)
+@settings(thrown, max_examples=100)
 @given(chosen=st.sampled_from(FAMILY_KEYS), value=nonsense)
 def test_fields_of_models_are_taken_or_told(chosen: tuple[str, str], value: Any) -> None:
     from tessera.models import resolve

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import os
@@ -31,8 +32,11 @@ ROOT = Path(__file__).parents[2]
 SAMPLING = MediaSampling(audio=AudioSampling(16_000))
 PNG = b"\x89PNG\r\n\x1a\n"
 MANY = 128 << 20  # bytes that a bomb unpacks to
-PACKED = zlib.compress(bytes(MANY), 1)
-ALMOST = zlib.compress(bytes((1 << 20) - 100), 9)  # just below what Pillow allows for one text
+
+
+@functools.cache
+def packed() -> bytes:
+    return zlib.compress(bytes(MANY), 1)
 
 
 def png(width: int, height: int, *chunks: bytes) -> bytes:
@@ -55,19 +59,19 @@ def jpeg(width: int, height: int) -> bytes:
 
 def tiff(width: int, height: int, tile: tuple[int, int] | None = None) -> bytes:
     """Deflated; with a tile, one that unpacks to its whole claimed size."""
-    packed = PACKED if tile else zlib.compress(bytes(64))
+    pixels = packed() if tile else zlib.compress(bytes(64))
     where = 8 + 2 + 12 * 10 + 4
     tags = [(256, 4, width), (257, 4, height), (258, 3, 8), (259, 3, 8), (262, 3, 1), (277, 3, 1)]
     if tile:
-        tags += [(322, 4, tile[0]), (323, 4, tile[1]), (324, 4, where), (325, 4, len(packed))]
+        tags += [(322, 4, tile[0]), (323, 4, tile[1]), (324, 4, where), (325, 4, len(pixels))]
     else:
-        tags += [(273, 4, where), (278, 4, height), (279, 4, len(packed)), (284, 3, 1)]
+        tags += [(273, 4, where), (278, 4, height), (279, 4, len(pixels)), (284, 3, 1)]
     tags.sort()
     body = b"".join(
         struct.pack("<HHI", tag, kind, 1) + (struct.pack("<HH", value, 0) if kind == 3 else struct.pack("<I", value))
         for tag, kind, value in tags
     )
-    return b"II*\0" + struct.pack("<IH", 8, len(tags)) + body + b"\0\0\0\0" + packed
+    return b"II*\0" + struct.pack("<IH", 8, len(tags)) + body + b"\0\0\0\0" + pixels
 
 
 def webp(width: int, height: int) -> bytes:
@@ -127,14 +131,14 @@ def mov_of_large_frames(width: int, height: int) -> bytes:
 
 def compressed_header() -> bytes:
     inner = struct.pack(">I4s4s", 12, b"dcom", b"zlib")
-    inner += struct.pack(">I4sI", 12 + len(PACKED), b"cmvd", MANY) + PACKED
+    inner += struct.pack(">I4sI", 12 + len(packed()), b"cmvd", MANY) + packed()
     inner = struct.pack(">I4s", 8 + len(inner), b"cmov") + inner
     return struct.pack(">I4s4sI", 16, b"ftyp", b"qt  ", 0) + struct.pack(">I4s", 8 + len(inner), b"moov") + inner
 
 
 def bombs() -> dict[str, bytes]:
     files = {
-        "image-size.png": png(60_000, 60_000, png_chunk(b"IDAT", PACKED)),
+        "image-size.png": png(60_000, 60_000, png_chunk(b"IDAT", packed())),
         "image-size.jpg": jpeg(65_500, 65_500),
         "image-size.tif": tiff(100_000, 100_000),
         "image-tile.tif": tiff(16, 16, (50_000, 50_000)),
@@ -142,7 +146,9 @@ def bombs() -> dict[str, bytes]:
         "image-size.bmp": bmp(50_000, 50_000),
         "image-size.ppm": b"P6 60000 60000 255\n" + b"\0" * 100,
         "image-plain.ppm": b"P3 60000 60000 255\n" + b"0 " * 100,
-        "video-size.png": png(60_000, 60_000, png_chunk(b"acTL", struct.pack(">II", 9, 0)), png_chunk(b"IDAT", PACKED)),
+        "video-size.png": png(
+            60_000, 60_000, png_chunk(b"acTL", struct.pack(">II", 9, 0)), png_chunk(b"IDAT", packed())
+        ),
         "video-size.gif": gif(65_535, 65_535),
         "video-size.y4m": b"YUV4MPEG2 W60000 H60000 F25:1 Ip A1:1 C420jpeg\nFRAME\n" + b"\0" * 1000,
         "video-samples.mp4": mp4_of(200_000_000),
@@ -158,12 +164,13 @@ def bombs() -> dict[str, bytes]:
 
 def harmless() -> dict[str, bytes]:
     """What is packed into these is never unpacked: the picture is read."""
+    almost = zlib.compress(bytes((1 << 20) - 100), 9)  # just below what Pillow allows for one text
     return {
-        "image-itxt.png": with_chunks(png_chunk(b"iTXt", b"k\0\1\0\0\0" + PACKED)),
-        "image-ztxt.png": with_chunks(png_chunk(b"zTXt", b"k\0\0" + PACKED)),
-        "image-many-ztxt.png": with_chunks(*(png_chunk(b"zTXt", b"k%d\0\0" % i + ALMOST) for i in range(60))),
-        "image-iccp.png": with_chunks(png_chunk(b"iCCP", b"k\0\0" + PACKED)),
-        "image-idat.png": png(10, 10, png_chunk(b"IDAT", PACKED)),
+        "image-itxt.png": with_chunks(png_chunk(b"iTXt", b"k\0\1\0\0\0" + packed())),
+        "image-ztxt.png": with_chunks(png_chunk(b"zTXt", b"k\0\0" + packed())),
+        "image-many-ztxt.png": with_chunks(*(png_chunk(b"zTXt", b"k%d\0\0" % i + almost) for i in range(60))),
+        "image-iccp.png": with_chunks(png_chunk(b"iCCP", b"k\0\0" + packed())),
+        "image-idat.png": png(10, 10, png_chunk(b"IDAT", packed())),
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,7 +64,16 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("whole")
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=named)
+def planned() -> list[Any]:
+    """Every recipe. In `make test` the first and the last one of each folder."""
+    ends = {path.parent: path for path in RECIPES}.items() | {path.parent: path for path in RECIPES[::-1]}.items()
+    return [
+        pytest.param(path, marks=[] if (path.parent, path) in ends else [pytest.mark.slow], id=named(path))
+        for path in RECIPES
+    ]
+
+
+@pytest.mark.parametrize("recipe", planned())
 def test_recipe_is_planned_on_the_ranks_it_names(recipe: Path, shallow: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(recipe.parent)  # where classes of a recipe's own lie
     config = prepared(recipe, shallow, layers=1)

@@ -106,7 +106,7 @@ def pack_balanced(tokens: np.ndarray, excess: np.ndarray, capacity: int, linear:
 
 
 def _even(row_by_length: np.ndarray, weight: np.ndarray, held: np.ndarray, mean: int, slack: int) -> bool:
-    """Return whether no row has more FLOPs than the mean, or than its heaviest sample, plus `slack`."""
+    """Return whether each row has at most `slack` FLOPs more than the larger of the mean and its heaviest sample."""
     least = np.full(len(held), mean, dtype=np.int64)
     np.maximum.at(least, row_by_length, weight)
     return bool((held <= least + slack).all())

@@ -147,8 +147,8 @@ def _rows(most: np.ndarray, config: PackingConfig, size: StepSize) -> np.ndarray
             return row_of
         rows += size.multiple
     raise TesseraError(
-        f"{size.samples} samples per step are too few: a step has at least {rows} rows, a multiple of {size.multiple}, "
-        "and every row needs a sample",
+        f"{size.samples} samples per step are too few: each of the {rows} rows of a step needs a sample "
+        f"(numbers of rows are multiples of {size.multiple})",
         where="train.samples_per_step",
         fix=f"set train.samples_per_step={_up(max(rows, size.samples), size.multiple)}, or lower train.micro_batch or "
         "train.global_batch",

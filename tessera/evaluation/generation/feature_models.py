@@ -148,7 +148,7 @@ def open_clip(path: str | Path, device: str = "auto", where: str = "--clip") -> 
     model = open_features(path, device, where)
     if not isinstance(model, VisionFeatures) or model.kind != CLIP:
         raise TesseraError(
-            f"{path} is not a CLIP model: its features are those of {model.kind}",
+            f"{path} has a {model.kind} model, not a CLIP model",
             where=where,
             fix="name the folder of a CLIP model, such as openai/clip-vit-large-patch14",
             code="evaluation.not-clip",

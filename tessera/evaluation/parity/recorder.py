@@ -217,7 +217,7 @@ def moved_weights(module: nn.Module, compute: torch.dtype, seed: int) -> Iterato
 
 @torch.no_grad()
 def move_weights(module: nn.Module, compute: torch.dtype, seed: int) -> None:
-    """Move every weight by one rounding, up or down. Copies of a weight on several ranks move alike."""
+    """Add or subtract eps times its value at every weight, with the same sign on all ranks that hold a copy."""
     for name, parameter in module.named_parameters():
         value = local_shard(parameter)
         if value.is_floating_point():

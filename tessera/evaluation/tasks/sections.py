@@ -33,10 +33,10 @@ class ColumnsSection(Section):
     # what `answer` contains: a text; a list, also written as text; or the index of the right option, from 0
     answer_is: Literal["text", "list", "number"] = "text"
     options: str | list[str] | None = None  # a column with a list, or columns whose names are letters
-    images: tuple[str, ...] = ()  # columns or templates of paths
+    images: tuple[str, ...] = ()  # columns with paths, or templates of paths
     image_paths: str | None = None  # column with paths, used in place of `images` if the file has it
     video: tuple[str, ...] = ()  # templates of paths, of which the first that exists is used
-    audio: tuple[str, ...] = ()  # columns or templates of paths of recordings
+    audio: tuple[str, ...] = ()  # columns with paths of recordings, or templates of such paths
     media_needed: bool = True  # if the task names columns of media, a row without any of these media is unusable
     group: str | None = None  # template: questions with the same text form a group, which is scored by its worst answer
     # name of a field for the metric -> column, or columns whose values form a list

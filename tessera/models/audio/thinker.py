@@ -29,8 +29,8 @@ class ThinkerFamily(AudioFamily, GridFamily):
         if fields.get("model_type") != full or not fields.get("enable_audio_output", True):
             return None
         return (
-            f"only the thinker of {folder} is trained: its talker reads the hidden states of the thinker, so its "
-            "speech may not follow the texts of the tuned thinker"
+            f"only the thinker of {folder} is trained: its talker reads embeddings and hidden states of the thinker, "
+            "so its speech may not follow the texts of the tuned thinker"
         )
 
     def example(self, config: Any, tokens: int) -> Batch:

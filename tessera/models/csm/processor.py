@@ -78,7 +78,9 @@ class CSMProcessor(SpeechProcessor):
         chosen = build(CSMOptions, options, "data.processor")
         encoder = ChatEncoder(load_tokenizer(folder))
         check_special_tokens(encoder, CHAT, config.special_token_ids, config.text.vocab_size, folder)
-        sizes = (config.codebook_size,) * config.num_codebooks
+        # The codec writes no padding code, the last of the table: rows with it were padded to one length.
+        padded = config.codebook_pad_token_id == config.codebook_size - 1
+        sizes = (config.codebook_size - padded,) * config.num_codebooks
         sampling, end = VideoSampling(), config.codebook_eos_token_id
         return cls(encoder, CHAT, sampling, chosen.train_on, False, sizes, chosen.speaker, end)
 
@@ -163,6 +165,15 @@ class CSMProcessor(SpeechProcessor):
         batch = self.prompt(texts, codes, sizes, "none")
         frame = self.encoder.id_of(FRAME)
         return SpeechPrompts(batch, ((),) * len(samples), frame, self.end_code, max(1, self.codebooks - 1))
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """Return no token: speech ends with a frame, and transformers cannot generate if a token is set."""
+        return ()
+
+    @property
+    def _pad(self) -> int:
+        return self.encoder.id_of(END)
 
     def save(self, folder: Path) -> None:
         words = {"audio_token": FRAME, "audio_eos_token": END_OF_SPEECH}

@@ -76,7 +76,7 @@ class MediaStream:
         )
 
     def measures_of(self, batch: Batch) -> dict[str, int]:
-        """Return the number of elements and element pairs of a batch, by the names that the sample index uses."""
+        """Return how many elements a batch has and how many pairs attend to each other, by keys of the index."""
         whole, windows = batch.segments.get(self.stream.segments), batch.segments.get(self.stream.windows)
         pairs = self._pairs(() if whole is None else whole.lengths, () if windows is None else windows.lengths)
         return {self.elements: self.stream.elements(batch), **pairs}

@@ -187,14 +187,14 @@ class MediaTalkerProcessor(TalkerProcessor):
         spoken = self._spoken(sample, tokens)
         if not layouts:
             return spoken
-        place = {index: at for at, index in enumerate(SpokenTurns.of(tokens, self.ids).read)}
-        if any(start not in place for start, _ in runs):
+        positions = {index: at for at, index in enumerate(SpokenTurns.of(tokens, self.ids).read)}
+        if any(start not in positions for start, _ in runs):
             raise TesseraError(
                 "the talker reads media in the turns of the user alone",
                 fix="move images, videos and sound into these turns",
                 code="data.media-outside-question",
             )
-        here = [(place[start], count) for start, count in runs]
+        here = [(positions[start], count) for start, count in runs]
         heard_from = torch.cat([torch.arange(start, start + count) for start, count in runs])
         end = int(heard_from.max()) + 1  # later tokens change nothing, because attention is causal
         read = self.thinker._encode(question, of_media, of_sizes, layouts, spans)

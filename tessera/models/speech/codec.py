@@ -226,7 +226,7 @@ def load_codec(folder: Path) -> Codec:
             code="environment.component-library-missing",
         ) from None
     with foreign_values(str(folder)):
-        settings = config_class.from_dict(dict(config[source.key] if source.key else config))
+        settings = _settings(config_class, config[source.key] if source.key else config)
         module = _filled(module_class, settings, _tensors(layout, source.prefix), folder)
         return source.codec(module).requires_grad_(False).eval()
 
@@ -251,6 +251,16 @@ def _classes(names: tuple[str, str]) -> tuple[Any, Any]:
 
         return getattr(configuration_qwen3_omni_moe, names[0]), getattr(modeling_qwen3_omni_moe, names[1])
     return getattr(transformers, names[0]), getattr(transformers, names[1])
+
+
+def _settings(config_class: Any, values: Mapping[str, Any]) -> Any:
+    """Return the configuration of a codec. Raise ValueError for values that transformers refuses."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        return config_class.from_dict(dict(values))
+    except StrictDataclassError as error:
+        raise ValueError(" ".join(str(error).split())) from error
 
 
 def _tensors(layout: FolderLayout, prefix: str) -> dict[str, Tensor]:

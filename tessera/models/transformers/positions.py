@@ -74,7 +74,7 @@ def _joined(tables: Sequence[Any], dim: int) -> Any:
 
 
 def masked_positions(mask: Tensor) -> Tensor:
-    """Return positions that restart where padding begins or ends, so that padding does not lengthen a sample."""
+    """Return position ids that restart at 0 where padding begins and ends: padding is a sample of its own."""
     index = torch.arange(mask.shape[-1], device=mask.device).expand_as(mask)
     changes = mask.diff(dim=-1, prepend=mask[..., :1]) != 0
     return index - index.where(changes, 0).cummax(-1).values
