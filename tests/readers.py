@@ -29,7 +29,7 @@ class Text:
     kind: str
     text: str
     where: str  # file and line
-    name: str  # of the function or class around it, which a reader would see as well
+    name: str  # of the classes and the function around it, which a reader would see as well
 
 
 def texts_of(path: Path) -> Iterator[Text]:
@@ -41,16 +41,20 @@ def texts_of(path: Path) -> Iterator[Text]:
 
     def around(line: int) -> str:
         inside = [scope for scope in scopes if scope.lineno <= line <= (scope.end_lineno or 0)]
-        return max(inside, key=lambda scope: scope.lineno).name if inside else path.stem
+        return ".".join(scope.name for scope in sorted(inside, key=lambda scope: scope.lineno)) or path.stem
 
     for scope in scopes:
         if (text := ast.get_docstring(scope)) is not None:
-            yield Text("docstring", text, f"{place}:{scope.lineno}", scope.name)
+            yield Text("docstring", text, f"{place}:{scope.lineno}", around(scope.lineno))
     for node in ast.walk(tree):
         raised = isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Error") and node.args
         if isinstance(node, ast.Call) and raised and isinstance(node.args[0], ast.Constant | ast.JoinedStr):
-            fix = next((ast.unparse(key.value) for key in node.keywords if key.arg == "fix"), None)
-            text = ast.unparse(node.args[0]) + (f"  fix: {fix}" if fix else "")
+            others = (
+                f"  {key.arg}: {ast.unparse(key.value)}"
+                for key in node.keywords
+                if key.arg in ("where", "allowed", "fix")
+            )
+            text = ast.unparse(node.args[0]) + "".join(others)
             yield Text("message", text, f"{place}:{node.lineno}", around(node.lineno))
     for number, text in comments(source):
         yield Text("comment", text, f"{place}:{number}", around(number))

@@ -157,7 +157,7 @@ _INSTEAD = {"steps": "epochs", "epochs": "steps"}  # keys of `train` that exclud
 
 
 def _without_replaced(data: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove `train.steps` from the recipe if an override sets `train.epochs`, and the reverse."""
+    """Remove `train.steps` from the recipe if an override sets `train.epochs`, or `epochs` if it sets `steps`."""
     train = data.get("train")
     gone = [other for key, other in _INSTEAD.items() if overrides.get(f"train.{key}") is not None]
     if not isinstance(train, Mapping) or len(gone) != 1:

@@ -79,6 +79,15 @@ class SpeechSampling:
     seed: int = 0
     max_seconds: float = SECONDS
 
+    def __post_init__(self) -> None:
+        if not 0 < self.max_seconds < float("inf"):
+            raise TesseraError(
+                f"max_seconds={self.max_seconds} is out of range",
+                where="sampling",
+                allowed=["above 0"],
+                code="generation.sampling-out-of-range",
+            )
+
     def sampling(self, penalty: float) -> Sampling:
         """Return the sampling of the first codes."""
         return Sampling(self.temperature, self.top_k, self.top_p, seed=self.seed, repetition_penalty=penalty)
@@ -183,6 +192,13 @@ class Speaker:
         on_frame: Callable[[int, Tensor], None] | None = None,
     ) -> list[Speech]:
         """Return the speech of the last message of each sample. Recordings in the samples are codes already."""
+        for sample in samples:
+            if not any(part.kind == "text" and part.spelled().strip() for part in sample.messages[-1].parts):
+                raise TesseraError(
+                    "there is no text to speak",
+                    fix="write the text: `Good evening.`",
+                    code="generation.no-prompt",
+                )
         prompts = self.processor.speech_prompts(samples)
         codes = self._codes(prompts, options, on_frame)
         most = self._frames(prompts, options.max_seconds)

@@ -236,7 +236,7 @@ class CrossAttention(nn.Module):
         self.out = nn.Linear(inner, size)
 
     def forward(self, x: Tensor, context: Tensor, segments: Segments, context_segments: Segments) -> Tensor:
-        """Return the output for tokens `x`. `context`: the second sequence. `segments`: bounds of samples in `x`."""
+        """Let tokens `x` attend to `context`. `segments`, `context_segments`: bounds of samples in each."""
         q = by_head(self.q(x), self.q_norm, self.head_dim)
         attended = self.attend(q, self.kv(context), self.k_norm, segments, context_segments)
         out: Tensor = self.out(attended.flatten(1))

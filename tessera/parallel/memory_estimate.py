@@ -137,7 +137,7 @@ def _tensor_dimension(style: TensorStyle, shape: Sequence[int]) -> int | None:
 
 
 def shards_of_stage(parts: Sequence[ParamShard], pipeline: PipelinePlan | None, position: int) -> list[ParamShard]:
-    """Return the parameters of the stages at a pipeline position, including copies of tied weights."""
+    """Return the parameters of all stages that one pipeline rank, `position`, holds, with copies of tied weights."""
     if pipeline is None:
         return list(parts)
     modules = _modules_at(pipeline, position)
@@ -148,7 +148,7 @@ def shards_of_stage(parts: Sequence[ParamShard], pipeline: PipelinePlan | None, 
 
 
 def buffer_bytes(module: nn.Module, pipeline: PipelinePlan | None, position: int) -> int:
-    """Return the bytes of buffers on a rank at a pipeline position."""
+    """Return the bytes of buffers that one pipeline rank, `position`, holds."""
     here = module.named_buffers()
     if pipeline is None:
         return sum(buffer.nbytes for _, buffer in here)

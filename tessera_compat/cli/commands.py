@@ -46,7 +46,7 @@ def vscode(
     nproc: Annotated[int, typer.Option("--nproc", help="ranks to attach to, from 0")] = 1,
     folder: Annotated[Path, typer.Option("--folder", help="workspace that VS Code opens")] = Path(),
     host: Annotated[str, typer.Option("--host", help="where the ranks run")] = "localhost",
-    remote_root: Annotated[str, typer.Option("--remote-root", help="the workspace's folder over there")] = ".",
+    remote_root: Annotated[str, typer.Option("--remote-root", help="workspace on the machine of the ranks")] = ".",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace launch.json; keeps launch.json.bak")] = False,
     only_print: Annotated[bool, typer.Option("--print", help="print the file, and do not write it")] = False,
 ) -> None:

@@ -58,7 +58,7 @@ def workspace(
 def job(
     path: Annotated[Path, typer.Argument(help="JOB.sh or JOB.yaml of MindSpeed-MM, or a file of another trainer")],
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="recipe to write; default: JOB.recipe.yaml here")
+        Path | None, typer.Option("-o", "--output", help="recipe to write; default: ./JOB.recipe.yaml")
     ] = None,
     world: Annotated[
         int | None, typer.Option("--world", min=1, help="number of ranks; default: as many as the script starts")

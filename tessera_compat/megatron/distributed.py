@@ -23,7 +23,7 @@ from tessera_compat.megatron.module import ModelWrapper
 
 _REFUSED = {
     "use_distributed_optimizer": "the optimizer is the script's own; recipes of Tessera shard optimizer state",
-    "fp8_param_gather": "parameters have 16 or 32 bit here",
+    "fp8_param_gather": "parameters have 16 or 32 bit",
     "use_custom_fsdp": "recipes of Tessera shard parameters (`parallel.backend: fsdp2`)",
 }
 _HINTS = (

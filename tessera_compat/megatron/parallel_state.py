@@ -108,7 +108,7 @@ def initialize_model_parallel(
         ("encoder_pipeline_model_parallel_size", encoder_pipeline_model_parallel_size or 0, 0),
     ):
         if value != nothing:
-            what = f"{name}={value} is not offered: models here have one stack of layers"
+            what = f"{name}={value} is not supported: models have one stack of layers"
             raise _refuse(what, where=name, code="megatron.unsupported-argument")
     if use_sharp or nccl_communicator_config_path:
         logger().info("use_sharp and nccl_communicator_config_path: without effect, groups take torch's settings")
@@ -150,7 +150,7 @@ def initialize_model_parallel(
 
 
 def _axis_order(order: str, sizes: Sequence[int]) -> tuple[str, ...]:
-    """Parse `order` to a tuple of axes, innermost first. `sizes`: the size of each of `AXES`."""
+    """Parse `order` to a tuple of axes, innermost first, and append omitted axes of size 1. `sizes`: of `AXES`."""
     names = tuple(order.lower().split("-"))
     if sorted(set(names)) != sorted(names) or not set(names) <= set(AXES):
         raise _refuse(

@@ -278,7 +278,7 @@ def _dcp_lora(naming: Naming) -> dict[str, Method]:
 
 _NO_SHARDS = {
     name: Method(
-        "(empty there)",
+        "(not supported)",
         refused="this converter supports only DCP, and the method is empty in MindSpeed-MM: use hf_to_dcp or dcp_to_hf",
     )
     for name in ("hf_to_mm", "mm_to_hf", "resplit")
@@ -368,8 +368,8 @@ def _refused(reason: str, *names: str) -> Converter:
     return Converter("", {name: Method("(refused)", refused=reason) for name in names})
 
 
-_VIDEO = "this model has no family here: convert with MindSpeed-MM itself"
-_SOUND = "this model, which speaks, has no family here: convert with MindSpeed-MM itself"
+_VIDEO = "Tessera does not support this model: convert with MindSpeed-MM itself"
+_SOUND = "Tessera does not support this speech model: convert with MindSpeed-MM itself"
 _THREE = ("hf_to_mm", "mm_to_hf", "resplit")
 CONVERTERS: Mapping[str, Converter] = {
     "Qwen2VLConverter": Converter("qwen2_vl", _shards()),
@@ -427,10 +427,10 @@ CONVERTERS: Mapping[str, Converter] = {
     "ExpertMergeDcpConverter": Converter("", _EXPERTS),
     "moe_expert": Converter("", {"": _MOE_EXPERT}),
     "GlmConverter": _refused(
-        "GLM-4.1V has no Megatron-style form here: use its Hugging Face folder as model.path", *_THREE
+        "Tessera has no Megatron shards of GLM-4.1V: use its Hugging Face folder as model.path", *_THREE
     ),
-    "DeepSeekVLConverter": _refused("DeepSeek-VL2 has no family here: convert with MindSpeed-MM itself", *_THREE),
-    "VideoAlignConverter": _refused("VideoAlign has no family here: convert with MindSpeed-MM itself", *_THREE),
+    "DeepSeekVLConverter": _refused("DeepSeek-VL2 is not supported: convert with MindSpeed-MM itself", *_THREE),
+    "VideoAlignConverter": _refused("VideoAlign is not supported: convert with MindSpeed-MM itself", *_THREE),
     "Qwen2_5_OmniConverter": Converter("qwen2_5_omni", _shards(hears=True)),
     **dict.fromkeys(("Qwen3TTSConverter", "MOSSTTSConverter"), _refused(_SOUND, "dcp_to_hf", "hf_to_dcp")),
     **VIDEO_CONVERTERS,

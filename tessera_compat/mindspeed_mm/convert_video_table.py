@@ -45,16 +45,15 @@ _DIT = {
 }
 _LEFT_OUT = {
     "layerzero_to_mm": "LayerZeRO writes pickled pieces of flattened weights: convert them with MindSpeed-MM; "
-    "jobs here are sharded by --use-torch-fsdp2 or --use-distributed-optimizer, and their runs need no conversion",
-    "mm_to_dcp": "jobs here read shards and diffusers folders as they are; GenericDCPConverter hf_to_dcp writes a DCP "
-    "folder",
-    "lora_hf_to_mm": "adapters of diffusers and PEFT are read as they are: model.lora.path in a recipe",
+    "Tessera shards jobs by --use-torch-fsdp2 or --use-distributed-optimizer, and their runs need no conversion",
+    "mm_to_dcp": "jobs read shards and diffusers folders directly; GenericDCPConverter hf_to_dcp writes a DCP folder",
+    "lora_hf_to_mm": "adapters of diffusers and PEFT are read directly: model.lora.path in a recipe",
     "t2v_text_encoder": "the diffusers folder of HunyuanVideo has its language model as text_encoder",
 }
 
 
 def _left_out(*names: str) -> dict[str, Method]:
-    return {name: Method("(not here)", refused=_LEFT_OUT[name]) for name in names}
+    return {name: Method("(not supported)", refused=_LEFT_OUT[name]) for name in names}
 
 
 def _source(family: str) -> Method:
@@ -97,7 +96,7 @@ VIDEO_CONVERTERS = {
         },
         options={
             "version": Option("text", default="t2v", choices=("t2v", "i2v")),
-            "remove_pos_emb": Option("flag", "leave tables of positions out", False),
+            "remove_pos_emb": Option("flag", "drop position embedding tables", False),
         },
     ),
 }

@@ -112,13 +112,13 @@ def with_fsdp2_file(recipe: Mapping[str, Any]) -> dict[str, Any]:
     file = read_fsdp2_file(path)
     if file.align_fsdp_param_groups:
         log.warning(
-            "%s: align_fsdp_param_groups has no effect here: it moves the norms of two classes of MindSpeed-MM into a "
-            "separate group, which changes no result; here each block is one group",
+            "%s: align_fsdp_param_groups has no effect: it moves the norms of two classes of MindSpeed-MM into a "
+            "separate group, which changes no result; in Tessera each block is one group",
             path,
         )
     if file.moe_modules:
         log.warning(
-            "%s: moe_modules has no effect here: the plan of a model lists the modules that hold experts, and "
+            "%s: moe_modules has no effect in Tessera: the plan of a model lists the modules that hold experts, and "
             "expert_parallel_size distributes all of them",
             path,
         )
@@ -132,7 +132,7 @@ def with_fsdp2_file(recipe: Mapping[str, Any]) -> dict[str, Any]:
                 settings[key] = value
         elif theirs in file.model_fields_set and settings[key] != value:
             raise TesseraError(
-                f"{ours} is {settings[key]!r} in the recipe, but {theirs} is {getattr(file, theirs)!r} here",
+                f"{ours} is {settings[key]!r} in the recipe, but {theirs} is {getattr(file, theirs)!r} in this file",
                 where=str(path),
                 fix="remove it in the recipe or in the file",
                 code="job.fsdp2-conflict",

@@ -196,8 +196,8 @@ def unknown_model(name: Any, folder: str | None) -> str | None:
         return None
     near = nearest(str(name), _known_ids())
     return (
-        f"no family here trains {name}{f' (nearest: {near})' if near else ''}; where transformers has its class, a "
-        "recipe with model.family=transformers may, which knows no keys of this file"
+        f"no model family of Tessera trains {name}{f' (nearest: {near})' if near else ''}; if transformers has its "
+        "class, a recipe with model.family=transformers can train it, without this file"
     )
 
 

@@ -90,7 +90,7 @@ VISION_KEYS: dict[str, KeyRule] = {
     ),
     **all_of(fixed(0, 0.0), "hidden_dropout attention_dropout"),
     **all_of(fixed(False), "layernorm_zero_centered_gamma"),
-    "drop_path_rate": differs("layers are never dropped here: stochastic depth is not applied"),
+    "drop_path_rate": differs("stochastic depth is not applied"),
     **all_of(SPLIT, "context_parallel_size sequence_parallel use_vit_dp tp pp cp"),
     "canonical_model": _COPIED,
     "ckpt_path": TOWER_WEIGHTS,

@@ -72,7 +72,7 @@ def note_behaviour(report: JobReport, *, calculates_tokens: bool, pairs: bool) -
     else:
         note = "data.truncate=turns: cut after the last turn that fits"
         if not calculates_tokens:
-            loss = "here each trained token of the global batch counts the same, as with --calculate-per-token-loss"
+            loss = "each trained token of the global batch counts the same, as with --calculate-per-token-loss"
             report.add("behaviour", "loss", "mean per micro-batch", "differs", loss)
     report.add("behaviour", "samples that are too long", "truncated at any token", "differs", note)
 

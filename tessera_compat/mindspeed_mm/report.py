@@ -172,7 +172,7 @@ def translate(
         elif rule.allowed:
             outcome: Outcome = "not needed" if value in rule.allowed else "not supported"
             words = " or ".join(map(str, rule.allowed))
-            report.add(source, name, value, outcome, f"always {words} here")
+            report.add(source, name, value, outcome, f"always {words} in Tessera")
         elif rule.outcome != "not needed" and value in (False, 0, "", [], {}):
             report.add(source, name, value, "not needed", "off")
         else:

@@ -165,7 +165,7 @@ def test_a_model_that_nothing_here_trains_is_said_so(tmp_path: Path, source: str
     data = "examples/qwen3vl/data_8b.json"
     job = migrate(Path(path)) if path.endswith("yaml") else by_flags(tmp_path, path, data)
     name = next(iter(changes.values()))
-    assert any(f"no family here trains {name}" in entry.note for entry in job.report.refused)
+    assert any(f"no model family of Tessera trains {name}" in entry.note for entry in job.report.refused)
     unedited = migrate(Path(source)) if source.endswith("yaml") else by_flags(tmp_path, source, data)
     assert not unedited.report.refused
 

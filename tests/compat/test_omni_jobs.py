@@ -166,13 +166,18 @@ def test_a_job_of_qwen3_omni_trains_by_flags_and_by_yaml(omni3: Path, place: Pat
     pretrain([*FLAGS.split(), "--mm-model", model, "--mm-data", data, "--save", "flags", "--use-torch-fsdp2"])
     job = yaml.safe_load((OMNI3 / "qwen3omni_v1.yaml").read_text())
     read_by(omni3)(job["data"])
+    job["data"]["dataset_param"]["preprocess_parameters"] |= {
+        "video_min_pixels": 256,
+        "video_fps": 2.0,
+        "video_maxlen": 128,
+    }
     job["data"]["dataset_param"]["attr"]["videos"] = "videos"
     job["data"]["dataset_param"]["basic_parameters"]["cutoff_len"] = 256
     job["data"]["dataloader_param"]["num_workers"] = 0
     job["model"]["model_name_or_path"] = str(omni3)
     job["parallel"]["fsdp_plan"]["param_dtype"] = "fp32"
     job["training"] |= {"load": "dcp", "load_format": "dcp", "save": "yaml", "train_iters": 2, "lr": 1e-4}
-    job["training"] |= {"gradient_accumulation_steps": 2}
+    job["training"] |= {"gradient_accumulation_steps": 2, "seed": 1234}
     Path("job.yaml").write_text(yaml.safe_dump(job))
     pretrain_fsdp2(["job.yaml"])
     # The same weights, rows and steps; the schedules differ after the first.
@@ -263,7 +268,7 @@ def test_keys_of_sound_are_checked(place: Path) -> None:
     assert refused(place, model=audio(num_mel_bin=80)) == [
         f"{name}num_mel_bin: unknown key; did you mean num_mel_bins?"
     ]
-    assert refused(place, model=audio(scale_embedding=True)) == [f"{name}scale_embedding: always False here"]
+    assert refused(place, model=audio(scale_embedding=True)) == [f"{name}scale_embedding: always False in Tessera"]
     assert refused(place, model=audio(d_model=64)) == [f"{name}d_model: {name}hidden_size sets 1280"]
     wrong = refused(place, model=lambda data: data["audio_encoder"].update(audio_encode={}))
     assert wrong == ["audio_encoder.audio_encode: unknown key; did you mean audio_encoder?"]

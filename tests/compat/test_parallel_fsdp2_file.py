@@ -85,8 +85,8 @@ def test_a_file_that_names_classes_has_the_defaults_of_its_form(tmp_path: Path) 
 def test_keys_about_experts_are_honoured_or_explained(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     text = "expert_parallel_size: 2\nmoe_modules:\n  - model.layers.{*}.mlp.experts\nalign_fsdp_param_groups: true\n"
     assert load(tmp_path, text).parallel.ep == 2
-    assert "moe_modules has no effect here: the plan of a model" in caplog.text
-    assert "align_fsdp_param_groups has no effect here" in caplog.text
+    assert "moe_modules has no effect in Tessera: the plan of a model" in caplog.text
+    assert "align_fsdp_param_groups has no effect" in caplog.text
     caplog.clear()
     assert load(tmp_path, "reshard_local_experts: false\n").parallel.ep == 1
     assert caplog.text == ""

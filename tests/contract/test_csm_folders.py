@@ -50,6 +50,29 @@ def test_we_read_what_transformers_saves(number: int, tmp_path: Path) -> None:
     same_weights(model, loaded)
 
 
+def test_the_published_configuration_is_the_preset(tmp_path: Path) -> None:
+    """What its file has beyond the defaults of transformers, spelled as releases before 5 did."""
+    rope = {"factor": 32.0, "rope_type": "llama3"}
+    depth = {"high_freq_factor": 0.0078125, "low_freq_factor": 0.001953125, "original_max_position_embeddings": 16}
+    backbone = {"high_freq_factor": 0.5, "low_freq_factor": 0.125, "original_max_position_embeddings": 1024}
+    fields = {
+        "architectures": ["CsmForConditionalGeneration"],
+        "model_type": "csm",
+        "rope_theta": 500000,
+        "rope_scaling": {**rope, **backbone},
+        "tie_codebooks_embeddings": True,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "depth_decoder_config": {
+            "model_type": "csm_depth_decoder_model",
+            "rope_theta": 500000,
+            "rope_scaling": {**rope, **depth},
+        },
+    }
+    (tmp_path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    assert resolve(ModelSection(path=tmp_path)) == resolve(ModelSection(family="csm", preset="1b"))
+
+
 @pytest.mark.parametrize("number", NUMBERS)
 def test_transformers_reads_what_we_write(number: int, tmp_path: Path) -> None:
     spec, config, reference, model = pair(number, 4)

@@ -42,6 +42,7 @@ from tessera.models.qwen3_omni_talker.processor import MediaTalkerProcessor, Tal
 from tessera.models.qwen3_omni_talker.sequence import SpokenTurns, TalkerIds
 from tessera.models.qwen3_omni_talker.thinker import HEARD, HEARD_FROM, STATES, WORDS, as_question, encode
 from tests.close import assert_as_close
+from tests.errors import raises
 
 OMNI = Qwen3Omni()
 
@@ -207,3 +208,26 @@ def test_the_processor_places_media_where_transformers_does(tmp_path: Path) -> N
     assert encoded[STATES].shape == (len(item.heard), config.thinker.text.hidden_size)
     assert encoded[WORDS].shape[0] == len(item.tokens) + 4
     assert not [name for name in encoded.tensors if name.startswith("thinker.")]
+
+
+def test_media_that_the_talker_cannot_read_are_set_aside(tmp_path: Path) -> None:
+    config = config_with_words(tmp_path, ("red",), media=True)
+    image, codes = Image.new("RGB", (30, 20)), np.zeros((3, config.num_code_groups), dtype=np.int64)
+    answer = Message("assistant", (Part("text", "red"), Part("codes", codes)))
+    before = (Message("system", (Part("image", image),)), Message("user", (Part("text", "red"),)))
+    in_system = Sample("row", (*before, answer))
+    hears = TalkerProcessor.load(config, tmp_path, min_pixels=64, max_pixels=1024)
+    with raises("data.media-outside-question"):
+        hears.encode(in_system, [image, codes])
+    deaf = TalkerProcessor.load(config.model_copy(update={"reads_media": False}), tmp_path)
+    question = Sample("row", (Message("user", (Part("image", image),)), answer))
+    with raises("media.kind-not-supported"):
+        deaf.measure(question, [media_size(image), MediaSize(0, 0, 3)])
+
+
+def test_layers_that_the_talker_reads_are_between_those_of_images_and_the_last() -> None:
+    fields = hearing(0)
+    layers = fields["thinker"]["text"]["num_hidden_layers"]
+    for wrong in (1, layers):
+        with pytest.raises(ValueError, match="accept_hidden_layer"):
+            config_of(0, **{**fields, "accept_hidden_layer": wrong})

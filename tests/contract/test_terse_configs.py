@@ -36,6 +36,7 @@ PRESETS = [
     ("internvl", "3.5-30b-a3b"),
     ("llava", "1.5-7b"),
     ("llava", "onevision-7b"),
+    ("csm", "1b"),
 ]
 # What a config.json says that is no number of the model, or that is asked of both sides otherwise.
 NOISE = {

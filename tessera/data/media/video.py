@@ -178,7 +178,7 @@ def _packets(held: Any, stream_header: _StreamHeader, name: str) -> _Packets:
                     end = max(end, float((packet.pts + (packet.duration or 0)) * packet.time_base))
     count = len(packets.times)
     off = abs(count - stream_header.total) > max(1, stream_header.total // _SLACK)
-    # With a variable frame rate the estimated number of frames may be wrong, so the duration is compared instead.
+    # An estimated number of frames is wrong at variable frame rates, so then the file must also end too early.
     cut_off = (
         count < stream_header.total
         and stream_header.seconds is not None

@@ -136,7 +136,7 @@ class _Rules:
         ]
 
     def restrict(self, logits: Tensor, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]) -> Tensor:
-        """Return the logits of the next token of each row, minus infinity for tokens that may not follow `texts`."""
+        """Return the logits of the next token of each row, minus infinity for tokens that Whisper's rules forbid."""
         logits = logits.index_fill(1, self.suppressed, -torch.inf)
         if not texts[0]:
             logits = logits.index_fill(1, self.suppressed_first, -torch.inf)

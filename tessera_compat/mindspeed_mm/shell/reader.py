@@ -211,7 +211,7 @@ class _Reader:
         for position in range(at, len(tokens)):
             text, before = tokens[position].text, tokens[position - 1]
             if position > at and before.is_word and before.text not in _BEFORE_COMMANDS and text not in "(){":
-                continue  # an argument, not a command
+                continue  # an argument such as in `echo done` closes no loop
             inside += (_SKIPPED.get(text) == closes) if closes in ("done", "esac") else text == opens
             inside -= text == closes
             if not inside and text == closes:
