@@ -76,7 +76,7 @@ def _with_tools(messages: list[dict[str, Any]], tools: Sequence[Tool]) -> list[d
 
 
 def _content(message: ChatMessage, where: str, settings: Settings) -> Parts:
-    content = message.content
+    content = message.audio.transcript if message.content is None and message.audio else message.content
     parts: Parts = []
     if isinstance(content, str):
         parts.append({"type": "text", "text": content})

@@ -167,6 +167,15 @@ class ToolCall(Body):
     index: int | None = None
 
 
+class SpokenAnswer(Body):
+    """Declare the speech of an earlier answer: the model reads its transcript."""
+
+    id: str | None = None
+    data: str | None = None
+    expires_at: int | None = None
+    transcript: Text | None = None
+
+
 class ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
@@ -178,12 +187,16 @@ class ChatMessage(Body):
     annotations: list[Any] | None = None
     reasoning: Text | None = None
     reasoning_content: Text | None = None
-    audio: None = None
+    audio: SpokenAnswer | None = None
     function_call: None = None
 
     @model_validator(mode="after")
     def _has_content(self) -> Self:
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+        if self.audio is not None and self.role != "assistant":
+            raise ValueError("only messages of the assistant have audio")
+        if self.audio is not None and self.content is None and not self.audio.transcript:
+            raise ValueError("the server stores no speech: send the transcript of the answer, not its id alone")
+        if self.content is None and not (self.role == "assistant" and (self.tool_calls or self.audio)):
             raise ValueError("a message needs content")
         if self.tool_calls and self.role != "assistant":
             raise ValueError("only messages of the assistant have tool_calls")

@@ -126,6 +126,8 @@ def test_chat_completions_are_spoken(client: Any) -> None:
             assert (file.getframerate(), file.getnchannels()) == (24_000, 1)
             lengths.append(file.getnframes())
     assert any(lengths)
+    history = [*body["messages"], {"role": "assistant", **message}, {"role": "user", "content": "tall"}]
+    assert client.post("/v1/chat/completions", json={**body, "messages": history}).status_code == 200
     answer = client.post("/v1/audio/speech", json={"input": "tall", "voice": "ethan", "max_seconds": 0.01})
     assert answer.content[:4] == b"RIFF"
     refused = client.post("/v1/chat/completions", json={**spoken, "audio": {"voice": "Ann"}})
