@@ -59,9 +59,9 @@ _CODES_BY_CURE = {
         data.empty-turn data.nothing-trained""",
     "use a known role, or name yours under `columns` of the data set": "data.unknown-speaker",
     "write the row as docs/reference/data-sets.md shows for its format": """
-        data.bad-answer data.bad-codes data.bad-history data.bad-label data.bad-media-value data.bad-part data.bad-tools
-        data.bad-turn data.not-a-caption data.not-a-text data.pair-differs-early data.rejected-images
-        data.bad-objects data.region-count data.region-image data.region-outside
+        data.bad-answer data.bad-codes data.bad-history data.bad-label data.bad-media-value data.bad-part
+        data.bad-speaker data.bad-tools data.bad-turn data.not-a-caption data.not-a-text data.pair-differs-early
+        data.bad-objects data.rejected-images data.region-count data.region-image data.region-outside
         data.record-not-an-object data.several-rejected-answers data.two-system-prompts""",
     "export the data set again": """
         data.bad-file-name data.bad-tar-member data.damaged-csv data.not-utf8 data.record-too-large""",

@@ -34,7 +34,7 @@ from tessera.inference.loaded import LoadedModel
 from tessera.inference.messages import sample_of
 from tessera.models import resolve
 from tessera.models.speech.codec import Codec, has_codec, load_codec
-from tessera.models.speech.generation import Choose, Speaks, SpeechPrompts, generate_codes
+from tessera.models.speech.generation import Speaks, SpeechPrompts, generate_codes
 from tessera.nn.codes import SpeechModel
 
 SPEECH = "speech"  # `ModelSpec.task` of families that speak
@@ -78,6 +78,15 @@ class SpeechSampling:
     top_p: float = 1.0
     seed: int = 0
     max_seconds: float = SECONDS
+
+    def __post_init__(self) -> None:
+        if not 0 < self.max_seconds < float("inf"):
+            raise TesseraError(
+                f"max_seconds={self.max_seconds} is out of range",
+                where="sampling",
+                allowed=["above 0"],
+                code="generation.sampling-out-of-range",
+            )
 
     def sampling(self, penalty: float) -> Sampling:
         """Return the sampling of the first codes."""
@@ -183,6 +192,13 @@ class Speaker:
         on_frame: Callable[[int, Tensor], None] | None = None,
     ) -> list[Speech]:
         """Return the speech of the last message of each sample. Recordings in the samples are codes already."""
+        for sample in samples:
+            if not any(part.kind == "text" and part.spelled().strip() for part in sample.messages[-1].parts):
+                raise TesseraError(
+                    "there is no text to speak",
+                    fix="write the text: `Good evening.`",
+                    code="generation.no-prompt",
+                )
         prompts = self.processor.speech_prompts(samples)
         codes = self._codes(prompts, options, on_frame)
         most = self._frames(prompts, options.max_seconds)
@@ -243,32 +259,41 @@ class Speaker:
             module,
             replace(prompts, batch=prompts.batch.to(self.model.device)),
             max_frames=self._frames(prompts, options.max_seconds),
-            first=_choose(rows, first, self.codec.size, prompts.end),
-            others=_choose(rows, others, self.codec.size, prompts.end),
+            first=_Choice(rows, first, self.codec.size, prompts.end, checked=True),
+            others=_Choice(rows, others, self.codec.size, prompts.end, checked=False),
             encode=self.encode,
             on_frame=on_frame,
         )
 
 
-def _choose(rows: int, sampling: Sampling, size: int, end: int) -> Choose:
-    """Return a function that samples the codes of `rows` rows. `size`: number of codes that the codec decodes; of the
-    codes above it, only `end` is sampled."""
-    sampler: Sampler | None = None
+class _Choice:
+    """Sample the codes of `rows` rows.
 
-    def choose(logits: Tensor, chosen: Sequence[int]) -> Tensor:
-        nonlocal sampler
-        if sampler is None:
-            sampler = Sampler(rows, logits.shape[-1], logits.device)
-            # Without the tokens of the prompt, which are not codes: penalties count generated codes only.
-            nothing = Batch({"tokens": torch.empty(0, dtype=torch.int64)})
-            for row in range(rows):
-                sampler.join(row, Request(nothing, sampling.nth(row)))
-        if logits.shape[-1] > size:
-            above = torch.arange(size, logits.shape[-1], device=logits.device)
-            logits = logits.index_fill(1, above[above != end], -torch.inf)
-        sampled = sampler.sample(logits, chosen)
-        if sampled.not_finite.any():
+    `size`: number of codes that the codec decodes; of the codes above it, only `end` is sampled. `checked`: raise if
+    logits are not finite. The check waits for the device, so it is done once for each frame.
+    """
+
+    def __init__(self, rows: int, sampling: Sampling, size: int, end: int, *, checked: bool) -> None:
+        self._rows, self._sampling, self._checked = rows, sampling, checked
+        self._size, self._end = size, end
+        self._sampler: Sampler | None = None
+        self._unknown = torch.empty(0, dtype=torch.int64)  # codes that are not sampled
+
+    def __call__(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
+        if self._sampler is None:
+            self._sampler = self._begun(logits)
+        sampled = self._sampler.sample(logits.index_fill(1, self._unknown, -torch.inf), rows)
+        if self._checked and sampled.not_finite.any():
             raise not_finite_error()
         return sampled.tokens
 
-    return choose
+    def _begun(self, logits: Tensor) -> Sampler:
+        count = logits.shape[-1]
+        unknown = [code for code in range(self._size, count) if code != self._end]
+        self._unknown = torch.tensor(unknown, dtype=torch.int64, device=logits.device)
+        sampler = Sampler(self._rows, count, logits.device)
+        # Without the tokens of the prompt, which are not codes: penalties count generated codes only.
+        nothing = Batch({"tokens": torch.empty(0, dtype=torch.int64)})
+        for row in range(self._rows):
+            sampler.join(row, Request(nothing, self._sampling.nth(row)))
+        return sampler

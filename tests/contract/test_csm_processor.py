@@ -143,3 +143,11 @@ def test_what_the_model_cannot_speak_is_refused(message: Message, code: str) -> 
     with raises(code):
         processor = processor_of(config_of(0))
         processor.encode(Sample("one", (message,)), [np.zeros((2, 3), dtype=int) for p in message.parts[1:]])
+
+
+def test_the_padding_code_is_refused() -> None:
+    config = config_of(0)
+    processor = processor_of(config.model_copy(update={"codebook_pad_token_id": config.codebook_size - 1}))
+    padding = Part("codes", np.full((2, config.num_codebooks), config.codebook_size - 1))
+    with raises("data.other-codebooks"):
+        encode(processor, Message("assistant", (text("hello"), padding)))

@@ -127,6 +127,8 @@ def test_speech_is_sampled_by_its_seed(speaker: Speaker) -> None:
         (["hello", "-o", "a.mp3"], "generation.no-output-file"),
         (["hello"], "generation.no-output-file"),
         (["-o", "a.wav"], "generation.no-prompt"),
+        ([" ", "-o", "a.wav", "--device", "cpu"], "generation.no-prompt"),
+        (["hello", "-o", "a.wav", "--max-seconds", "0"], "generation.sampling-out-of-range"),
         (["hello", "-o", "a.wav", "--audio", "b.wav"], "generation.recording-without-transcript"),
         (["hello", "-o", "a.wav", "--image", "b.png"], "generation.option-without-effect"),
         (["hello", "-o", "a.wav", "--speaker", "Ann", "--device", "cpu"], "data.speaker-without-number"),
@@ -233,6 +235,7 @@ def test_the_server_speaks(client: Any, speaker: Speaker) -> None:
     [
         ({"response_format": "mp3"}, "response_format", "invalid_value"),
         ({"input": ""}, "input", "invalid_value"),
+        ({"input": " "}, None, "generation.no-prompt"),
         ({"input": "a" * 5000}, "input", "invalid_value"),
         ({"speed": 2}, "speed", "invalid_value"),
         ({"instructions": "gently"}, "instructions", "unsupported_parameter"),

@@ -114,6 +114,7 @@ def test_absurd_labels_are_a_spike_of_the_loss(
     assert held_out(run) == pytest.approx(held_out(clean), rel=0.02)
 
 
+@pytest.mark.slow  # one of an expert is undone in test_guard_objectives, one of a stage in dist/test_guard
 def test_a_flipped_bit_is_named_and_undone(data: Path, tmp_path: Path, clean: tessera.Run) -> None:
     flip = FlipBit(BAD, "text.layers.1.mlp.down.weight")
     run = tessera.train(recipe(data, tmp_path), callbacks=[flip])

@@ -75,6 +75,19 @@ def test_codes_of_other_forms_are_refused(tmp_path: Path, codes: Any) -> None:
     assert caught.value.code == "data.bad-codes"
 
 
+@pytest.mark.parametrize(("speaker", "name"), [(1.0, "1"), (None, ""), (float("nan"), "")])
+def test_speakers_of_tables_are_numbers(tmp_path: Path, speaker: Any, name: str) -> None:
+    row = {"text": "hello", "audio_codes": CODES, "speaker": speaker}
+    assert read(tmp_path, row, format="speech").messages[0].speaker == name
+
+
+@pytest.mark.parametrize("speaker", [[1], {"id": 1}, 1.5, True])
+def test_speakers_of_other_types_are_refused(tmp_path: Path, speaker: Any) -> None:
+    with pytest.raises(RecordError) as caught:
+        read(tmp_path, {"text": "hello", "audio_codes": CODES, "speaker": speaker}, format="speech")
+    assert caught.value.code == "data.bad-speaker"
+
+
 def test_converted_rows_keep_codes_and_speaker(tmp_path: Path) -> None:
     path = tmp_path / "flat.jsonl"
     path.write_text(json.dumps({"text": "hello", "audio_codes": CODES, "speaker": 1}) + "\n")

@@ -45,7 +45,13 @@ def parse_speech(record: Mapping[str, Any], names: ColumnMap) -> tuple[Message, 
 def speaker_of(record: Mapping[str, Any], names: ColumnMap) -> str:
     """Return the name or the number of the speaker of a row; empty: not named."""
     speaker = record.get(names.speaker)
-    return text_of(str(speaker)) if isinstance(speaker, (str, int)) and not isinstance(speaker, bool) else ""
+    if isinstance(speaker, float) and speaker.is_integer():
+        speaker = int(speaker)  # a column of a table that has numbers and empty cells
+    if speaker is None or (isinstance(speaker, float) and speaker != speaker):
+        return ""
+    if isinstance(speaker, bool) or not isinstance(speaker, (str, int)):
+        fail("data.bad-speaker", f"{names.speaker}: must be a name or a number, not {speaker!r:.40}")
+    return text_of(str(speaker))
 
 
 def speaker_of_turn(turn: Mapping[str, Any], names: ColumnMap) -> str:
