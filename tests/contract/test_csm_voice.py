@@ -48,8 +48,10 @@ def test_recordings_become_a_voice_that_transformers_speaks_with(tmp_path: Path)
         "precision": {"compute": "float32"},
     }
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
-    made = CliRunner().invoke(app, ["data", "features", str(tmp_path / "recipe.yaml"), "-o", str(tmp_path / "codes")])
-    assert made.exit_code == 0, made.output
+    encoding = CliRunner().invoke(
+        app, ["data", "features", str(tmp_path / "recipe.yaml"), "-o", str(tmp_path / "codes")]
+    )
+    assert encoding.exit_code == 0, encoding.output
     run = tessera.train(str(tmp_path / "recipe.yaml"), {"data.train": str(tmp_path / "codes")})
     last = [row for row in run.metrics if "code_loss" in row][-1]
     assert last["code_loss"] < 0.1
