@@ -47,6 +47,15 @@ def test_flat_rows_are_answers_with_text_and_codes(tmp_path: Path) -> None:
     assert decode(codes, tmp_path, Limits(), VideoSampling()) is codes.value
 
 
+@pytest.mark.parametrize("key", ["prompt", "instruction"])
+def test_the_question_of_a_flat_row_is_the_users_turn(tmp_path: Path, key: str) -> None:
+    sample = read(tmp_path, {key: "how are you?", "text": "well", "audio_codes": CODES})
+    assert [(message.role, message.parts[0].value) for message in sample.messages] == [
+        ("user", "how are you?"),
+        ("assistant", "well"),
+    ]
+
+
 def test_columns_rename_codes_and_speaker(tmp_path: Path) -> None:
     columns = {"codes": "tokens", "speaker": "source", "text": "words"}
     sample = read(tmp_path, {"words": "hello", "tokens": CODES, "source": "Ana"}, format="speech", columns=columns)

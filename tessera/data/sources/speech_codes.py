@@ -37,7 +37,7 @@ def parse_speech(record: Mapping[str, Any], names: ColumnMap) -> tuple[Message, 
     if not has(record, names.codes):
         fail("data.no-codes", f"no codes under {names.codes!r}: `tessera data features` makes them from recordings")
     spoken = (Part("text", text_of(text).strip()), codes_part(record[names.codes], names.codes))
-    question = record.get(names.prompt)
+    question = next((record[key] for key in (names.prompt, "prompt") if has(record, key)), None)
     before = [Message("user", (Part("text", text_of(question)),))] if question else []
     return (*before, Message("assistant", spoken, speaker_of(record, names)))
 
