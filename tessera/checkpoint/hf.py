@@ -214,6 +214,11 @@ def _holders(ranks: Ranks, tensors: Mapping[str, Tensor]) -> dict[str, tuple[int
     return holders
 
 
+def names_on_ranks(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of the tensors of all ranks."""
+    return list(_holders(Ranks.current(), tensors))
+
+
 @torch.no_grad()
 def _gather(ranks: Ranks, tensor: Tensor | None, holder: int, plan: PlannedTensor) -> Tensor | None:
     """Return the unsharded tensor on rank 0. If rank 0 has no shard, the rank `holder` sends the tensor."""

@@ -178,7 +178,7 @@ class StoredCheckpoint:
         files = {record.name for record in self.manifest.files}
         if unlisted := [file for file, _ in self.table.storage_data.values() if file not in files]:
             raise TesseraError(
-                f"the manifest does not list the file {unlisted[0]!r}",
+                f"{TABLE} names the file {unlisted[0]!r}, which the manifest does not list",
                 where=str(self.path / TABLE),
                 code="checkpoint.damaged-manifest",
             )

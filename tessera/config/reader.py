@@ -177,7 +177,7 @@ def _explain(section: type[Section], error: ValidationError, where: str) -> Tess
     for problem in error.errors(include_url=False):
         path = _key_path(section, problem["loc"])
         problems.setdefault(".".join(map(str, path)), []).append((path, problem))
-    # If a key accepts a mapping or a text, report an invalid key inside of the mapping, not that it is not a text.
+    # Some keys accept a mapping or a text. For an invalid key in such a mapping, leave out "must be a text".
     paths = [reports[0][0] for reports in problems.values()]
     above = {".".join(map(str, path[:end])) for path in paths for end in range(1, len(path))}
     keys = [key for key, reports in problems.items() if not (key in above and _asks_for_text(reports))]

@@ -234,7 +234,10 @@ def _check_schemas_of_grammar(text: str) -> None:
 
 
 def _largest_automaton(schema: Any) -> int:
-    """Return the least common multiple of all `multipleOf` of a schema, in units of their common denominator."""
+    """Return the number of states of the automaton for all `multipleOf` of a schema, or the first above the limit.
+
+    It is their least common multiple, in units of their common denominator.
+    """
     multiples = list(_multiples(schema))
     unit = math.lcm(*(multiple.denominator for multiple in multiples))
     largest = 1

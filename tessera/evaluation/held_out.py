@@ -77,7 +77,7 @@ class HeldOutBenchmark:
             root=question.root,
         )
         try:
-            if not is_code(self.metric.name):  # a function of the user may fail for an empty answer
+            if not is_code(self.metric.name):  # a trial, which a user's function may fail for an empty answer
                 self.metric.mark("", benchmark_question)
         except RecordError as error:
             return error

@@ -61,7 +61,7 @@ def value_table(marks: Sequence[Mapping[str, float]]) -> tuple[list[str], np.nda
 
 
 def figures_of(names: Sequence[str], means: np.ndarray, summary: Summary) -> dict[str, float]:
-    """Return the figures of a benchmark from the means of its values."""
+    """Return the scores that a benchmark reports, from the means of its values over the questions."""
     return {name: float(value) for name, value in summary(dict(zip(names, means.tolist(), strict=True))).items()}
 
 

@@ -66,7 +66,7 @@ def _has_weights(names: Sequence[str]) -> bool:
 def _each_once(names: Sequence[str]) -> list[str]:
     """Remove duplicates of weights: copies in another precision or in the format of another program."""
     present = set(names)
-    # Weights that occur twice: single files beside the folders of a diffusers pipeline, Mistral's consolidated file.
+    # Not downloaded: single files beside the folders of a diffusers pipeline, and Mistral's consolidated file.
     beside = r"[^/]*\.safetensors" if "model_index.json" in present else r"(?!)"
     if any(name.startswith("model") and name.endswith(".safetensors") for name in names):
         beside += r"|(?:.*/)?consolidated[^/]*\.safetensors"

@@ -51,7 +51,7 @@ class Question:
 
     @property
     def group(self) -> str:
-        """Return the group in which accuracy is reported: the number of images and recordings as text."""
+        """Return the group of the question in reports: its media, such as "2 images", or "text only"."""
         sounds = sum(part.kind == "audio" for part in self.sample.media())
         counts = {"image": len(self.sample.media()) - sounds, "recording": sounds}
         listed = [f"{count} {name}{'s' if count > 1 else ''}" for name, count in counts.items() if count]

@@ -181,7 +181,7 @@ def open_adapters(path: Path, part: str = FIRST) -> StoredAdapters:
             norms[key.removesuffix(MAGNITUDE_KEY)] = tensor
             continue
         if stated.get("modules_to_save") and ".lora_" not in key:
-            saved += 1  # a fully trained parameter
+            saved += 1  # counts parameters of modules_to_save
             continue
         match = _KEY.fullmatch(key)
         if match is not None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tessera.checkpoint.files import write_file, write_safetensors
-from tessera.checkpoint.hf import gather_on_rank0
+from tessera.checkpoint.hf import gather_on_rank0, names_on_ranks
 from tessera.checkpoint.publish import Origin, publish
 from tessera.config.run_config import AdapterForm
 from tessera.errors import TesseraError
@@ -57,6 +57,7 @@ def save_adapters(
     tensors, adapters = plain_form(tensors, adapters)
     in_memory = parameters_in_memory(saved, weight_map)  # first, so that an error is raised before gathering
     modules_to_save = sorted({name.rpartition(".")[0] for names in in_memory.values() for name in names})
+    names = names_on_ranks(tensors)  # adapters of one pipeline stage may have the name endings of other stages
     wanted = {name for path, adapter in adapters.items() for name in tensor_names(path, adapter)} | set(saved)
     full = gather_on_rank0({name: tensor for name, tensor in tensors.items() if name in wanted})
 
@@ -71,13 +72,12 @@ def save_adapters(
         native = {path: factors for path, factors in native.items() if path not in stacked}
         every_expert = {
             f"{experts_in_memory(home, weight_map, str(folder))}.{name}"
-            for home, _, name in (path.rpartition(".") for path in expert_paths(tensors))
+            for home, _, name in (path.rpartition(".") for path in expert_paths(names))
         }
         for form in dict.fromkeys(forms):
             if form in ("peft", "diffusers"):
                 modules = to_foreign(native, weight_map, str(folder))
-                # `tensors` may be those of one pipeline stage: other stages also have modules with these name endings.
-                others = all_modules(tensors, weight_map)
+                others = all_modules(names, weight_map)
                 kind = "SEQ_CLS" if reward else "CAUSAL_LM" if language and takes_tokens else None
                 config = make_config(modules, others, base, dropout, kind, modules_to_save, experts, every_expert)
                 named = {name: experts[parameter] for parameter, name in wrapper_names(experts).items()}

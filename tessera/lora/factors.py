@@ -218,7 +218,7 @@ def _without_idle_ranks(factors: Factors) -> Factors:
 
 
 def check_operation(op: Operation, path: str, where: str) -> None:
-    """Raise if the layer is not a linear layer in the target format."""
+    """Raise if the adapted layer is no linear layer in the format to write: its adapter cannot be translated."""
     if not (_of_outputs(op) or isinstance(op, ColumnsByHead)):  # column order affects only A
         raise TesseraError(
             f"{path} is not a linear layer in this format ({type(op).__name__}): its adapter cannot be translated",

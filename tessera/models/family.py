@@ -54,7 +54,7 @@ class LanguageConfig(Section):
         return build(cls, {"text": text, "tie_word_embeddings": bool(data.get("tie_word_embeddings"))}, where)
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the fields of config.json, in the first text format that can describe this model."""
+        """Return the fields of config.json, in the first of `formats` that can describe this model."""
         fitting = [form for form in self.formats.values() if form[0].fits(self.text)]
         text_format, architecture = fitting[0] if fitting else next(iter(self.formats.values()))
         fields = text_format.write(self.text)

@@ -67,7 +67,7 @@ def _compiled(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Ten
     if vocab_part(weight) is not None or not torch.is_grad_enabled():
         # without gradients, or with communication between ranks, compiling does not help
         return _chunked(hidden, weight, labels, chunk)
-    # Logits are not stored in fp32 here, so chunks of twice the size need no more memory.
+    # The compiled loss stores no fp32 logits, so chunks of twice the size need no more memory.
     loss_and_grad = _compiled_loss_and_grad()
     total: Tensor = _ChunkedLoss.apply(hidden, weight, labels, None, 2 * chunk, loss_and_grad, True)  # type: ignore[no-untyped-call]
     return total

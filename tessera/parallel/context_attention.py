@@ -110,7 +110,7 @@ class RingSchedule:
 
 
 def own_segments(segments: Segments, ranges: Sequence[Range]) -> Segments:
-    """Return the segments of a rank's tokens. A segment with tokens in both ranges of the rank stays one segment.
+    """Return the segments of a rank's tokens, which are two ranges. A segment in both ranges stays one segment.
 
     Bounds are computed on the device, so the host does not wait for it.
     """

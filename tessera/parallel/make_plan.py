@@ -177,7 +177,8 @@ def _check_waiting(waiting: Mapping[str, tuple[int, int]], sharded: bool) -> Non
 def _check_reshard(again: bool | int, shard: int) -> None:
     if not isinstance(again, bool) and not (1 < again < shard and shard % again == 0):
         raise TesseraError(
-            f"parallel.reshard_after_forward={again} does not divide the {shard} ranks that share a copy of the model",
+            f"parallel.reshard_after_forward={again} is not a divisor between 1 and {shard}, the ranks that share a "
+            "copy of the model",
             where="parallel.reshard_after_forward",
             allowed=["true", "false", *divisors(shard)[1:-1]],
             code="layout.reshard-size",

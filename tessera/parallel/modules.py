@@ -401,7 +401,7 @@ def _has(root: nn.Module, path: str) -> bool:
 
 
 def wrap_submodule(root: nn.Module, path: str, wrapper: Callable[[nn.Module], nn.Module]) -> None:
-    """Replace a submodule by a wrapper around it. `clean_name` removes the wrapper's prefix from parameter names."""
+    """Replace a submodule by a wrapper around it, which adds a prefix to parameter names (see `clean_name`)."""
     parent, _, name = path.rpartition(".")
     owner = root.get_submodule(parent)
     while isinstance(owner, ActivationWrapper):  # setattr on a wrapper would not reach its module

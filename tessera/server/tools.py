@@ -170,7 +170,7 @@ class ToolParser:
 
 
 class _Call:
-    """Follow the arguments of a call to the end of their JSON object."""
+    """Find the end of a tool call's JSON arguments in text that arrives piece by piece."""
 
     def __init__(self, form: _Form, index: int, id: str) -> None:
         self.form = form
@@ -226,7 +226,7 @@ def _match(atoms: _Atoms, text: str, position: int, names: frozenset[str]) -> _M
                 return _Match(waits=False)
             position = end
         else:
-            rest = text[position : position + 16]  # no literal has more than 16 characters
+            rest = text[position : position + 16]  # no literal of a tool call format is longer
             literal = next((literal for literal in atom if literal and rest.startswith(literal)), None)
             if literal is None:
                 if any(literal.startswith(rest) for literal in atom if literal):

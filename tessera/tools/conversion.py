@@ -117,7 +117,7 @@ def convert_folder(job: ConversionJob, model: ConvertedModel) -> None:
     stored.check_copies(hub)
     base = model.section.path if model.folder is None else model.folder
     others = published_folder(base) if hub.other_parts and job.to == "hf" else None
-    if others is not None:  # tensors of other parts keep their names
+    if others is not None:  # tensors of parts that are not converted keep their names
         stored = WithOtherParts(stored, others, hub.other_parts)
         shapes, hub = {**shapes, **stored.shapes}, replace(hub, same_names=True)
     with NativeTensors(stored, hub, shapes, tied, types) as native:

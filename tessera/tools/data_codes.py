@@ -179,7 +179,7 @@ class UnencodedRow:
 
 @dataclass(frozen=True)
 class ReadSpeech:
-    """Decode the recordings of rows, as the work of a `Pool`. Recordings in messages of other roles are kept."""
+    """Decode the recordings in messages of `roles`, as the work of a `Pool`. Other recordings stay as they are."""
 
     sources: Sequence[Source]
     roles: tuple[str, ...] | None  # roles whose recordings are decoded; None: all

@@ -49,7 +49,7 @@ def check_run_names(config: RunConfig) -> None:
 
 
 def check_path(path: Path, where: str | None = None) -> None:
-    """Raise if a path is neither a file or folder nor the name of a model on a hub."""
+    """Raise unless a path is a file, a folder, or the name of a model on a hub."""
     if find_hub_id(path, "model", where or "model") is None and not path.exists():
         raise no_such_folder(path, where)
 

@@ -140,7 +140,7 @@ def are_rows(dataset: Any) -> bool:
 class GivenRows:
     """Hold the rows that the caller of `tessera.train` passed as objects, by split ("train" and "eval")."""
 
-    splits: Mapping[str, Sequence[Mapping[str, Any]]]  # train, eval
+    splits: Mapping[str, Sequence[Mapping[str, Any]]]
 
     @staticmethod
     def of(dataset: Any, eval_dataset: Any) -> GivenRows:

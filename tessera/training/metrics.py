@@ -129,7 +129,7 @@ class Meter(Callback):
         if not self._measured:
             return
         if self._pending:
-            self._pending[-1].numbers()  # waits until the device has finished the last backward
+            self._pending[-1].numbers()  # wait for the last backward on the device, before the time is measured
         elapsed = max(_training_time(trainer) - self._since, 1e-9)
         names = sorted(self._counts)
         local = torch.tensor([self._flops, *(self._counts[n] for n in names), *self._work], dtype=torch.float64)

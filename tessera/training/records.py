@@ -270,7 +270,8 @@ class Quarantine(Callback):
             masked = [id for id in masked_samples(batch) if id not in self._guarded()]
             self._used += len(batch.sample_ids) - len(masked)
             self._unusable.update(masked)
-        if not self._used:  # with several ranks, count distinct samples: a rank may have only a few, read repeatedly
+        # All samples so far are unusable. With several ranks, count distinct ones: a rank may read a few repeatedly.
+        if not self._used:
             _check_any_used(self._samples if trainer.world.size == 1 else len(self._unusable))
         check_read(len(self._unusable), self._samples, self._max_bad_share)
 

@@ -45,7 +45,7 @@ def workspace(
 
     if folder is None:
         raise TesseraError(
-            "`migrate workspace` takes a folder and no other argument",
+            "`migrate workspace` needs the folder to create",
             where="tessera migrate",
             fix="tessera migrate workspace DIR",
             code="job.workspace-folder",

@@ -103,7 +103,7 @@ class BlendedMegatronDatasetConfig(CheckedFields):
             weights = []
         if not 0 < len(weights) <= 3 or min(weights) < 0 or not sum(weights):
             raise TesseraError(
-                f"split {self.split!r} does not have three numbers",
+                f"split {self.split!r} is not one to three numbers, none below 0 and not all 0",
                 where="split",
                 fix="split='969,30,1'",
                 code="megatron.dataset-split",

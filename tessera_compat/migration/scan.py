@@ -31,7 +31,7 @@ class Match:
 
 @dataclass(frozen=True)
 class Scanned:
-    """Store the matches of a program, its calls, and the function that contains each matched node."""
+    """Store what a scan of a program found: matches of rules, calls, and the function around each match."""
 
     program: Program
     matches: list[Match]

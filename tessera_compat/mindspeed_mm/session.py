@@ -67,7 +67,7 @@ class Session:
         *,
         resume: bool,
         overwrite: bool = False,
-        changes: Sequence[str] = (),  # descriptions of the settings that flags change in a resumed run
+        changes: Sequence[str] = (),  # settings that flags change in a resumed run, to be printed
     ) -> None:
         self.args = args
         self.config = config

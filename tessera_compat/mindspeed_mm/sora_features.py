@@ -56,7 +56,8 @@ def feature_recipe(args: Args) -> tuple[dict[str, Any], JobReport]:
         raise TesseraError(
             "the folders of the VAE and of the text encoders are missing",
             where=sources["model"],
-            fix='"ae": {"from_pretrained": "FOLDER/vae"}, "text_encoder": {"from_pretrained": "FOLDER/text_encoder"}',
+            fix='set "ae": {"from_pretrained": "FOLDER/vae"} and '
+            '"text_encoder": {"from_pretrained": "FOLDER/text_encoder"}',
             code="job.encoders-missing",
         )
     if not (Path(pipeline) / DiffusersFolder.TRAINED / CONFIG_FILE).is_file():

@@ -198,7 +198,7 @@ def read_generation_model(data: Mapping[str, Any], source: str, report: JobRepor
     predictor = part_of(data, "predictor", source)
     if predictor:
         _predictor(file, predictor, source, report)
-        # In files for inference this section describes the sampler, so it is not read.
+        # The training objective. Files for inference have no predictor, and describe the sampler in this section.
         read_objective(file.options, part_of(data, "diffusion", source), source, report)
     _task(file, data, predictor, source, report)
     read_encoders(file, data, source, report)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -237,3 +238,15 @@ def test_one_layout_goes_on_where_another_stopped_and_exports_the_same(of_expert
         assert set(written) == set(expected)
         for name, tensor in expected.items():
             assert relative(written[name], tensor) < 1e-5, name
+
+
+@pytest.mark.slow
+def test_adapters_of_one_pipeline_stage_are_exported_by_full_names(tmp_path: Path) -> None:
+    """PEFT selects modules by endings, and the other stage has modules with the same endings."""
+    write_chat_set(tmp_path / "data")
+    recipe = recipe_of(tmp_path / "data", tmp_path / "run")
+    lora = {"rank": 2, "targets": ["text.layers.0.attn"]}
+    settings = {"model.lora": lora, "checkpoint.export": True, "train.steps": 1, "parallel.pp": 2, **DEEP}
+    run_ranks(run_and_export, 2, recipe, settings, None)
+    config = json.loads((tmp_path / "run" / recipe["name"] / "adapter" / "adapter_config.json").read_text())
+    assert all(".layers.0." in f".{name}" for name in config["target_modules"])

@@ -269,7 +269,9 @@ class Keys:
             raise ValueError("a key has too many digits")
         self._chosen += 1
         if self._chosen > MOST_CHOSEN_KEYS:
-            raise ValueError(f"more than {MOST_CHOSEN_KEYS:,} keys other than strings and numbers below {_SMALL:,}")
+            raise ValueError(
+                f"the file has more than {MOST_CHOSEN_KEYS:,} keys other than strings and numbers below {_SMALL:,}"
+            )
         return key
 
     def dictionary(self, values: list[Any]) -> dict[Any, Any]:

@@ -90,7 +90,7 @@ class RatedProcessor(PairProcessor):
 
 
 def with_answer_of(question: Encoded, answer_of: Encoded) -> Encoded:
-    """Return the question of one sample with the answer of another, whose positions continue those of the question."""
+    """Join the question of one sample and the answer of another. Positions of the answer continue the question's."""
     asks, begins = _answer_start(question), _answer_start(answer_of)
     answer = answer_of.tokens[begins:]
     ahead = torch.arange(len(answer)) + _position_after(question.positions[..., :asks])

@@ -230,7 +230,7 @@ def _wanted(
         number = numbers.get(frame.pts)
         if frames.next is None:
             return
-        # A frame with an earlier timestamp than the key frame may depend on skipped packets, so it is not used.
+        # Frames before the key frame may depend on skipped packets. They are not sampled, so damage in them is ignored.
         if start is None or frame.pts is None or frame.pts >= start:
             _check_sound(frame)
         if number == frames.next:

@@ -48,7 +48,7 @@ class HubStreamFile:
 
 @dataclass(frozen=True)
 class LocalStreamFile:
-    """Name a local file."""
+    """Describe a file of a stream that is on this machine, so that nothing is downloaded."""
 
     path: Path
     section: SourceSection

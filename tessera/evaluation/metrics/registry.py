@@ -78,7 +78,7 @@ def metric_of(
 
 
 def _checked(make: Callable[..., AnswerMetric], options: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the options of a metric with their types checked."""
+    """Return the options of a metric. Raise if one is unknown, missing or of a wrong type."""
     types = {name: kind for name, kind in get_type_hints(make).items() if name not in ("return", "references")}
     required = [name for name, each in inspect.signature(make).parameters.items() if each.default is each.empty]
     for name in (*options, *(name for name in required if name in types)):

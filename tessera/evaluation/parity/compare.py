@@ -352,7 +352,10 @@ def _replica(first_side: JoinedTensor, second_side: JoinedTensor, rounding: Roun
 
 
 def _summed(first_side: JoinedTensor, second_side: JoinedTensor, rounding: Rounding) -> Difference | None:
-    """Compare the sums over ranks: each rank may have only the part of the gradient that it has computed."""
+    """Compare the tensor of each side with the sum over ranks of the other; return the smaller difference.
+
+    One side may hold the parts of a gradient that its ranks computed, the other the sum of all parts.
+    """
     sides = []
     for side in (first_side, second_side):
         assert side.tensor is not None

@@ -323,7 +323,7 @@ def _read_rank(folder: Path, rank: int) -> RankRecord:
 
 
 def kept_shape(entry: TensorEntry) -> list[int]:
-    """Return the shape of a tensor's elements in the file."""
+    """Return the shape that a tensor has in the file: with a stride, only every `stride`-th row is stored."""
     if entry.stride <= 1 or not entry.shape:
         return entry.shape
     first = -(entry.offsets[0] if entry.offsets else 0) % entry.stride

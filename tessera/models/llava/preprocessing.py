@@ -235,7 +235,7 @@ def read_squares(folder: Path, config: LlavaConfig) -> SquareImages:
 
 
 def _check_tiles(data: dict[str, Any], config: LlavaConfig, path: Path) -> None:
-    """Raise if a preprocessor file has other tile resolutions than config.json. Training would go wrong unnoticed."""
+    """Raise if tile resolutions or tile size of a preprocessor file differ from config.json: no later error would."""
     assert config.tiles is not None
     pinpoints = data.get("image_grid_pinpoints")
     if pinpoints is not None and tuple(map(tuple, pinpoints)) != config.tiles.pinpoints:

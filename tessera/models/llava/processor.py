@@ -43,8 +43,8 @@ _LINES: dict[PartKind, MediaWords] = {
     "video": MediaWords("<video>", after="\n"),
 }
 CHATML = ChatTemplate(special=("<|im_start|>", "<|im_end|>"), media=_LINES, system=None, media_first=True)
-# Template of the first OneVision folders: a space after the role, newlines before texts. Its generation prompt ends
-# with "assistant\n", so answers have a newline before them.
+# Template of the first OneVision folders: a space after the role and a newline before the text. Answers have a newline
+# alone, because the generation prompt ends with "assistant\n".
 SPACED = replace(
     CHATML,
     turns={

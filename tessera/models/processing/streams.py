@@ -30,7 +30,7 @@ class MediaLayout:
     # numbers of patches along time, height and width; or number of tiles, of tile rows and of tile columns
     grid: tuple[int, ...] = ()
     windows: tuple[int, ...] = ()  # number of patches in each window, for encoders with window attention
-    # for each output of the encoder, the index of its token among the placeholders; None: same order
+    # output i of the encoder replaces placeholder `token_order[i]` of this medium; None: placeholder i
     token_order: np.ndarray | None = None
     selected: np.ndarray | None = None  # indices of the patches whose features become tokens; None: all
     # [tokens, K]: indices of the features that each token is interpolated from; -1 is a learned embedding of the
@@ -76,7 +76,7 @@ class MediaStream:
         )
 
     def measures_of(self, batch: Batch) -> dict[str, int]:
-        """Return how many elements a batch has and how many pairs attend to each other, by keys of the index."""
+        """Return how many elements a batch has and how many pairs attend to each other, by columns of the index."""
         whole, windows = batch.segments.get(self.stream.segments), batch.segments.get(self.stream.windows)
         pairs = self._pairs(() if whole is None else whole.lengths, () if windows is None else windows.lengths)
         return {self.elements: self.stream.elements(batch), **pairs}

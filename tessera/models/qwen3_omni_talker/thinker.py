@@ -22,7 +22,7 @@ STATES = "thinker_states"  # batch tensor [M, W]: hidden states of the thinker f
 HEARD = "heard"  # batch tensor [M]: positions of the talker that read these hidden states
 HEARD_FROM = "heard_from"  # batch tensor [M]: positions of the thinker with these hidden states
 QUESTION = "thinker."  # prefix of batch tensors and segments with the conversations that the thinker reads
-_OTHERS = ("talker.", "code2wav.")  # prefixes in folders
+_OTHERS = ("talker.", "code2wav.")  # prefixes of tensors that are not the thinker's
 _EMBEDDING = "thinker.model.embed_tokens.weight"
 
 

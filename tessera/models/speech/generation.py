@@ -143,8 +143,10 @@ class _DepthSteps:
         self._steps: dict[int, list[CacheStep]] = {}  # by the number of frames; equal for all frames of a speech
 
     def frame(self, hidden: Tensor, first: Tensor, choose: Choose, rows: Sequence[int]) -> Tensor:
-        """Return all codes [codebooks, N] of N frames. `hidden` [N, D]: hidden states that predict the `first` codes
-        [N]. `rows`: the rows that `choose` gets."""
+        """Return all codes [codebooks, N] of N frames.
+
+        `hidden` [N, D]: states from which the main head predicted codebook 0, `first` [N]. `rows`: for `choose`.
+        """
         if not len(rows):
             return first.new_empty(self._count, 0)
         codes, cache = [first], KVCache(len(rows), self._count)

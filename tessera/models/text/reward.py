@@ -141,7 +141,7 @@ def is_classifier(described: Mapping[str, Any]) -> bool:
             f"this classifier has {labels} outputs, and a reward model has one",
             where="config.json (num_labels)",
             allowed=[1],
-            fix="remove model.family: then the class of transformers is trained (train.task=returns_loss)",
+            fix="remove model.family and set train.task=returns_loss: then transformers' class is trained",
             code="model.several-classes",
         )
     return labels is not None

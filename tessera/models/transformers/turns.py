@@ -176,8 +176,8 @@ class Turns:
     def _missing(self, messages: Sequence[Message], text: str) -> TesseraError | None:
         if _as_python(messages, text):
             return TesseraError(
-                "the folder's chat template writes messages as Python lists",
-                fix="use a chat template that writes messages as text",
+                "the folder's chat template prints messages as Python lists, such as [{'type': 'text', ...}]",
+                fix="use a chat template that prints the text of messages",
                 code="tokenizer.template-writes-lists",
             )
         at = 0

@@ -223,8 +223,8 @@ class WhisperProcessor(ConversationProcessor):
                 yield ChatSpan(piece, "assistant", trained, special=bool(number % 2))
 
     def _directions(self, question: Message) -> Directions:
-        """Return the language and task of a sample: from its user message, such as "de translate", else from the
-        recipe.
+        """Return language, task and time stamps of a sample: from its user message, such as "de translate", else from
+        the recipe.
         """
         chosen = self.directions
         for word in (word for part in question.parts if part.kind == "text" for word in str(part.value).split()):

@@ -88,7 +88,7 @@ def _number(value: float) -> float | str:
 
 @dataclass(frozen=True)
 class Attribution:
-    """Name the cause of a bad step."""
+    """Name the module in which a bad step went wrong, and the samples that caused it."""
 
     module: str  # such as "forward of vision.patch_embed"
     samples: tuple[str, ...] = ()

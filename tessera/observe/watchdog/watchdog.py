@@ -173,7 +173,7 @@ class Watchdog(Callback):
             self._own_usage.note(now, self._process.effort_s() or time.process_time())
             collective = collective_of(self._main_thread)
             activity = self._activity_of_phase()
-            # A change of activity counts as progress, also inside of one block.
+            # A new activity counts as progress, even if step, phase and module are the same.
             position = (trainer.step, trainer.phase, self.module, bool(collective), activity)
             if position != self._position:
                 self._position, self._moved_at = position, now
