@@ -20,7 +20,6 @@ from tessera.server.body import read_object
 from tessera.server.errors import ApiError, of_validation
 from tessera.server.fields import (
     REFUSED,
-    Body,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -29,6 +28,7 @@ from tessera.server.fields import (
     UnloadAdapterRequest,
 )
 from tessera.server.guard import Admission, RequestGuard, error_response
+from tessera.server.messages import Body
 from tessera.server.page_routes import page_routes
 from tessera.server.render import chat_chunks, chat_completion, text_chunks, text_completion
 from tessera.server.response_events import Event
@@ -106,7 +106,7 @@ class Endpoints:
         return await self._chat(checked(values, ChatRequest), request)
 
     async def _chat(self, fields: ChatRequest, request: Request) -> Result:
-        spoken = "audio" in fields.modalities
+        spoken = "audio" in (fields.modalities or ())
         if spoken:
             voice_of(self.service)  # raise before the answer is generated
         complete = spoken_completion if spoken else chat_completion

@@ -10,16 +10,8 @@ from tessera.data.media.data_urls import is_data_url
 from tessera.data.media.urls import is_url
 from tessera.data.tool_calls import format_calls, with_tools
 from tessera.server.errors import ApiError
-from tessera.server.fields import (
-    AudioPart,
-    ChatMessage,
-    ImagePart,
-    InputAudioPart,
-    RefusalPart,
-    TextPart,
-    Tool,
-    VideoPart,
-)
+from tessera.server.fields import Tool
+from tessera.server.messages import AudioPart, ChatMessage, ImagePart, InputAudioPart, RefusalPart, TextPart, VideoPart
 from tessera.server.settings import Settings
 
 Parts = list[dict[str, Any]]

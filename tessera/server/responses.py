@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter, model_validator
 
 from tessera.server.errors import ApiError
-from tessera.server.fields import FunctionName, list_or_text
+from tessera.server.fields import FunctionName
+from tessera.server.messages import list_or_text
 
 # Accepted without effect: bookkeeping of a hosted service, and hints about its caches.
 IGNORED_FIELDS = (

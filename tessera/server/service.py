@@ -20,7 +20,8 @@ from tessera.server.answer_parts import AnswerParts
 from tessera.server.answers import AnswerGroup, EngineAccess, Mailbox, Submitters
 from tessera.server.content import chat_messages, text_length
 from tessera.server.errors import ApiError
-from tessera.server.fields import ChatMessage, ChatRequest, SamplingFields, Tool
+from tessera.server.fields import ChatRequest, SamplingFields, Tool
+from tessera.server.messages import ChatMessage
 from tessera.server.metrics import Metrics
 from tessera.server.prompts import NO_FILES, Prompts, download_media, has_urls
 from tessera.server.reasoning import reasoning_for

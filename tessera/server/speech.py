@@ -16,7 +16,8 @@ from starlette.responses import Response
 from tessera.inference.speech import SECONDS, TEMPERATURE, TOP_K, Speech, SpeechSampling
 from tessera.server.content import chat_messages
 from tessera.server.errors import ApiError
-from tessera.server.fields import AudioOutput, Body, ChatRequest, Seed
+from tessera.server.fields import AudioOutput, ChatRequest, Seed
+from tessera.server.messages import Body
 from tessera.server.render import chat_completion
 from tessera.server.service import AnswerJob, Service
 from tessera.server.streams import while_connected

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from tessera.errors import TesseraError
 from tessera.models.processing.transcription import Transcriber
 from tessera.server.errors import ApiError, of_tessera, of_validation
-from tessera.server.fields import Body, Text
+from tessera.server.messages import Body, Text
 from tessera.server.multipart import FormPart, read_form
 
 TRANSCRIPTIONS = "/v1/audio/transcriptions"
