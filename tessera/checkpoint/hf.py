@@ -69,7 +69,7 @@ def _split_into_files(tensors: Mapping[str, Tensor], weight_map: WeightMap, shar
             space = shard_bytes
         files[-1].append(group)
         space -= size
-    # Write large dtypes first, for alignment. An fp8 weight directly follows its scales and is sorted by their dtype.
+    # Write large dtypes first, for alignment. The first tensor of a group decides: for fp8, the scale of the weight.
     ordered = (sorted(groups, key=lambda group: -next(iter(group.values())).dtype.itemsize) for groups in files)
     return [{key: plan for group in groups for key, plan in group.items()} for groups in ordered]
 

@@ -158,7 +158,7 @@ class Component:
     # (config) -> the unsharded module with weights, on the host: from its own files, or as its constructor draws
     # them. If `load` is None or returns None, `initialize(name, tensor, generator)` of the module draws the weights.
     load: Callable[[Any], nn.Module | None] | None = None
-    residence: Residence = "sharded"  # of a frozen component whose `stage` is not "split"
+    residence: Residence = "sharded"  # where a frozen component is between uses; not used if `stage` is "split"
     # Of a frozen component. "split": sharded like the trained model, for a frozen copy of its initial weights.
     stage: Stage = "split"
 
@@ -171,7 +171,8 @@ class Component:
     def weight_map(self, config: Any, form: str = "hf") -> WeightMap | None:
         """Return the weight map of a folder format; None if the component is not stored in this format.
 
-        The map of "hf" contains the maps of all other formats (`others`): a reader chooses by the names in a folder.
+        The map of "hf" also holds the maps of the other formats, as `others`. A reader uses the one whose names the
+        folder has.
         """
         make = self.weights.get(form)
         if make is None or form != "hf":

@@ -37,7 +37,10 @@ def from_tokens(tokens: Tensor, patch: Grid, grid: Grid) -> Tensor:
 
 @dataclass(frozen=True)
 class GivenImages:
-    """Describe a model without conditioning images. Subclasses read them. `required`: every sample must have one."""
+    """Describe how a model reads conditioning images: here not at all, in subclasses in different ways.
+
+    `required`: every sample must have a conditioning image.
+    """
 
     reads_first: ClassVar[bool] = False
     reads_last: ClassVar[bool] = False

@@ -271,7 +271,7 @@ class GenerationProcessor:
         if references and self.family.edits and self.edit is None:
             names = ", ".join(edit.pipeline for edit in self.family.edits)
             raise TesseraError(
-                "the text encoder must read the images to edit, and the model's folder has another pipeline",
+                "the text encoder must read the images to edit, and the folder's pipeline gives it only text",
                 fix=f"set model.path to the folder of a {names}",
                 code="generation.not-an-edit-pipeline",
             )

@@ -24,7 +24,7 @@ from tessera.runtime import device as devices
 from tessera.runtime.modules import FusedLayers, clean_name
 from tessera.weights.map import WeightMap
 
-_TOKENS = 4096  # initial number of rows of `_others`, one for each token of a call
+_TOKENS = 4096  # initial number of rows of `_others`, which needs one for each token of a forward pass, and grows
 
 
 class AdapterBank:

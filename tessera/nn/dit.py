@@ -125,7 +125,8 @@ class Modulation(nn.Module):
     def forward(self, values: Tensor, index: Tensor | None) -> tuple[Tensor, ...]:
         """Return `count` tensors [T, D] with a vector for each token ([1, D]: the same vector for all tokens).
 
-        `values` [S, count, D] or [S, 1, D]: modulation of each timestep. `index`: see `spread`.
+        `values` [S, count, D] or [S, 1, D]: modulation of S timesteps. `index` [T]: row of `values` for each token;
+        None: `values` has a row for each token.
         """
         return tuple(spread(part, index) for part in (self.table.float() + values.float()).unbind(1))
 

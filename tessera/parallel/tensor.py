@@ -79,7 +79,7 @@ def plan_tensor(
             f"parallel.tp={section.tp}, but this model family does not declare how its layers are split",
             where="parallel.tp",
             allowed=[1],
-            fix="shard its weights instead: parallel.shard=auto (tensor styles are in the plan of a family)",
+            fix="shard its weights instead: parallel.shard=auto; a family of your own may fill `ModelPlan.tensor`",
             code="layout.styles-not-declared",
         )
     styles = _styles(model_plan.tensor, module)

@@ -204,10 +204,10 @@ def _move(paths: Sequence[Path], folder: Path) -> None:
     for path in paths:
         if os.path.lexists(folder / path.name):
             raise TesseraError(
-                f"{folder / path.name} and {path} both exist, and only one of them belongs to the run",
+                f"{path} cannot be moved to {folder}, which already has {path.name}",
                 where=str(folder),
-                fix=f"--overwrite moved {path} aside, and another program wrote {folder / path.name} later: move the "
-                "one that you do not need out of the folder",
+                fix=f"--overwrite left {path}, and another program wrote {folder / path.name} later: move the one "
+                "that you do not need to another place",
                 code="run.files-in-two-places",
             )
     for path in paths:

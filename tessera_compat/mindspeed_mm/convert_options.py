@@ -74,7 +74,7 @@ class Converter:
 class CommandLine:
     """Store a parsed command line: converter and method, options in order, and requests for help or settings."""
 
-    path: list[str] = field(default_factory=list)  # converter and method
+    path: list[str] = field(default_factory=list)  # the words before the options: converter, then its method
     options: list[tuple[int, str, str]] = field(
         default_factory=list
     )  # (level, key, value); level: how many words of `path` precede the option

@@ -26,7 +26,7 @@ class Flag:
     kind: Kind
     default: Any
     state: State
-    note: str  # if honoured, the recipe key or the required value of the flag; otherwise the reason of its state
+    note: str  # honoured: the recipe key that the flag sets, or which value it must have; otherwise: why it is not
     scope: Scope = "training"
     dest: str = ""  # attribute of the parsed arguments, if it differs from the flag
 
@@ -47,7 +47,7 @@ def _honoured(kind: Kind, default: Any, notes: Mapping[str, str], scope: Scope =
 
 
 def _group(state: State, note: str, kinds: Mapping[Kind, str], scope: Scope = "training") -> Iterator[Flag]:
-    """Yield flags with the same state and reason. Flags with a value get the default None."""
+    """Yield flags with the same state and note. Their default is False or True for switches, None for others."""
     for kind, names in kinds.items():
         default = {"switch": False, "switch off": True}.get(kind)
         for name in names.split():

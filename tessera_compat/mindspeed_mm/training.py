@@ -129,7 +129,7 @@ def current_session() -> Session:
         raise TesseraError(
             "no run is started yet",
             where="training",
-            fix="call initialize_megatron(...) first, or only pretrain(...)",
+            fix="call initialize_megatron(...) first, or let pretrain(...) start the run",
             code="job.no-run",
         )
     assert isinstance(session, Session)

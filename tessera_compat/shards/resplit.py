@@ -80,6 +80,10 @@ def _is_tied(stored: MegatronFolder, form: MegatronForm) -> bool:
 
 
 def _form_by_lists(form: MegatronForm, old: MegatronLayout, new: MegatronLayout) -> MegatronForm:
-    """Return `form` with the numbers of layers from the lists of the layouts, and with a separate output layer."""
+    """Return `form` for a folder whose model is known only from its files.
+
+    The layer lists of `old` give the numbers of layers. The form has no experts, a separate output layer, and a number
+    of key-value heads that the tensor ranks of both layouts divide.
+    """
     parts = tuple(replace(part, count=sum(old.stages(part))) for part in form.parts)
     return replace(form, parts=parts, kv_heads=math.lcm(old.tp, new.tp), experts=0, tied=False)

@@ -255,7 +255,7 @@ def test_a_job_trains_and_samples(here: Path, capsys: pytest.CaptureFixture[str]
     train(here, "online", model, data, "ckpt/wan/transformer")
     printed = capsys.readouterr().out
     assert printed.count("elapsed time per iteration (ms): ") == 2
-    assert "frames of a long video: from the first on" in printed
+    assert "frames of a long video: from the first frame on" in printed
     job = tiny_parts(tiny_predictor(example("wan2.1/1.3b/t2v/inference_model.json"), **WAN), here / "ckpt/wan")
     job["pipeline_config"]["input_size"] = [5, 32, 48]
     job["diffusion"]["num_inference_steps"] = 1

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import transformers
 from chats import write_words
@@ -132,10 +133,18 @@ def hf_config(config: CSMConfig) -> Any:
     return transformers.AutoConfig.for_model(**fields)
 
 
+def need_one_table(model: Any) -> None:
+    """Skip where transformers does not share the table of codes, as before 5.21."""
+    if model.backbone_model.embed_tokens.embed_audio_tokens.weight is not model.depth_decoder.model.embed_tokens.weight:
+        pytest.skip("this version of transformers does not tie the tables of codes")
+
+
 def reference_of(config: CSMConfig, seed: int) -> Any:
     model = CsmForConditionalGeneration._from_config(
         hf_config(config), attn_implementation="eager", dtype=torch.float32
     )
+    if config.tie_codebooks_embeddings:
+        need_one_table(model)
     randomize(model, seed)
     with torch.no_grad():  # its quantizers have buffers instead of parameters
         generator = torch.Generator().manual_seed(seed)

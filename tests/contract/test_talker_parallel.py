@@ -81,4 +81,5 @@ def test_more_layouts_train_like_one_process(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_layouts_train_like_one_process_with_media_in_some_questions(tmp_path: Path) -> None:
     cases = [TENSOR, FSDP, PIPELINE, ULYSSES, RING]
-    train_like_one_process(with_model(cases, tmp_path, media=True), tmp_path)
+    # Gradients agree to 1e-6 on every machine; weights that AdamW divides by small gradients, to 2e-5 on one.
+    train_like_one_process(with_model(cases, tmp_path, media=True), tmp_path, weights_apart=4)

@@ -94,7 +94,7 @@ def test_ten_sentences_are_learned_and_transformers_speaks_them_too(tmp_path: Pa
 
     speaker, greedy = load_speaker(run.folder), SpeechSampling(temperature=0.0, max_seconds=2.0)
     for text, voice, codes in rows:
-        speech = speaker.say(text, speaker=voice, options=greedy)
+        speech = speaker.say(text, speaker=voice, sampling=greedy)
         assert speech.codes.tolist() == codes.tolist()
         assert speech.complete
         expected = stock.code2wav(torch.from_numpy(codes).T[None])[0, 0]

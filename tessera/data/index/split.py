@@ -91,7 +91,10 @@ class Truncation:
 
 @dataclass(frozen=True)
 class TruncateToLength:
-    """Truncate a sample to the row length. Return its costs and, as cut_messages and cut_characters, the truncation."""
+    """Truncate a sample to the row length. Return its costs, and how many messages and characters are kept.
+
+    The keys of these two numbers are cut_messages and cut_characters (0: all characters of the last message).
+    """
 
     processor: MediaProcessor
     length: int

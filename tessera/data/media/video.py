@@ -55,7 +55,9 @@ def decode(
             packets = _packets(held, stream_header, source.name)
     total = stream_header.total - sum(packets.hidden) if stream_header.counted else packets.displayed
     numbers = sampling.choose(max(1, total), header.rate)
-    if len(numbers) != size.frames:  # the sample index has the number of frames that `probe` returned
+    if (
+        len(numbers) != size.frames
+    ):  # take as many frames as `probe` told the sample index, even if this file now has another number
         numbers = sampling.spread(size.frames, max(1, total))
     seconds = packets.seconds()
     if seconds is not None:

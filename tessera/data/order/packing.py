@@ -17,7 +17,7 @@ import numpy as np
 SPARE = 128  # 1 / 128 of a row stays free before swapping: full rows can swap nothing
 CLOSE = 400  # swapping ends if the FLOPs of every row are within 1 / 400 of the mean
 ROUNDS = 144  # limit of the rounds of swaps
-REACH = 48  # limit of the distance of two swapped samples in the list of samples sorted by length
+REACH = 48  # swapped samples are at most this many places apart in the list of samples sorted by length
 MIN_GAIN = 0.005  # if balancing saves less than this share of a step's time, rows go to the ranks in turn
 QUIET_ROUNDS = 24  # swapping ends after 24 consecutive rounds without a swap
 

@@ -221,7 +221,7 @@ def _without_dictionaries(kind: Any) -> Any:
 
 # ---------------------------------------------------------------------------------------------- spilled row groups
 
-_SPILLED = b"tessera.spilled"  # metadata key that marks a spilled table
+_SPILLED = b"tessera.spilled"  # key in the schema metadata of the Arrow file of a spilled row group
 
 
 def _mapped(file: Path, rows: int) -> Any:

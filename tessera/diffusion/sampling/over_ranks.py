@@ -30,7 +30,7 @@ Pass = TypeVar("Pass")
 
 @dataclass(frozen=True)
 class PassRanks:
-    """Hold the group of data-parallel ranks that share the forward passes of a step: with and without the prompt."""
+    """Hold the data-parallel ranks that divide the forward passes of a step, with and without the prompt."""
 
     group: dist.ProcessGroup | None = None
     position: int = 0

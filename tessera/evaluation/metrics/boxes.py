@@ -83,7 +83,10 @@ def _numbers(match: re.Match[str]) -> Box:
 
 
 def predicted(answer: str, unit: Unit, width: int, height: int) -> list[Box]:
-    """Return the boxes of an answer in pixels; several only if the unit is `any`."""
+    """Return the boxes of an answer in pixels: the first one, or none.
+
+    Unit `any`: all boxes, each once as pixels and once as thousandths of the image.
+    """
     if unit == "loc":
         match = _LOC.search(answer)
         if match is None:

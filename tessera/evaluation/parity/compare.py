@@ -242,7 +242,7 @@ class _Judge:
         limit = ROUNDINGS * moved * self.drift(finding.step)
         limit += 2 * eps_of(first_side.entry.dtype, second_side.entry.dtype) * first_side.norm
         finding.sides = ({"norm": first_side.norm}, {"norm": second_side.norm})
-        # the weights have changed by updates, which are compared themselves
+        # later weights differ by their updates, which are compared, so these norms are no finding
         updated = finding.phase == "weight" and finding.step > self._first_step
         if abs(first_side.norm - second_side.norm) > limit and not updated:
             finding.reason = (

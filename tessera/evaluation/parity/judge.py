@@ -67,8 +67,8 @@ class Rounding:
         estimate = self.eps * math.sqrt(max(1.0, self.depth))
         moved_max = estimate * largest if self.largest is None else self.largest
         moved_rms = estimate * rms if self.rms is None else self.rms
-        # Each of the two results has a rounding error of half a unit, and eps is one unit of the largest mantissa.
         factor = ROUNDINGS * self.drift
+        # Rounding changes each of the two results by at most eps / 2: 2 * eps is twice what they may differ by.
         limits = factor * moved_max + 2 * self.eps * largest, factor * moved_rms + 2 * self.eps * rms
         return limits[0] + self.floor, limits[1] + self.floor
 

@@ -150,10 +150,10 @@ _DROPOUTS = ("hidden_dropout_prob", "attention_dropout", "projection_dropout")
 
 
 def _tied(data: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
-    """Return whether the head is tied: `tie_word_embeddings` is true in config.json or text_config, false in neither.
+    """Return whether the head is tied: config.json or text_config says so, and neither says the opposite.
 
-    transformers 5 writes true at the top level even if text_config contains false, and true is its default. It then
-    looks for a head in the weight files, and published folders contain one.
+    transformers 5 writes true, its default, at the top level even if text_config contains false. It reads such a
+    folder correctly because it uses a head in the weight files, if there is one; published folders have one.
     """
     values = [part["tie_word_embeddings"] for part in (data, text) if part.get("tie_word_embeddings") is not None]
     return bool(values) and all(values)

@@ -304,7 +304,7 @@ class ChatEncoder:
     def _in_parts(
         self, text: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]]
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return the tokens of a text for which `ids` contains special tokens, as may happen with Unigram models.
+        """Encode a plain text again of which `ids`, its first encoding, contains special tokens (Unigram models).
 
         The text is split inside each special token, and the parts are encoded separately.
         """

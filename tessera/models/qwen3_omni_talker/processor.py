@@ -190,7 +190,7 @@ class MediaTalkerProcessor(TalkerProcessor):
         positions = {index: at for at, index in enumerate(SpokenTurns.of(tokens, self.ids).read)}
         if any(start not in positions for start, _ in runs):
             raise TesseraError(
-                "the talker reads media in the turns of the user alone",
+                "the talker reads media only in the user's turns",
                 fix="move images, videos and sound into these turns",
                 code="data.media-outside-question",
             )

@@ -124,14 +124,15 @@ class MimiCodec(Codec):
 
     def __init__(self, module: Any) -> None:
         config = module.config
-        window = config.num_hidden_layers * config.sliding_window  # positions that attention reads, two per frame
+        window = config.num_hidden_layers * config.sliding_window  # positions that attention reads
+        positions = int(config.encodec_frame_rate / config.frame_rate)  # of each frame
         super().__init__(
             module,
             rate=config.sampling_rate,
             stride=config.frame_size,
             codebooks=config.num_quantizers,
             size=config.codebook_size,
-            context=math.ceil(window / config.latent_stride) + _MARGIN,
+            context=math.ceil(window / positions) + _MARGIN,
         )
 
     def _encode(self, sound: Tensor, codebooks: int) -> Tensor:

@@ -287,7 +287,7 @@ class Turns:
 
 
 def _as_python(messages: Sequence[Message], text: str) -> bool:
-    """Return whether `text` contains Python lists of parts that the template wrote in place of message texts."""
+    """Return whether `text` contains lists of parts, such as [{'type': 'text'}], which a template wrote as they are."""
     said = [part.value for message in messages for part in message.parts if part.kind == "text"]
     return any(text.count(word) > sum(content.count(word) for content in said) for word in _AS_PYTHON)
 
