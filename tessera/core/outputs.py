@@ -29,7 +29,7 @@ class Projection(NamedTuple):
     """
 
     hidden: Tensor  # [T, D]
-    head: Any  # nn.Module with .weight [V, D]; it is Any because `tree_map` over tensors skips modules
+    head: Any  # nn.Module with .weight [V, D]; `tree_map_only` over tensors returns it unchanged
 
 
 class AuxiliaryLoss(NamedTuple):

@@ -182,7 +182,7 @@ def _changed(
 def _resampled_figures(names: Sequence[str], values: np.ndarray, summary: Summary) -> dict[str, np.ndarray]:
     """Return each figure of resampled benchmarks."""
     means = _resampled(values)
-    if summary is dict:  # each figure is the mean of a value
+    if summary is dict:  # `dict` returns the means unchanged: they are the figures
         return dict(zip(names, means.T, strict=True))
     figures = [figures_of(names, each, summary) for each in means]
     return {name: np.array([each.get(name, 0.0) for each in figures]) for name in figures[0]}

@@ -64,7 +64,7 @@ def hf_target(
 
 
 def _has_processor(spec: ModelSpec, folder: Path) -> bool:
-    """Return whether a folder contains the files of its processor, such as a tokenizer."""
+    """Return whether a folder has the files that its processor needs. Generation models need none."""
     return isinstance(spec, GenerationSpec) or any((folder / name).exists() for name in _TOKENIZERS)
 
 

@@ -260,7 +260,7 @@ class Keys:
         self._chosen = 0
 
     def __call__(self, key: Any) -> Any:
-        """Return a key after checking it."""
+        """Return a key. Raise if hashing it may be slow, or if the file has too many keys whose hashes it chooses."""
         if isinstance(key, (str, bytes, Name, Described)) or (type(key) is int and 0 <= key < _SMALL):
             return key
         if isinstance(key, PersistentId) or (isinstance(key, tuple) and not _flat(key)):

@@ -32,9 +32,10 @@ _CLOSE = 1e-4  # tolerance for rounded timestamps, in seconds or sampling interv
 
 @dataclass(frozen=True)
 class VideoSampling:
-    """State how many frames are sampled from a video: `fps` per second between two limits, or exactly `frames`.
+    """State how many frames are sampled from a video: `fps` per second between two limits, or `frames`.
 
-    The number is a multiple of `multiple`, and at most the number of frames of the video.
+    The number is at most that of the video's frames, and is rounded down to a multiple of `multiple`, but is at least 1.
+    Rule "pace": it is 1 plus a multiple. Rule "clock": the last frame is repeated until the number is a multiple.
     """
 
     fps: float = 2.0

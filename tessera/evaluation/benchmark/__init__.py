@@ -63,7 +63,7 @@ class AnswerMetric:
     code: str = ""  # hash of the file of a user's function: a change of the code is a change of the protocol
 
     def score(self, values: Mapping[str, float]) -> float:
-        """Return the score of a single answer with these values."""
+        """Return the score of a single answer: the first figure of `summary`. `values`: those of its `Mark`."""
         return float(next(iter(self.summary(values).values()), 0.0))
 
     def is_right(self, score: float) -> bool:

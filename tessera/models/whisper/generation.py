@@ -128,7 +128,10 @@ class _Rules:
         return not len(self.languages) or prompt[1] in self.languages.tolist()
 
     def with_languages(self, logits: Tensor, prompts: Sequence[list[int]]) -> list[list[int]]:
-        """Return the prompts. Add the likeliest language to those without one. `logits`: those of the second token."""
+        """Return the prompts. Add the likeliest language to those without one.
+
+        `logits`: those that predict the second token.
+        """
         likely = self.languages[logits[:, self.languages].argmax(-1)].tolist()
         return [
             prompt if self.names_language(prompt) else [prompt[0], language, *prompt[1:]]
