@@ -34,7 +34,7 @@ _CLOSE = 1e-4  # tolerance for rounded timestamps, in seconds or sampling interv
 class VideoSampling:
     """State how many frames are sampled from a video: `fps` per second between two limits, or `frames`.
 
-    The number is at most that of the video's frames, and is rounded down to a multiple of `multiple`, but is at least 1.
+    The number is at most that of the video's frames, rounded down to a multiple of `multiple`, but at least 1.
     Rule "pace": it is 1 plus a multiple. Rule "clock": the last frame is repeated until the number is a multiple.
     """
 
