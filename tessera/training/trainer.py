@@ -261,8 +261,7 @@ class Trainer:
         """Return the number of passes over the data so far; None if the length of the data is unknown."""
         return self.length.epoch(self.rows_drawn)
 
-    # `rows_drawn` counts from this row and step: those of the last start, resume or `go_to_row`, each of which may
-    # change the number of rows per step.
+    # `rows_drawn` counts from this row and step: those of the last start, resume or `go_to_row`.
     _first_row = _first_step = 0
 
     def tensors(self) -> dict[str, torch.Tensor]:
