@@ -149,7 +149,8 @@ def compared(protocol: Mapping[str, Any]) -> dict[str, Any]:
 def protocol_differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return differences that make results incomparable.
 
-    Settings of processors are ignored if the families differ, because they always differ then.
+    Models of different families always have different processor settings, so these are compared only within a family.
+    Engine and dtype are always compared.
     """
     parts = [compared(each) for each in (first, second)]
     processing = [part.get("processing", {}) for part in parts]

@@ -126,7 +126,7 @@ def _codec_folder(config: RunConfig, codec: str | Path | None) -> Path:
 
 
 def sources_of(section: DataSection, split: Literal["train", "eval"]) -> list[Source]:
-    """Return the data sets of a split. Raise if they cannot share a folder of codes."""
+    """Return the data sets of a split. Raise if there is none, or if one has a weight."""
     sections: Sequence[SourceSection] = section.train if split == "train" else section.eval
     if any(source.weight is not None for source in sections):
         raise TesseraError(

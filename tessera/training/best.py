@@ -82,7 +82,8 @@ class Best:
     def _warn(self, trainer: TrainerHandle, metrics: dict[str, float]) -> None:
         config = trainer.config
         measured_apart = bool(self.metric == "exact_match" and config.train.generate_every)
-        measured_apart |= bool(config.evaluation.tasks)  # benchmark scores are not in the report of the held-out loss
+        # `metrics` never contains benchmark scores, which are reported by another evaluation.
+        measured_apart |= bool(config.evaluation.tasks)
         if self._warned or self.value is not None or measured_apart or "loss" not in metrics:
             return
         self._warned = True

@@ -23,7 +23,7 @@ class Match:
     """Store a node that a rule matches."""
 
     rule: MigrationRule
-    operation: str  # the dotted name, or the text in the code
+    operation: str  # what is reported: dotted name of a function or attribute, or a piece of the code
     node: ast.AST
     start: int
     end: int

@@ -134,7 +134,10 @@ class TransformersModel(MultiModalModule, FSDP2Mixin):
             self.model.freeze(config)
 
     def forward(self, input_ids: Tensor | None = None, labels: Tensor | None = None, **inputs: Any) -> Any:
-        """Return `loss` and `loss_mask` (the positions with a loss); without labels, the output of the model class."""
+        """Return {"loss": ..., "loss_mask": ...} if there are labels, else the unchanged output of the model class.
+
+        `loss_mask`: 1 for positions with a label.
+        """
         tensors = {name: value for name, value in inputs.items() if value is not None}
         if input_ids is not None and self.marks_media and ("image_grid_thw" in tensors or "video_grid_thw" in tensors):
             tensors.setdefault("mm_token_type_ids", self._kinds(input_ids))

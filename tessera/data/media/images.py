@@ -21,7 +21,7 @@ from tessera.workers.worker import memory_limit
 
 # Pillow's other formats are not allowed: some run programs (EPS) or are documents.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF")
-COPY_PIXELS = 420  # longer side of a copy for the report, in pixels
+COPY_PIXELS = 420  # limit of the longer side of a copy for a report, in pixels; smaller images keep their size
 TINY = 64  # images up to 64 pixels per side are copied without loss, as PNG
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,

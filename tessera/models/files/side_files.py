@@ -144,9 +144,9 @@ def write_side_files(
 ) -> None:
     """Write all files except weights to a new model folder: tokenizer, preprocessors, chat template, generation config.
 
-    `source`: the folder that the processor was loaded from. `weights`: the folder that the weights came from, if
-    different. `read` loads a processor from the new folder. If its fingerprint differs from that of `processor`,
-    copied files are replaced by files that `processor` writes.
+    `source`: folder of `processor`, whose files are copied. `weights`: folder of the weights, whose generation config
+    is copied if it is another folder. `read` loads a processor from the new folder. If the fingerprint of this
+    processor differs from that of `processor`, files that `processor` writes replace the copied files.
     """
     target.mkdir(parents=True, exist_ok=True)
     if weights is not None and weights.is_dir() and weights != source:
