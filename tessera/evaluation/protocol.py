@@ -27,7 +27,8 @@ from tessera.runtime.files import open_regular, read_bytes
 from tessera.version import __version__, package_versions
 
 _PARTS, _PART_BYTES = 16, 1 << 16  # for each large file, 16 evenly spaced blocks of 64 KiB are hashed
-_NOT_SETTINGS = ("encoder", "train_on", "last_only", "template", "config")  # not settings, or hashed separately
+# Fields that are no settings, or that are hashed separately.
+_NOT_SETTINGS = ("encoder", "train_on", "last_only", "template", "config")
 
 _NAMES = ("task", "source", "files")  # keys of `task` and `task.data` with names, whose content other keys have or hash
 

@@ -325,7 +325,7 @@ class OurModel:
 
     def example(self) -> Batch:
         """Return a batch of tokens spread over the vocabulary, for a folder without a tokenizer."""
-        if self._spec.foreign:  # a classifier of transformers, which takes input_ids
+        if self._spec.foreign:  # classes of transformers take input_ids
             words = self.module.get_input_embeddings().weight  # type: ignore[union-attr, operator]
             return Batch({"input_ids": _spread(len(words))[None]})
         assert self._spec.example is not None

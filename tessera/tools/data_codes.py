@@ -58,7 +58,7 @@ class Codes:
     before: int = 0  # rows in files that an earlier run has written
     missing: int = 0
     bad: list[BadSample] = field(default_factory=list)
-    seconds: float = 0.0  # of all recordings that were encoded
+    seconds: float = 0.0  # length of all recordings that were encoded
     root: Path | None = None  # value of `root` for the new data set; None: its rows name no files
 
     def lines(self) -> list[str]:
@@ -378,6 +378,6 @@ def _finish(home: Path, folder: Path, shards: int, key: str) -> int:
             leftover.unlink(missing_ok=True)
         home.rename(folder)
     except (TesseraError, FileNotFoundError):
-        if not (folder / RECORDS / PLAN).is_file():  # no other rank has published the folder in the meantime
+        if not (folder / RECORDS / PLAN).is_file():  # otherwise another rank has published the folder in the meantime
             raise
     return 0

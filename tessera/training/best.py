@@ -153,7 +153,7 @@ class EarlyStop(Callback):
         self.worse = 0  # number of evaluations since the best one
 
     def on_start(self, trainer: TrainerHandle) -> None:
-        self._end(trainer)  # a run that stopped early and is resumed ends at once
+        self._end(trainer)  # ends a resumed run at once if it had stopped early
 
     def on_eval(self, trainer: TrainerHandle, metrics: dict[str, float]) -> None:
         better = self.best.take(trainer, metrics)

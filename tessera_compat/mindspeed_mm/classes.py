@@ -264,7 +264,8 @@ def _weight_map(kind: Any, settings: Any) -> WeightMap:
     from transformers import PreTrainedModel
 
     published: Any = next(one for one in kind.__mro__ if one.__module__.startswith("transformers."))
-    if published is PreTrainedModel:  # not a class of transformers: files have the names of its parameters
+    # A user's class that extends none of transformers: files have the names of its parameters.
+    if published is PreTrainedModel:
         return WeightMap((), same_names=True)
     return published_names(without_weights(lambda: build_from_config(published, settings, torch.float32, "sdpa")))
 

@@ -139,7 +139,7 @@ def open_image(source: Opened, limits: Limits) -> Iterator[Image.Image]:
                 fix="make the image smaller",
                 code="media.too-many-pixels",
             ) from None
-        except UnidentifiedImageError:  # not `{error}`: the message of Pillow contains a memory address
+        except UnidentifiedImageError:  # leave `{error}` out of the message: it contains a memory address
             raise TesseraError(
                 f"unreadable image: {source.name} (not a supported image format)",
                 fix="convert the file to a common format, such as PNG or JPEG",

@@ -84,7 +84,7 @@ def decode(
 
 
 class _StreamHeader(NamedTuple):
-    width: int  # in pixels, before rotation
+    width: int  # in pixels, as stored: before the frame is rotated
     height: int
     total: int  # number of frames
     counted: bool  # whether the header states `total`; otherwise it was estimated from the duration or from packets

@@ -23,7 +23,7 @@ from tessera.evaluation.tasks.table import Table
 from tessera.evaluation.tasks.template import as_list, fill, plain
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-_LONGEST_INDEX = 64  # a longer cell contains an image, not the index of another row
+_LONGEST_INDEX = 64  # characters; a longer cell contains an image, a shorter one may be the index of another row
 _MARK = re.compile(r"<image (\d+)>")
 
 

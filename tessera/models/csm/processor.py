@@ -60,7 +60,8 @@ _NUMBERED = re.compile(r"\[\d+\]")
 class CSMOptions(Section):
     """Declare the keys of `data.processor`."""
 
-    unlisted: ClassVar[frozenset[str]] = frozenset({"train_on"})  # not listed: recipes set data.train_on instead
+    # Errors do not list this key: recipes set data.train_on.
+    unlisted: ClassVar[frozenset[str]] = frozenset({"train_on"})
     train_on: tuple[str, ...] = ("assistant",)
     speaker: int = Field(0, ge=0, le=10**6, description="number of the speaker of texts that name none")
 

@@ -228,7 +228,7 @@ class _Writer:
 def _with_named_words(config: Mapping[str, Any], words: Mapping[str, str] | None) -> dict[str, Any]:
     """Return a tokenizer_config.json with the special tokens that transformers' processor looks up by name."""
     named = config.get("extra_special_tokens") or {}
-    special = words if isinstance(words, Mapping) else {}  # a list of tokens has no names
+    special = words if isinstance(words, Mapping) else {}  # if it is a list, the tokens have no names
     missing = {name: word for name, word in special.items() if name not in config and name not in named}
     if not missing or not isinstance(named, dict):
         return dict(config)

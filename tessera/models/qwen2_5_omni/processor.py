@@ -49,7 +49,7 @@ class Qwen25OmniProcessor(OmniProcessor, Qwen25VLProcessor):
 
     @classmethod
     def cutter(cls, config: Qwen25OmniConfig, mel: LogMel) -> ClipCutter:
-        # Convolutions and attention see one window of the sound at a time. Two elements become one token.
+        # Convolutions and attention are computed in windows of the sound. Two audio frames become one token.
         return ClipCutter(mel, stride=2, reach=2, pool=POOL, chunk=2 * config.audio.n_window, fills=False)
 
     def fingerprint_fields(self) -> list[Any]:

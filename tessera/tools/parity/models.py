@@ -135,7 +135,7 @@ def module_pairs(weights: WeightMap | None, ours: nn.Module, theirs: nn.Module) 
                 continue
             if plain and there[partner].shape == parameter.shape:
                 pairs[name] = partner
-            else:  # no pair: this module computes something else, such as features in another order
+            else:  # these modules are no pair: they compute different things, such as features in another order
                 around.setdefault(here, set()).add("")
             inner, outer = here, partner.rpartition(".")[0]
             while inner:
