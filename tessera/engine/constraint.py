@@ -98,7 +98,7 @@ class Grammars:
     def _make_view(self, library: Any) -> Any:
         """Return the tokenizer as an `LLTokenizer` of llguidance.
 
-        Control words of the chat template become special tokens. So a constraint for text cannot generate them.
+        Control words of the chat template become special tokens. So the text of a constrained answer cannot have them.
         """
         copied = Tokenizer.from_str(self._tokenizer.json)
         copied.no_truncation()

@@ -40,7 +40,7 @@ class Rule:
         return (self.foreign,) if isinstance(self.foreign, str) else self.foreign
 
     def as_stored(self, shapes: Mapping[str, tuple[int, ...]]) -> Rule:
-        """Return this rule with the layout of stacked experts in a folder: [out, in] or transposed.
+        """Return this rule with the layout that stacked experts have in a folder: native or transposed.
 
         `shapes`: shapes of the folder's tensors by name. Rules of other tensors are returned unchanged.
         """

@@ -136,7 +136,7 @@ class TransformersModel(MultiModalModule, FSDP2Mixin):
     def forward(self, input_ids: Tensor | None = None, labels: Tensor | None = None, **inputs: Any) -> Any:
         """Return {"loss": ..., "loss_mask": ...} if there are labels, else the unchanged output of the model class.
 
-        `loss_mask`: 1 for positions with a label.
+        `loss_mask`: True for positions whose next token has a label.
         """
         tensors = {name: value for name, value in inputs.items() if value is not None}
         if input_ids is not None and self.marks_media and ("image_grid_thw" in tensors or "video_grid_thw" in tensors):

@@ -40,7 +40,7 @@ def compare_recordings(a: Recording, b: Recording, pairs: Mapping[str, str] | No
         raise TesseraError(
             "the recordings have no step and no module in common",
             where=f"{a.label} and {b.label}",
-            fix="record the same steps of the same model twice",
+            fix="compare two recordings of the same steps of the same model",
             code="parity.nothing-in-common",
         )
     judge = _Judge(a, b, ours, theirs)
@@ -216,7 +216,7 @@ class _Judge:
         return None if first is None or second is None else (first, second)
 
     def drift(self, step: int, module: str = "") -> float:
-        """Return the difference of the weights in both recordings at a step, in units of rounding, after equal updates.
+        """Return by how many roundings the weights of the recordings differ at a step, after updates that agree.
 
         With `module`, return the larger value of all weights and of those of the module.
         """

@@ -1,8 +1,8 @@
 """Join the shards that the ranks of a recording have of one tensor.
 
 Parameters and gradients of parameters name their offsets in the unsharded tensor. Outputs of modules do not: a rank
-that shares a layer with others has all of the output, some of its features, or some of its tokens. They are
-compared with the shape in the other recording, and joined along the dimension in which they are smaller.
+that shares a layer with others has all of the output, some of its features, or some of its tokens. The
+shape in the other recording tells which: shards are joined along the dimension in which they are smaller.
 """
 
 from __future__ import annotations
