@@ -33,9 +33,7 @@ class Workload:
     """Hold the batch sizes of a step that a plan depends on."""
 
     tokens: int = 0  # tokens of one micro-batch
-    elements: Mapping[str, int] = field(
-        default_factory=dict
-    )  # encoder -> its patches or audio frames in a typical micro-batch
+    elements: Mapping[str, int] = field(default_factory=dict)  # encoder -> length of its input in a typical micro-batch
     rows: int = 1  # rows of one step, over all ranks
     rows_of_microbatch: int = 1
 

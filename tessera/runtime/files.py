@@ -32,7 +32,7 @@ def check_regular(path: Path) -> os.stat_result:
         status = path.stat()
     except OSError as error:
         raise TesseraError(
-            f"cannot be opened: {error.strerror}", where=str(path), code="environment.cannot-open"
+            f"the file cannot be opened: {error.strerror}", where=str(path), code="environment.cannot-open"
         ) from None
     return _regular(status, path)
 
