@@ -83,7 +83,7 @@ class MemoryBytes:
 
     @property
     def total(self) -> int:
-        """Return the bytes on the device."""
+        """Return the bytes on the device; with `parallel.offload`, most of them are in host memory."""
         return self.parameters + self.gradients + self.optimizer + self.buffers + self.window
 
 
