@@ -37,7 +37,7 @@ class LossTerm:
     """Hold one term of the loss: its sum over tokens or samples, the name of the count to divide it by, its weight."""
 
     name: str
-    sum: Tensor  # a scalar with a gradient
+    sum: Tensor  # scalar that requires a gradient
     count: str
     weight: float = 1.0
 

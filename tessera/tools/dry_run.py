@@ -186,7 +186,7 @@ def main() -> None:
 def run_role(config: RunConfig, world: int, position: int) -> Role:
     """Run one step on fake tensors as the first rank at a pipeline position; return its memory and communication."""
     began = time.perf_counter()
-    setup = build_meta_model(config, world)  # for this call only: parallelize_on_meta changes the module
+    setup = build_meta_model(config, world)  # built for each call, because parallelize_on_meta changes the module
     plan = setup.plan
     rank = position * (world // plan.layout.axes.size(PP))  # the pipeline is the outermost axis
     cpu = torch.device("cpu")

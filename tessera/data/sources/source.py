@@ -53,7 +53,7 @@ _COMPRESSED = {
 class Source:
     """Read the samples of one data set by index. It is pickled for worker processes, so it keeps no open file."""
 
-    path: Path  # as in the recipe
+    path: Path  # path of the data set, as written in the recipe
     root: Path  # folder that media paths are relative to
     records: Container
     record_format: RecordFormat

@@ -60,7 +60,7 @@ _NUMBERED = re.compile(r"\[\d+\]")
 class CSMOptions(Section):
     """Declare the keys of `data.processor`."""
 
-    unlisted: ClassVar[frozenset[str]] = frozenset({"train_on"})  # not listed: recipes set data.train_on instead
+    unlisted: ClassVar[frozenset[str]] = frozenset({"train_on"})  # errors do not list it: recipes set data.train_on
     train_on: tuple[str, ...] = ("assistant",)
     speaker: int = Field(0, ge=0, le=10**6, description="number of the speaker of texts that name none")
 
