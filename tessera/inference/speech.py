@@ -40,7 +40,7 @@ from tessera.nn.codes import SpeechModel
 SPEECH = "speech"  # `ModelSpec.task` of families that speak
 # As published models sample by default: at temperature 0 speech often does not end.
 TEMPERATURE, TOP_K = 0.9, 50
-SECONDS = 60.0
+SECONDS, LONGEST_SECONDS = 60.0, 86_400.0
 _OTHER_SEED = 0x5DEECE66D  # the depth decoder draws other random numbers than the main head
 
 
@@ -80,11 +80,11 @@ class SpeechSampling:
     max_seconds: float = SECONDS
 
     def __post_init__(self) -> None:
-        if not 0 < self.max_seconds < float("inf"):
+        if not 0 < self.max_seconds <= LONGEST_SECONDS:
             raise TesseraError(
                 f"max_seconds={self.max_seconds} is out of range",
                 where="sampling",
-                allowed=["above 0"],
+                allowed=[f"above 0, at most {LONGEST_SECONDS:g}"],
                 code="generation.sampling-out-of-range",
             )
 

@@ -129,6 +129,7 @@ def test_speech_is_sampled_by_its_seed(speaker: Speaker) -> None:
         (["-o", "a.wav"], "generation.no-prompt"),
         ([" ", "-o", "a.wav", "--device", "cpu"], "generation.no-prompt"),
         (["hello", "-o", "a.wav", "--max-seconds", "0"], "generation.sampling-out-of-range"),
+        (["hello", "-o", "a.wav", "--max-seconds", "1e308"], "generation.sampling-out-of-range"),
         (["hello", "-o", "a.wav", "--audio", "b.wav"], "generation.recording-without-transcript"),
         (["hello", "-o", "a.wav", "--image", "b.png"], "generation.option-without-effect"),
         (["hello", "-o", "a.wav", "--speaker", "Ann", "--device", "cpu"], "data.speaker-without-number"),
