@@ -253,6 +253,7 @@ class Heard:
     mask: Tensor  # [L]
     states: Tensor  # [L, W]
     positions: Tensor  # [3, T]
+    trained: bool = False  # whether gradients of the talker reach the thinker
 
 
 def beginning(
@@ -260,11 +261,13 @@ def beginning(
 ) -> Beginning:
     talker, ids = model.talker, torch.tensor([list(tokens)])
     embed = model.thinker.get_input_embeddings()
-    words = embed(ids).detach()
+    trained = heard is not None and heard.trained
+    words = embed(ids) if trained else embed(ids).detach()
     mask = torch.zeros(len(tokens), dtype=torch.bool) if heard is None else heard.mask
     states = words[0] if heard is None else heard.states
     special = torch.tensor([[config.tts_bos_token_id, config.tts_eos_token_id, config.tts_pad_token_id]])
-    bos, eos, pad = talker.text_projection(embed(special).detach()).chunk(3, dim=1)
+    special_words = embed(special) if trained else embed(special).detach()
+    bos, eos, pad = talker.text_projection(special_words).chunk(3, dim=1)
     starts = [n for n, token in enumerate(tokens) if token == config.im_start_token_id]
     users = [
         model._get_talker_user_parts(start, end, mask[None], states[None], words)
