@@ -137,8 +137,11 @@ SPEECH_WORDS = ["<|endoftext|>", "<tts_pad>", "<tts_bos>", "<tts_eos>", *QWEN3_O
 ROLES = ("user", "assistant", "system")
 
 
-def config_with_words(folder: Path, words: Sequence[str], number: int = 0, media: bool = False) -> TalkerConfig:
-    """Write a tokenizer, and return a configuration whose ids are those of its tokens. `media`: see `hearing`."""
+def config_with_words(
+    folder: Path, words: Sequence[str], number: int = 0, media: bool = False, joint: bool = False
+) -> TalkerConfig:
+    """Write a tokenizer, and return a configuration whose ids are those of its tokens. `media`: see `hearing`. `joint`:
+    the thinker is trained, too."""
     write_words(folder, 320, SPEECH_WORDS, [*ROLES, *words])
     tokenizer = load_tokenizer(folder)
 
@@ -148,7 +151,9 @@ def config_with_words(folder: Path, words: Sequence[str], number: int = 0, media
 
     named = {"im_start": "<|im_start|>", "im_end": "<|im_end|>", **{name: name for name in ROLES}}
     named |= {f"tts_{name}": f"<tts_{name}>" for name in ("pad", "bos", "eos")}
-    more = hearing(number) if media else {"thinker": config_of(number).thinker.model_dump()}
+    more = hearing(number) if media or joint else {"thinker": config_of(number).thinker.model_dump()}
+    if joint:
+        more |= {"reads_media": False, "trains_thinker": True}
     thinker = more["thinker"]
     thinker["text"]["vocab_size"] = 320
     thinker |= {name: id_of(word) for name, word in Qwen3OmniConfig.token_fields.items()}

@@ -112,7 +112,8 @@ class OmniModel(Talker, PredictsText):
             assert carry is not None
             width, wide = self.widths
             x, hidden = carry[:spoken, :width], carry[spoken : spoken + said, :wide]
-        outputs = self._read(x, batch, logits, cache, step)
+        # In a pipeline, the talker's layers may begin in the next stage.
+        outputs = x if self.text is None else self._read(x, batch, logits, cache, step)
         if isinstance(outputs, Tensor):
             return packed_rows([outputs, hidden])
         assert thinker is not None
@@ -124,11 +125,11 @@ class OmniModel(Talker, PredictsText):
     ) -> tuple[Tensor, Tensor, bool]:
         """Return the hidden states of the conversations, and what the talker reads; or features of encoders for the
         next stage, and False."""
-        assert thinker.text is not None
         if thinker.encodes:
             x, complete = thinker.begin(question, carry)
             if not complete:
                 return x, x, False
+            assert thinker.text is not None
             words: Tensor = thinker.text.embed(batch["tokens"])
         else:
             assert carry is not None
