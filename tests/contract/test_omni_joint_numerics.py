@@ -43,21 +43,21 @@ def joint(number: int) -> TalkerConfig:
 
 def questions_of(config: TalkerConfig, reference: Any, number: int) -> list[Asked]:
     kinds = OMNI.media(SHAPES[number].thinker)
-    asked = [question_of(config, reference, kinds[name], seed) for seed, name in enumerate(("mixed", "sound"))]
-    asked.insert(1, question_of(config, reference, [], 5))
-    return [replace(a, case=replace(a.case, labels=labels_of(a.case.tokens, WORD_IDS))) for a in asked]
+    questions = [question_of(config, reference, kinds[name], seed) for seed, name in enumerate(("mixed", "sound"))]
+    questions.insert(1, question_of(config, reference, [], 5))
+    return [replace(a, case=replace(a.case, labels=labels_of(a.case.tokens, WORD_IDS))) for a in questions]
 
 
 def transformers_result(config: TalkerConfig, number: int, dtype: torch.dtype) -> Result:
     model = reference_of(config, 7 + number, dtype)
     pair: Any = SimpleNamespace(config=config.thinker, reference=model.thinker)
     texts, spoken, text_loss = [], [], torch.zeros((), dtype=dtype)
-    for asked in questions_of(config, model, number):
-        case = asked.case
+    for question in questions_of(config, model, number):
+        case = question.case
         out = model.thinker(**in_dtype(OMNI.inputs(pair, case), dtype), output_hidden_states=True)
         states = out.hidden_states[config.accept_hidden_layer][0]
-        heard = Heard(media_mask(config, case.tokens), states, positions_of(config, model, asked), trained=True)
-        spoken.append(theirs(config, model, asked.talk, heard=heard))
+        heard = Heard(media_mask(config, case.tokens), states, positions_of(config, model, question), trained=True)
+        spoken.append(theirs(config, model, question.talk, heard=heard))
         texts.append(out.logits[0])
         text_loss = text_loss + nn.functional.cross_entropy(
             out.logits[0, :-1], case.labels[1:], ignore_index=IGNORE, reduction="sum"
@@ -80,27 +80,27 @@ def transformers_result(config: TalkerConfig, number: int, dtype: torch.dtype) -
     return Result({name: tensor.detach() for name, tensor in outputs.items()}, by_name)
 
 
-def positions_of(config: TalkerConfig, model: Any, asked: Asked) -> Tensor:
+def positions_of(config: TalkerConfig, model: Any, question: Asked) -> Tensor:
     """Positions of the talker's sequence, by the thinker's rule (see `test_talker_media.heard_by`)."""
-    length = len(sequence_of(config, asked.talk).tokens) - 1
-    read = SpokenTurns.of(asked.talk.tokens, TalkerIds.of_model(config)).read
+    length = len(sequence_of(config, question.talk).tokens) - 1
+    read = SpokenTurns.of(question.talk.tokens, TalkerIds.of_model(config)).read
     ids = torch.full((length,), config.tts_pad_token_id)
-    ids[: len(read)] = asked.case.tokens[list(read)]
-    return positioned(model.thinker, ids, asked.case.media).positions
+    ids[: len(read)] = question.case.tokens[list(read)]
+    return positioned(model.thinker, ids, question.case.media).positions
 
 
-def batch_of(config: TalkerConfig, asked: list[Asked], positions: list[Tensor]) -> Batch:
+def batch_of(config: TalkerConfig, questions: list[Asked], positions: list[Tensor]) -> Batch:
     """All conversations in one row, with padding in both sequences."""
-    batch = packed(config, [a.talk for a in asked], nn.Embedding(400, 1), padding=3)
+    batch = packed(config, [a.talk for a in questions], nn.Embedding(400, 1), padding=3)
     heard, heard_from, at, before = [], [], 0, 0
-    for a in asked:
+    for a in questions:
         read = torch.tensor(SpokenTurns.of(a.talk.tokens, TalkerIds.of_model(config)).read)
         inside = media_mask(config, a.case.tokens[read])
         heard.append(inside.nonzero().flatten() + at)
         heard_from.append(read[inside] + before)
         at += len(sequence_of(config, a.talk).tokens)
         before += len(a.case.tokens)
-    read = OMNI.pack(config.thinker, [a.case for a in asked], padding=5)
+    read = OMNI.pack(config.thinker, [a.case for a in questions], padding=5)
     question = as_question(read.with_tensors(trained=trained_positions(read["labels"])))
     whole = torch.cat([nn.functional.pad(p, (0, 1)) for p in positions] + [torch.zeros(3, 3)], 1)
     tensors = {name: tensor for name, tensor in batch.tensors.items() if name != WORDS}
@@ -110,19 +110,19 @@ def batch_of(config: TalkerConfig, asked: list[Asked], positions: list[Tensor]) 
 
 def ours(config: TalkerConfig, number: int) -> Result:
     reference = reference_of(config, 7 + number)
-    asked = questions_of(config, reference, number)
+    questions = questions_of(config, reference, number)
     model: Any = from_foreign(SPEC, config, weights_of(reference)).train()
-    batch = batch_of(config, asked, [positions_of(config, reference, a) for a in asked])
+    batch = batch_of(config, questions, [positions_of(config, reference, a) for a in questions])
     outputs = model(batch)
     terms = {term.name: term for term in SpeechTask(depth_weight=0.5, text_weight=2.0).losses(outputs, batch).terms}
     assert {name: term.weight for name, term in terms.items()} == WEIGHTS
     sum(term.weight * term.sum for term in terms.values()).backward()  # type: ignore[union-attr]
     rows, at = [], 0
-    for a in asked:  # the end of speech is one more position than theirs
+    for a in questions:  # the end of speech is one more position than theirs
         length = len(sequence_of(config, a.talk).tokens)
         rows += range(at, at + length - 1)
         at += length
-    read = sum(len(a.case.tokens) for a in asked)
+    read = sum(len(a.case.tokens) for a in questions)
 
     def logits(name: str) -> Tensor:
         hidden, head = outputs[name]
