@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib.util
 import os
 import sys
 from collections import Counter
@@ -72,6 +73,11 @@ def pytest_configure(config: pytest.Config) -> None:
         # torch obeys and oneDNN does not: with units that one uses and the other avoids, attention in bf16 is refused.
         os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
     gc.disable()
+    if "not slow" in config.getoption("markexpr") and importlib.util.find_spec("hypothesis"):
+        from hypothesis import settings
+
+        settings.register_profile("few", max_examples=30)
+        settings.load_profile("few")
     here = Path(__file__).parent
     number = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
     if number and [Path(one).resolve() for one in config.args] == [here]:

@@ -173,11 +173,12 @@ def save_in_background_and_die(folder: Path, number: int) -> None:
     manager.finish_background()
 
 
-def test_a_kill_at_any_point_of_the_write_loses_that_save_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", [9, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_kill_at_any_point_of_the_write_loses_that_save_alone(every: int, tmp_path: Path) -> None:
     points: list[str] = []
     CheckpointManager(tmp_path / "points", 2, fault=points.append).save(2, tensors(2), {}, "")
     assert len(points) > 20
-    for number in range(0, len(points), 3):
+    for number in range(0, len(points), every):
         folder = tmp_path / str(number)
         save(folder, 1)
         assert in_child(save_in_background_and_die, folder, number) == -signal.SIGKILL

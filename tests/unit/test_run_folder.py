@@ -27,6 +27,7 @@ from tessera.training.run_folder import RunFolder, check_fresh, describe_saving,
 from tests.dist.spawn import fork_context
 from tests.errors import raises
 from tests.toys.chat_set import chat_recipe, write_chat_set
+from tests.quick import quick
 
 
 @pytest.fixture(scope="module")
@@ -73,14 +74,18 @@ class FailAt(Callback):
 
 @pytest.mark.parametrize(
     "override",
-    [
-        {"data.train": [{"path": "no-such-file.jsonl"}]},
+    quick(
+        [
+            {"data.train": [{"path": "no-such-file.jsonl"}]},
+            {"model.config.text.intermediate_size": 96},
+            {"train.seed": 5},
+            {"train.steps": 9, "data.length": 3},
+            {"train.steps": 9, "name": "elsewhere"},
+            {"train.steps": 9, "out": "elsewhere"},
+        ],
         {"model.config.text.intermediate_size": 96},
-        {"train.seed": 5},
         {"train.steps": 9, "data.length": 3},
-        {"train.steps": 9, "name": "elsewhere"},
-        {"train.steps": 9, "out": "elsewhere"},
-    ],
+    ),
     ids=["data that is not there", "another shape", "another seed", "rows too short", "another name", "another place"],
 )
 def test_a_resume_that_fails_leaves_the_run_as_it_was(folder: Path, override: dict[str, Any]) -> None:
@@ -101,6 +106,7 @@ def test_a_run_goes_on_and_is_converted_after_resumes_that_failed(folder: Path, 
     tessera.convert(folder, tmp_path / "hf", prove="never")
 
 
+@pytest.mark.slow
 def test_another_optimizer_is_told_and_takes_what_both_have(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tessera.resume(folder, {"train.steps": 4, "optim.name": "lion"})
     assert "optim.name was adamw and is lion now" in capsys.readouterr().err
