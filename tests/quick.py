@@ -7,15 +7,19 @@ from typing import Any
 
 import pytest
 
+PARAM = type(pytest.param(None))
+
 
 def quick(values: Iterable[Any], *chosen: Any) -> list[Any]:
     """Return parameters, those that are not chosen marked slow. A tuple is several arguments of a test."""
-    every = list(values)
-    missing = [value for value in chosen if value not in every]
+    every: list[Any] = []
+    for value in values:
+        param = value if isinstance(value, PARAM) else pytest.param(*(value if isinstance(value, tuple) else (value,)))
+        every.append(param)
+    named = [param.values[0] if len(param.values) == 1 else tuple(param.values) for param in every]
+    missing = [value for value in chosen if value not in named]
     assert not missing, f"no such parameter: {missing}"
     return [
-        pytest.param(
-            *(value if isinstance(value, tuple) else (value,)), marks=[] if value in chosen else [pytest.mark.slow]
-        )
-        for value in every
+        param if value in chosen else pytest.param(*param.values, id=param.id, marks=[*param.marks, pytest.mark.slow])
+        for value, param in zip(named, every, strict=True)
     ]

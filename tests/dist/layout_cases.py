@@ -99,7 +99,6 @@ TENSOR = [
         2,
         {**SEQUENCE, **ALL_BUT_PRODUCTS},
         {**UNTIED, **TWO_ROWS},
-        slow=True,
     ),
     Case("tp 2, whole encoder, images distributed", 2, {"tp": 2, **WHOLE_ENCODER}, slow=True),
     Case("tp 2 x fsdp 2, sequence, clipped", 4, SEQUENCE, CLIPPED, slow=True),
@@ -108,6 +107,7 @@ TENSOR = [
         4,
         {**SEQUENCE, **ALL_BUT_PRODUCTS},
         {**UNTIED, **CLIPPED, **TWO_ROWS},
+        slow=True,
     ),
     Case("tp 4, sequence", 4, {**SEQUENCE, "tp": 4}, FOUR_HEADS, slow=True),
 ]

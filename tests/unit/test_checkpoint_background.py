@@ -240,6 +240,7 @@ def test_training_goes_on_while_a_save_is_written(data: Path, tmp_path: Path, mo
     assert run.checkpoint.name == "step-00000004"
 
 
+@pytest.mark.slow
 def test_a_failed_save_ends_the_run_only_at_its_end(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -255,6 +256,7 @@ def test_a_failed_save_ends_the_run_only_at_its_end(
         tessera.train(recipe(data, tmp_path / "b"))
 
 
+@pytest.mark.slow
 def test_weights_alone_can_be_loaded_and_trained_from_and_not_resumed(data: Path, tmp_path: Path) -> None:
     run = tessera.train(recipe(data, tmp_path / "a", weights_only=True))
     assert run.checkpoint is not None

@@ -404,6 +404,7 @@ def test_a_cache_without_a_hash_is_made_again_and_anyone_may_read_it(tmp_path: P
     assert file.stat().st_mode == path.stat().st_mode
 
 
+@pytest.mark.slow
 def test_what_travels_to_a_worker_is_small_and_the_same(tmp_path: Path) -> None:
     path = many(tmp_path, 2000)
     index = build(path, cache_folder=tmp_path / "cache", length=30, workers=0)

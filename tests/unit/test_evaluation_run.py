@@ -281,6 +281,7 @@ def test_benchmarks_are_scored_during_training_and_choose_the_best_checkpoint(tm
     assert comparison.test is not None
 
 
+@pytest.mark.slow
 def test_a_recipe_names_the_metric_of_held_out_answers_and_functions_of_task_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,6 +73,7 @@ def test_a_run_without_its_frozen_weights_resumes_bitwise_and_can_be_used(
     ).is_dir()  # of a checkpoint alone, too
 
 
+@pytest.mark.slow
 def test_a_folder_that_moved_or_changed_is_named(data: Path, folder: Path, tmp_path: Path) -> None:
     begun_from = Path(shutil.copytree(folder, tmp_path / "base"))
     run = tessera.train(recipe(data, tmp_path, begun_from, steps=2, freeze=["vision"]))

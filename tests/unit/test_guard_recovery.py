@@ -122,6 +122,7 @@ def stopped_and_resumed(data: Path, out: Path, every: int) -> int:
     return step
 
 
+@pytest.mark.slow
 def test_nan_in_every_sample_is_not_blamed_on_one(data: Path, tmp_path: Path) -> None:
     lines = (data / "train.jsonl").read_text().splitlines()
     pictured = [line for number, line in enumerate(lines) if number % 3]
