@@ -91,7 +91,7 @@ def scope_of(path: str) -> str:
     """Return the scope whose files one worker runs: all files that share ranks, else the file alone.
 
     A fork server and ranks of three world sizes take 15 s of CPU time until they have imported what they need and torch
-    has derived the placements of every operation. One worker pays that, not three.
+    has derived the placements of every operation. One worker pays that, not each.
     """
     file = Path(__file__).parent.parent / path
     if file.parent.name not in SHARED_RANKS:
