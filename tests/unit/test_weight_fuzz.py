@@ -32,7 +32,7 @@ def check(seed: int, count: int, batch: int) -> None:
 
 
 def test_broken_weights_are_read_or_refused() -> None:
-    check(seed=1, count=50, batch=50)
+    check(seed=1, count=150, batch=150)
 
 
 @pytest.mark.slow
