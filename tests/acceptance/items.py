@@ -202,6 +202,7 @@ ITEMS: list[Item] = [
                 "the example `fsdp2_config.yaml` as printed",
                 _by(
                     "compat/test_compat_fsdp2.py::test_the_printed_file_is_the_native_recipe_on_qwen2_vl",
+                    "compat/test_compat_fsdp2.py::test_the_printed_file_trains_qwen2_vl_like_the_native_recipe",
                 ),
             ),
             (
