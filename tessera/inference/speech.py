@@ -144,9 +144,9 @@ def load_speaker(
 def _encoder(model: LoadedModel, folder: Path) -> Callable[[Batch], Batch]:
     """Return a function that adds the outputs of a frozen component to a batch, such as those of a thinker."""
     frozen = model.spec.frozen_input
-    if frozen is None:
+    component = None if frozen is None else frozen.component(model.config)
+    if frozen is None or component is None:
         return lambda batch: batch
-    component = frozen.component(model.config)
     home = model.base or folder
     module = frozen_module(component, model.spec, model.config, home).to(model.device).requires_grad_(False).eval()
     return lambda batch: frozen.encode(module, batch)
