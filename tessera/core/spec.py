@@ -31,6 +31,10 @@ class Passes:
     attention: float = 3.0  # the QK and AV products of attention
     first: float = 2.0  # the first product of an encoder, whose input has no gradient
 
+    def scaled(self, share: float) -> Passes:
+        """Return the passes of a part of the model that computes a share of its input only."""
+        return Passes(self.weights * share, self.attention * share, self.first * share)
+
 
 # Part of the model ("text", "head", "vision", "projector") -> its passes. Parts without a key are fully trained.
 Training = Mapping[str, Passes]
@@ -187,7 +191,8 @@ class FrozenInput:
     """Describe a frozen model whose outputs the trained model reads. Both are stored in the same folder."""
 
     name: str
-    component: Callable[[Any], Component]  # (configuration of the family) -> the frozen model, without `load`
+    # (configuration of the family) -> the frozen model, without `load`; None if the trained model contains it
+    component: Callable[[Any], Component | None]
     encode: Callable[[nn.Module, Batch], Batch]  # (its module, batch) -> the batch with its outputs
 
 

@@ -23,7 +23,7 @@ from tessera.ops.registry import AUTO
 from tessera.parallel.context_attention import Ring, RingSchedule, Ulysses, ring_attention
 from tessera.parallel.mesh import CONTEXT, RING, TENSOR, ULYSSES, Axes, Mesh
 from tessera.parallel.modules import present, wrap_submodule
-from tessera.parallel.sequence_sharding import BatchSharding, EncoderSharding, SequenceSharding, too_short
+from tessera.parallel.sequence_sharding import BatchSharding, EncoderSharding, SequenceSharding, read_key, too_short
 from tessera.runtime.modules import AttentionCore
 
 WIDE = 4  # bytes per element of key gradients, which are sent in fp32
@@ -82,7 +82,7 @@ def plan_context(
             fix="use another layout; in a family of your own, declare `ModelPlan.streams`",
             code="layout.stream-not-declared",
         )
-    return ContextPlan(attention, BatchSharding(model_plan.main, split, encoders))
+    return ContextPlan(attention, BatchSharding(model_plan.main, split, encoders, model_plan.sequences))
 
 
 def _shard_encoders(
@@ -168,6 +168,10 @@ def apply_context(module: nn.Module, plan: ContextPlan, mesh: Mesh) -> None:
         if ends and (encoder.dp > 1 or encoder.split is not None):
             module.get_submodule(stream.module).register_forward_hook(GatherOutputs(encoder, mesh))
 
+    for name, stream in plan.sharding.sequences.items():
+        if plan.sharding.split.ranks > 1 and present(module, [stream.projector]):
+            module.get_submodule(stream.projector).register_forward_hook(GatherStates(name, mesh))
+
 
 class ContextAttention(nn.Module):
     """Compute attention over the tokens of several ranks. Wrap the attention module `core`, which has no weights.
@@ -241,6 +245,17 @@ class GatherOutputs:
             summed = None if self.encoder.split is not None else self.context
             outputs = _gather(outputs, batch, self.encoder.dp_key, self.dp, summed, self.dp_position)
         return outputs
+
+
+class GatherStates:
+    """Gather the hidden states that the main sequence reads of a second token sequence, as a forward hook."""
+
+    def __init__(self, name: str, mesh: Mesh) -> None:
+        self.key = read_key(name)
+        self.group, self.position = mesh.group(CONTEXT), mesh.position(CONTEXT)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], outputs: Tensor) -> Tensor:
+        return _gather(outputs, args[0], self.key, self.group, self.group, self.position)
 
 
 def _gather(

@@ -197,5 +197,6 @@ def _rows(model_plan: ModelPlan, workload: Workload, axes: Axes) -> dict[str, in
             rows[stream.projector] = elements // stream.per_slot
         if stream.module:
             split = axes.encoders.get(stream.module)
-            rows[stream.module] = elements // (1 if split is None else axes.size(split.dp))
+            shared = axes.size(CONTEXT) if stream.read_at else 1
+            rows[stream.module] = elements // (shared if split is None else axes.size(split.dp))
     return rows

@@ -90,6 +90,14 @@ def plan_tensor(
     _check_sizes(section, model_plan, axes, list(_sizes(layers, model_plan, module)))
     decoder = ""
     if section.sequence_parallel:
+        if model_plan.sequences:
+            raise TesseraError(
+                "sequence_parallel shards the tokens of one decoder, and this model has two",
+                where="parallel.sequence_parallel",
+                allowed=["false"],
+                fix="leave parallel.sequence_parallel out; parallel.cp shards the tokens of both",
+                code="layout.sequence-parallel-decoders",
+            )
         decoder = _decoder(styles, axes)
         _check_tokens(section, tokens)
     return TensorPlan(

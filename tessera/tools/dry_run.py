@@ -281,7 +281,7 @@ def example_batch(config: RunConfig, setup: ModelSetup, mesh: Mesh) -> Batch:
         mesh.root.get_rank(),
         sharding=plan.layout.batch_sharding,
     )
-    return rows.batch([0])
+    return setup.task.prepare(rows.batch([0]))
 
 
 def _as_pair(tokens: int) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from tessera.runtime import log
 
 WAITS = 0.05  # the line shows the share of time spent waiting for data if it is at least this
 UNEVEN = 1.1  # the line shows the ratio of the busiest rank's work to the mean if it is at least this
-METRICS = 2  # maximum number of the task's metrics on the line
+METRICS = 3  # maximum number of the task's metrics on the line
 _UNITS = {"tokens": "tok"}
 
 Field = tuple[str, str]  # name and value; the name may be empty

@@ -118,6 +118,7 @@ def test_findings(rows: Path) -> None:
     assert {"Recordings of a sample", "Text of a second of sound"} <= {one.title for one in decoded.histograms}
 
 
+@pytest.mark.slow
 def test_page_draws_and_plays_recordings(rows: Path, tmp_path: Path) -> None:
     processor = two_encoder_processor(tmp_path / "tokenizer", ["user assistant twenty-six characters long"] * 9)
     diagnosis = examine([SourceSection(path=rows)], processor, length=256, workers=0, samples=30)
@@ -161,3 +162,25 @@ def test_drawing_and_preview() -> None:
     for short in (1, 2, 100):
         assert draw(noise(1)[:short])
         assert play(noise(1)[:short], RATE)
+
+
+def test_speech_as_codes(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+
+    def row(name: str, frames: int, codebooks: int = 4, text: str = "twenty-six characters long") -> dict[str, Any]:
+        return {"id": name, "text": text, "audio_codes": rng.integers(0, 9, (frames, codebooks)).tolist()}
+
+    rows = [row(f"good {number}", 20 + number) for number in range(24)]
+    rows += [row("too much", 25, text="a" * 900), row("too little", 900), row("others", 25, 3)]
+    rows += [
+        {"id": "ragged", "text": "a", "audio_codes": [[1], [1, 2]]},
+        {"id": "none", "text": "a", "audio_codes": None},
+    ]
+    section = SourceSection(path=write_jsonl(tmp_path / "rows.jsonl", rows))
+    findings = locations(examine([section], workers=0))
+    assert {kind: names for kind, names in findings.items() if kind != "one-answer"} == {
+        "bad-codes": ["ragged", "none"],
+        "long-transcript": ["too much"],
+        "short-transcript": ["too little"],
+        "other-codebooks": ["others"],
+    }

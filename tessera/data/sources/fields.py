@@ -202,7 +202,9 @@ class RecordSchema:
             heard = any(has(record, key) for key in names.media["audio"])
             return heard and any(has(record, key) for key in names.text)
         if record_format == "speech":
-            return has(record, names.codes) and any(has(record, key) for key in names.text)
+            # Null is a bad value of these columns, unless the row has its recording instead.
+            coded = has(record, names.codes) or (names.codes in record and not self.fits(record, "transcript"))
+            return coded and any(key in record for key in names.text)
         if record_format == "text":
             return any(has(record, key) for key in names.text)
         if record_format in QUESTION_FORMATS:

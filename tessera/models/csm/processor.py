@@ -54,7 +54,7 @@ _EXTRACTOR = {
     "overlap": None,
     "processor_class": "CsmProcessor",
 }
-_NUMBERED = re.compile(r"\[\d+\]")
+_NUMBERED = re.compile(r"\[[0-9]+\]")
 
 
 class CSMOptions(Section):
@@ -78,9 +78,9 @@ class CSMProcessor(SpeechProcessor):
         chosen = build(CSMOptions, options, "data.processor")
         encoder = ChatEncoder(load_tokenizer(folder))
         check_special_tokens(encoder, CHAT, config.special_token_ids, config.text.vocab_size, folder)
-        # The codec writes no padding code, the last of the table: rows with it were padded to one length.
+        # Rows with the padding code, the last of the table, were padded to one length.
         padded = config.codebook_pad_token_id == config.codebook_size - 1
-        sizes = (config.codebook_size - padded,) * config.num_codebooks
+        sizes = (min(config.codec_codes, config.codebook_size - padded),) * config.num_codebooks
         sampling, end = VideoSampling(), config.codebook_eos_token_id
         return cls(encoder, CHAT, sampling, chosen.train_on, False, sizes, chosen.speaker, end)
 
@@ -133,7 +133,7 @@ class CSMProcessor(SpeechProcessor):
             )
         if _NUMBERED.match(text):
             return text
-        if message.speaker and not message.speaker.isdecimal():
+        if message.speaker and not (message.speaker.isascii() and message.speaker.isdecimal()):
             raise TesseraError(
                 f"speaker {message.speaker!r:.40}: this model knows speakers by their numbers",
                 fix="write a number, such as 0, for each voice",
