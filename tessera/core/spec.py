@@ -188,6 +188,9 @@ class FrozenInput:
     name: str
     component: Callable[[Any], Component]  # (configuration of the family) -> the frozen model, without `load`
     encode: Callable[[nn.Module, Batch], Batch]  # (its module, batch) -> the batch with its outputs
+    # (configuration of the family, a loaded model that answers questions) -> a function that adds the outputs of this
+    # model to a batch, so that the frozen model need not be loaded a second time.
+    reader: Callable[[Any, nn.Module], Callable[[Batch], Batch]]
 
 
 @dataclass(frozen=True)

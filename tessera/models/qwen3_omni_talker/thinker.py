@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from tessera.core.batch import Batch, Segments
+from tessera.core.outputs import hidden_of
 from tessera.core.spec import Component
+from tessera.errors import TesseraError
 from tessera.models.qwen3_omni.config import Qwen3OmniConfig
 from tessera.models.qwen3_omni.model import Qwen3Omni
 from tessera.models.qwen3_omni_talker.config import TalkerConfig
@@ -70,9 +73,39 @@ def thinker(config: TalkerConfig) -> Component:
 
 def encode(module: nn.Module, batch: Batch) -> Batch:
     """Add the outputs of the thinker to a batch, and remove the conversations that it has read."""
+    return _encoded(batch, module(batch))
+
+
+def reader(config: TalkerConfig, model: nn.Module) -> Callable[[Batch], Batch]:
+    """Return a function like `encode` for a loaded thinker, which also answers questions. It is not copied."""
+    assert isinstance(model, MultimodalModel)
+    embed, layer = model.get_submodule("text.embed"), hidden_of(f"text.layers.{config.accept_hidden_layer - 1}")
+
+    @torch.no_grad()
+    def read(batch: Batch) -> Batch:
+        outputs: dict[str, Tensor] = {WORDS: embed(batch["tokens"])}
+        question = _question(batch)
+        if question is not None:
+            if not config.can_read_media:
+                raise TesseraError(
+                    f"the talker reads layer {config.accept_hidden_layer} of the thinker, whose states of media are "
+                    "not defined there",
+                    fix="ask without images, videos and sound, or set accept_hidden_layer to a layer between those "
+                    "of DeepStack and the last",
+                    code="media.kind-not-supported",
+                )
+            states = model(replace(question, outputs=(layer,)))
+            assert isinstance(states, dict), "a model with a head returns its outputs by name"
+            outputs[STATES] = states[layer].index_select(0, batch[HEARD_FROM])
+        return _encoded(batch, outputs)
+
+    return read
+
+
+def _encoded(batch: Batch, outputs: Mapping[str, Tensor]) -> Batch:
     tensors = {name: tensor for name, tensor in batch.tensors.items() if not name.startswith(QUESTION)}
     segments = {name: bounds for name, bounds in batch.segments.items() if not name.startswith(QUESTION)}
-    return replace(batch, tensors={**tensors, **module(batch)}, segments=segments)
+    return replace(batch, tensors={**tensors, **outputs}, segments=segments)
 
 
 def as_question(batch: Batch) -> Batch:
