@@ -72,7 +72,7 @@ class AudioConfig(Section):
 
 
 class WhisperAudioConfig(AudioConfig):
-    """Configure an encoder with a stored position embedding for each element of its longest clip."""
+    """Configure an encoder with a stored position embedding for each audio frame of the longest clip."""
 
     max_source_positions: int = Field(1500, gt=0, le=10**6)
 
