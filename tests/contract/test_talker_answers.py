@@ -130,7 +130,7 @@ SOUND = [("audio", 128)]
     ids=["image", "sound", "video", "turns", "text"],
 )
 def test_answers_to_questions_with_media_are_spoken_as_by_transformers(omni: Omni, media: list[list[Any]]) -> None:
-    check(omni, omni.asked(media, 1))
+    check(omni, omni.asked(media, len(media)))
 
 
 @pytest.mark.slow
