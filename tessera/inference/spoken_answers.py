@@ -22,7 +22,7 @@ from tessera.inference.speech import OnSound, Speaker, Speech, SpeechSampling, l
 
 
 @dataclass(frozen=True)
-class SpokenAnswer:
+class AnswerWithSpeech:
     """Hold an answer and its speech."""
 
     text: str
@@ -80,7 +80,7 @@ class AnswerSpeaker:
         speech: SpeechSampling | None = None,
         on_text: Callable[[str], None] | None = None,
         on_sound: OnSound | None = None,
-    ) -> SpokenAnswer:
+    ) -> AnswerWithSpeech:
         """Answer one question. Media are as in `Chat.ask`; `speaker` names the voice.
 
         `sampling`: of the text, `speech`: of the codes. `on_text` and `on_sound` get each new part of text and sound.
@@ -98,10 +98,10 @@ class AnswerSpeaker:
         speech: SpeechSampling | None = None,
         on_text: Callable[[str], None] | None = None,
         on_sound: OnSound | None = None,
-    ) -> SpokenAnswer:
+    ) -> AnswerWithSpeech:
         """Answer a batch with one prompt; see `ask`."""
         inner: Any = self.processor.processor
         (answer,) = answers_to(self.model, prompt, inner.stop_tokens, max_new_tokens, sampling, on_text)
         prompts = self.speaker.encoded(self.speaker.answer_prompt(prompt, answer.tokens, speaker))
         (spoken,) = self.speaker.speak(prompts, speech or SpeechSampling(), on_sound=on_sound)
-        return SpokenAnswer(answer.text, spoken)
+        return AnswerWithSpeech(answer.text, spoken)

@@ -45,7 +45,7 @@ class Omni:
         ids: list[int] = load_tokenizer(self.folder).encode(text, add_special_tokens=False).ids
         return ids
 
-    def asked(self, media: Sequence[list[Any]], seed: int) -> Case:
+    def conversation(self, media: Sequence[list[Any]], seed: int) -> Case:
         """A conversation with one question for each list of media, answers between them, and a system message."""
         pair: Any = SimpleNamespace(config=self.config.thinker, reference=self.stock.thinker)
         tokens, items, sounds = self.tokens("<|im_start|>system\nred<|im_end|>\n"), [], []
@@ -130,13 +130,13 @@ SOUND = [("audio", 128)]
     ids=["image", "sound", "video", "turns", "text"],
 )
 def test_answers_to_questions_with_media_are_spoken_as_by_transformers(omni: Omni, media: list[list[Any]]) -> None:
-    check(omni, omni.asked(media, len(media)))
+    check(omni, omni.conversation(media, len(media)))
 
 
 @pytest.mark.slow
 def test_images_and_sound_in_one_question_are_spoken_as_by_transformers(omni: Omni) -> None:
     """transformers raises an error for such questions unless its talker has the thinker's `audio_config`."""
-    case = omni.asked([KINDS["sounds"], KINDS["one"]], 1)
+    case = omni.conversation([KINDS["sounds"], KINDS["one"]], 1)
     try:
         omni.stock.talker.config.audio_config = omni.stock.config.thinker_config.audio_config
         check(omni, case)
@@ -146,7 +146,7 @@ def test_images_and_sound_in_one_question_are_spoken_as_by_transformers(omni: Om
 
 def test_the_talker_loads_no_copy_of_the_thinker(omni: Omni) -> None:
     """Prompts have the states of the loaded thinker in place of media. Media outside of questions are refused."""
-    case = omni.asked([KINDS["one"]], 1)
+    case = omni.conversation([KINDS["one"]], 1)
     prompts = omni.ours.speaker.answer_prompt(omni.prompt(case), omni.tokens("red"), "ethan")
     before = [tensor.data_ptr() for tensor in omni.ours.model.parameters()]
     read = omni.ours.speaker.encoded(prompts).batch

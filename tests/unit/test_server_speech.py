@@ -89,10 +89,10 @@ def test_sound_is_streamed_until_the_client_leaves() -> None:
             speaker.frames.release()
             assert await anext(parts) == number.to_bytes(2, "little")
         assert isinstance(await anext(parts), Speech)
-        left = voice.stream(said(voice, "never"))
+        abandoned = voice.stream(said(voice, "never"))
         speaker.frames.release()
-        assert await anext(left) == bytes(2)
-        await left.aclose()
+        assert await anext(abandoned) == bytes(2)
+        await abandoned.aclose()
         speaker.frames.release(4)
         rest = [part async for part in voice.stream(said(voice, "next"))]
         assert len(rest) == 4
