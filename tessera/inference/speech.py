@@ -39,7 +39,7 @@ from tessera.nn.codes import SpeechModel
 SPEECH = "speech"  # `ModelSpec.task` of families that speak
 # As published models sample by default: at temperature 0 speech often does not end.
 TEMPERATURE, TOP_K = 0.9, 50
-SECONDS = 60.0
+SECONDS, LONGEST_SECONDS = 60.0, 86_400.0
 OnFrame = Callable[[int, Tensor], None]  # (row, codes of a frame)
 OnSound = Callable[[np.ndarray], None]  # (float32 samples)
 _OPEN = 0xFFFFFFFF  # length in the header of a WAV file whose end is not known
@@ -90,11 +90,11 @@ class SpeechSampling:
     max_seconds: float = SECONDS
 
     def __post_init__(self) -> None:
-        if not 0 < self.max_seconds < float("inf"):
+        if not 0 < self.max_seconds <= LONGEST_SECONDS:
             raise TesseraError(
                 f"max_seconds={self.max_seconds} is out of range",
                 where="sampling",
-                allowed=["above 0"],
+                allowed=[f"above 0, at most {LONGEST_SECONDS:g}"],
                 code="generation.sampling-out-of-range",
             )
 
@@ -159,11 +159,11 @@ def load_speaker(
 def _encoder(model: LoadedModel, folder: Path, answers: LoadedModel | None) -> Callable[[Batch], Batch]:
     """Return a function that adds the outputs of a frozen component to a batch, such as those of a thinker."""
     frozen = model.spec.frozen_input
-    if frozen is None:
+    component = None if frozen is None else frozen.component(model.config)
+    if frozen is None or component is None:
         return lambda batch: batch
     if answers is not None:
         return frozen.reader(model.config, answers.module)
-    component = frozen.component(model.config)
     home = model.base or folder
     module = frozen_module(component, model.spec, model.config, home).to(model.device).requires_grad_(False).eval()
     return lambda batch: frozen.encode(module, batch)

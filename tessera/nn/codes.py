@@ -25,6 +25,9 @@ from tessera.nn.layers import RMSNorm, TokenEmbedding
 CODES = "codes"  # batch tensor [codebooks, T]: input codes of each position; IGNORE: none
 NEXT_CODES = "next_codes"  # batch tensor [codebooks, T]: codes of the frame that follows; IGNORE: none
 CODED = "coded"  # batch tensor [N]: positions at which the codes of the next frame are trained on
+TEXT_LOGITS = "text_logits"  # output: logits of the text of a conversation, of a model that also trains its thinker
+TEXT_LABELS = "thinker.labels"  # batch tensor [L]: labels of that text
+TEXT_TRAINED = "thinker.trained"  # batch tensor [N]: its positions with a label
 CODE_OUTPUTS = "codes.{*}"  # pattern of the names of outputs with the logits of a codebook
 
 
@@ -114,6 +117,10 @@ class DepthDecoder(nn.Module):
             x = layer(x, angles, step.segments, cache.layer(index, step))
         normed: Tensor = self.norm(x.index_select(0, step.last))
         return normed
+
+
+class PredictsText:
+    """Mark a `SpeechModel` that also predicts the text which it speaks, as the output `TEXT_LOGITS`."""
 
 
 class SpeechModel(LanguageModel):

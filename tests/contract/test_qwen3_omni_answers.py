@@ -126,7 +126,8 @@ def test_greedy_answers_are_those_of_transformers(name: str, exported: Path) -> 
     same_answer(exported, question, inputs)
 
 
-@pytest.mark.parametrize("seconds", [pytest.param(3.2, marks=pytest.mark.slow), 5.0])
+@pytest.mark.slow  # answers of Qwen2.5-Omni about such a clip are compared in `make test`
+@pytest.mark.parametrize("seconds", [3.2, 5.0])
 def test_greedy_answers_about_a_clip_with_its_sound_are_those_of_transformers(
     exported: Path, seconds: float, tmp_path: Path
 ) -> None:

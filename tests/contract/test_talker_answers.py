@@ -153,7 +153,9 @@ def test_the_talker_loads_no_copy_of_the_thinker(omni: Omni) -> None:
     held = {tensor.data_ptr() for tensor in omni.ours.speaker.model.parameters()}
     assert not held & set(before)
     assert omni.ours.speaker.model.module.text.embed is None  # type: ignore[union-attr]
-    assert read["thinker_states"].shape == (len(read["heard"]), omni.config.thinker.text.hidden_size)
+    words = omni.ours.model.module.text.embed(read["tokens"])
+    same = (read["thinker_embeddings"] == words).all(1)
+    assert torch.equal((~same).nonzero().flatten(), read["heard"])
     marks = torch.tensor([omni.config.thinker.image_token_id])
     assert torch.equal(read["heard"], torch.isin(read["tokens"], marks).nonzero().flatten())
     moved = omni.prompt(case)
