@@ -1,4 +1,4 @@
-"""The audio encoder: windows of mel frames in, features out. Clips of any length are packed into one sequence.
+"""The audio encoder: windows of mel frames in, features out. Recordings of any length are packed into one sequence.
 
 An element of this sequence is one position of the encoder, with all mel frames that its convolutions read. So ranks can
 split the sequence at any element, without frames of their neighbours.
@@ -241,7 +241,7 @@ class PooledProjector(nn.Module):
 
 
 def blank_clip(shape: AudioShape, device: torch.device) -> Batch:
-    """Return the shortest possible clip, all zeros, created on `device` without a copy from the host."""
+    """Return the shortest possible recording, all zeros, created on `device` without a copy from the host."""
     index = torch.arange(shape.pool, device=device)
     tensors = {
         "mel": torch.zeros(shape.pool, shape.bins * shape.window, device=device),

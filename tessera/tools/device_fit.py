@@ -121,7 +121,7 @@ def _in_turn(keys: Sequence[MemoryKey]) -> list[MemoryKey]:
 
 def _of_kind(key: MemoryKey, keys: Sequence[MemoryKey]) -> MemoryKey | None:
     """Return the next change of the same recipe key, such as an even smaller micro-batch; None if no change is left."""
-    return next((one for one in keys if one.settings.keys() == key.settings.keys()), None)
+    return next((other for other in keys if other.settings.keys() == key.settings.keys()), None)
 
 
 def _describe(key: MemoryKey, before: _Count, after: _Count) -> FitChange:
