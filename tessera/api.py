@@ -105,7 +105,7 @@ def plan(
     notes = [precision_guess(config)]
     try:
         check_rows(config, result)
-    except TesseraError as error:  # only a note: a user may plan a layout before choosing the batch size
+    except TesseraError as error:  # a note is enough: users may plan a layout before they choose the batch size
         notes.append(f"a run refuses this: {error.what}; possible: {', '.join(error.allowed or [])}")
     return replace(result, notes=tuple(note for note in notes if note))
 

@@ -96,7 +96,10 @@ def few_names(names: Sequence[str], most: int = 8) -> str:
 
 
 def printable(text: str) -> str:
-    """Return text without escape codes of terminals and marks that reverse its direction: data may contain both."""
+    """Replace all characters that are not printable, except line ends, by U+FFFD.
+
+    Text from data may contain escape codes of terminals, or marks that reverse the direction of writing.
+    """
     return "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 

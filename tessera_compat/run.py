@@ -81,9 +81,10 @@ def run_script(script: Path, arguments: Sequence[str] = ()) -> dict[str, object]
 
 
 def take_over(package: str) -> None:
-    """Provide the modules of Megatron and MindSpeed-MM to this process. The packages in a workspace call this function.
+    """Make imports of Megatron and MindSpeed-MM load Tessera's modules until this process ends.
 
-    `package`: name of the workspace package that is being imported. Tessera's package replaces it.
+    A workspace contains packages with the names of those of Megatron and MindSpeed-MM, which call this function when
+    they are imported. `package`: name of the calling package. Tessera's package replaces it in `sys.modules`.
     """
     log.setup(environment_ranks()[0])
     check_run(environment_ranks()[1])

@@ -172,7 +172,8 @@ def _continued(path: Path, rows: int, facts: Mapping[str, Any], overwrite: bool)
             fix=_OVERWRITE,
             code="output.changed",
         )
-    # a hash in the settings means: the last process was killed after it had written the output file
+    # A hash in the settings means that the output file is complete. Part files are then left by a process that was
+    # killed before it removed them.
     if settings is None or settings["sha256"] is not None:
         for part in folder.glob(_PART.replace("{:05d}", "*")):
             part.unlink()

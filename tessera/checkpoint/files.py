@@ -192,7 +192,7 @@ def remove_folder(folder: Path) -> None:
     """Remove a folder, a file or a link. Errors are ignored: the next start of a run tries again."""
     if folder.is_dir() and not folder.is_symlink():
         shutil.rmtree(folder, ignore_errors=True)
-    else:  # not rmtree, which opens the path: opening a pipe would wait for a writer
+    else:  # rmtree would open the path, and opening a pipe waits for a writer
         with contextlib.suppress(OSError):
             folder.unlink()
 

@@ -58,7 +58,7 @@ class Staging:
         """Remove the staging folder and the parent folders that were created for it."""
         remove_folder(self.path)
         for parent in self.parents:
-            with suppress(OSError):  # not empty: another export was written there
+            with suppress(OSError):  # a folder into which another export was written is not empty, and stays
                 parent.rmdir()
         os.close(self.lock)
 
@@ -242,7 +242,9 @@ def _lock(path: Path) -> int | None:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        locked = error.errno not in (errno.EACCES, errno.EAGAIN)  # with other errors locks are unsupported: go on
+        # These two mean that another process has the lock. Other errors mean that the file system has no locks; then
+        # continue as if this process had it.
+        locked = error.errno not in (errno.EACCES, errno.EAGAIN)
     if locked and path.exists():
         return handle
     os.close(handle)

@@ -98,7 +98,8 @@ class StoredCheckpoint:
                             progress.count(needs[ranks.rank][name])
                     except DamagedFileError as error:
                         problems.append(str(error))
-                    except TesseraError as error:  # a wrong header: hash the file to see whether the file is damaged
+                    except TesseraError as error:
+                        # The header is wrong: hash the file to find out whether it is damaged.
                         altered = problems_in(self.path, [records[name]])
                         problems += altered
                         failure = failure if altered or failure else error

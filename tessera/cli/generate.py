@@ -52,11 +52,11 @@ BATCH = (  # options that work with --data
     *("model", "data", "out", "root", "overwrite", "nproc", "seed", "device", "trust", "family", "adapter", "strength"),
     *("system", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"),
 )
-SPEECH = (  # for models that speak
+SPEECH = (  # options for models that speak
     *("model", "question", "out", "audio", "transcript", "speaker", "max_seconds", "codec", "seed", "device", "trust"),
     *("family", "adapter", "strength", "temperature", "top_k", "top_p"),
 )
-SPOKEN_ANSWER = (*SHARED, *ANSWERS, "out", "speaker", "max_seconds", "codec")  # for a text model with a talker
+SPOKEN_ANSWER = (*SHARED, *ANSWERS, "out", "speaker", "max_seconds", "codec")  # options for a text model with a talker
 SAMPLING = (  # fields of a `MediaRequest`
     *("negative", "height", "width", "frames", "fps", "steps", "guidance", "guidance_2", "true_guidance"),
     *("solver", "shift", "count", "batch", "last_image", "vae_tiling", "vae_slicing"),

@@ -93,7 +93,8 @@ def train(
             fix="leave --overwrite out",
             code="run.overwrite-with-resume",
         )
-    if or_resume and os.environ.get("RANK", "0") == "0":  # on other ranks this would wait for a lock that rank 0 holds
+    # Only rank 0 waits for the process that holds the lock: soon rank 0 itself holds it, as long as the run lasts.
+    if or_resume and os.environ.get("RANK", "0") == "0":
         from tessera.runtime.folder_lock import wait_for_owner
 
         wait_for_owner(config.folder)

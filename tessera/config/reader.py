@@ -54,7 +54,8 @@ def parse_yaml(text: str, where: str) -> Any:
         raise TesseraError(
             f"not readable as YAML: {problem or error}", where=position, code="recipe.not-yaml"
         ) from None
-    except (ValueError, KeyError, ArithmeticError) as error:  # a value does not match its tag: !!float x
+    except (ValueError, KeyError, ArithmeticError) as error:
+        # A value does not match its tag, such as `!!float x`.
         raise TesseraError(f"not readable as YAML: {first_line(error)}", where=where, code="recipe.not-yaml") from None
     except RecursionError:
         raise TesseraError("the configuration is nested too deeply", where=where, code="recipe.too-deep") from None
@@ -325,7 +326,8 @@ def keys_of(section: type[Section]) -> list[str]:
     for name, field in section.model_fields.items():
         word, members = field.alias or name, members_of(field.annotation)
         inner = [member for member in members if isinstance(member, type) and issubclass(member, Section)]
-        inner = [member for member in inner if member is not section]  # no endless recursion
+        # A section may contain itself: do not recurse forever.
+        inner = [member for member in inner if member is not section]
         keys += [f"{word}.{key}" for section in inner for key in keys_of(section)] or [word]
     return keys
 

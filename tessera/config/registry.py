@@ -104,7 +104,7 @@ class Maker:
 
     makes: str  # noun for the object in error messages, such as "data set"
     bases: tuple[type, ...] = ()  # subclasses of these may be called
-    methods: tuple[tuple[str, ...], ...] = ()  # also user classes that have all methods of one of these tuples
+    methods: tuple[tuple[str, ...], ...] = ()  # classes that have all methods of one of these tuples may be called, too
 
     def check(self, target: Any, path: str, where: str | None) -> None:
         """Raise unless the class or function at an import path may be called."""
@@ -185,7 +185,7 @@ def check_arguments(called: Callable[..., Any], arguments: Mapping[str, Any], na
     """Raise unless a class or function can be called with these arguments. `name`: its name in the error."""
     try:
         signature = inspect.signature(called)
-    except ValueError:  # a class written in C that has no signature
+    except ValueError:  # raised for classes written in C, whose signature is unknown
         return
     try:
         signature.bind(**arguments)

@@ -38,7 +38,7 @@ from tessera.config.train import (
 )
 from tessera.errors import TesseraError
 
-NAME_PATTERN, NAME_LENGTH = r"^[^\W_][\w.\-]*$", 128  # of a run's name: no `..`, no option such as `-rf`
+NAME_PATTERN, NAME_LENGTH = r"^[^\W_][\w.\-]*$", 128  # a run's name cannot be `..` or look like an option (`-rf`)
 ADAPTER_LR = 1e-4
 
 

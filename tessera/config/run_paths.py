@@ -20,7 +20,7 @@ REPLACING = ".replacing"  # subfolder into which --overwrite moves files of the 
 REPLACED = ".replaced"  # subfolder that contains the old run until the new run has completed a step
 ASIDE = (".restoring", REPLACED, REPLACING)  # subfolders that may contain a run; older releases wrote .restoring
 _log = logging.getLogger("tessera")
-_PATTERN = re.compile(r"[*?\[{]")  # a glob pattern
+_PATTERN = re.compile(r"[*?\[{]")  # matches paths that are glob patterns
 
 
 def located(config: RunConfig, base: Path) -> RunConfig:

@@ -25,7 +25,8 @@ Trust = bool | Collection[str]  # True: trust all import paths; a collection: tr
 RUN_ID = "run-id"
 STATE_VARIABLE = "TESSERA_STATE_DIR"
 _ID = re.compile(r"[0-9a-f]{32}")
-_OWN = re.compile(r"tessera(\.\w+)*(:\w+)?")  # no dot after the colon: `tessera.a:os.system` is not part of Tessera
+# There is no dot after the colon, so that `tessera.a:os.system` does not match.
+_OWN = re.compile(r"tessera(\.\w+)*(:\w+)?")
 log = logging.getLogger("tessera")
 
 
@@ -109,7 +110,7 @@ def write_run_id(folder: Path) -> None:
     """Write the id of a run into its folder, unless it has one."""
     if _read_id(folder) is None:
         fresh = folder / f"{RUN_ID}.new"
-        fresh.unlink(missing_ok=True)  # a link with this name would redirect the write
+        fresh.unlink(missing_ok=True)  # if it were a link, the next line would write to its target
         fresh.write_text(secrets.token_hex(16) + "\n", encoding="utf-8")
         os.replace(fresh, folder / RUN_ID)
 

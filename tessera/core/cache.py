@@ -46,7 +46,7 @@ class CacheStep:
     last: Tensor  # [sampled rows] int64: the tokens whose logits are needed
     block_size: int
     # The fields from here on are on the host, so that reading them needs no synchronisation.
-    longest: int  # an upper bound of `lengths`
+    longest: int  # upper bound of the values in `lengths`
     single: int  # how many rows at the beginning have one new token
     prefill: bool  # True if no row has cached tokens: new tokens then attend to one another only
 

@@ -11,12 +11,12 @@ import torch
 from tessera.core.batch import Batch
 
 # How a parameter is split over the ranks of tensor parallelism.
-# column, row: by the output or input features of a linear layer, or of each expert
-# vocab: by the tokens of an embedding or head
-# sequence: not split; with `parallel.sequence_parallel` each rank applies it to its own tokens
-# heads: not split; each rank applies it to its own heads or features
-# features: the weight of a norm over features that are split by columns; it is split in the same way
-# replicate: not split; applied to all tokens
+# column, row: the weight of a linear layer or expert is split by output features (column) or input features (row)
+# vocab: an embedding or head is split by tokens of the vocabulary
+# sequence: every rank has all of it and, with `parallel.sequence_parallel`, applies it to its shard of the tokens
+# heads: every rank has all of it, and applies it to its shard of the heads or features
+# features: the weight of a norm is split like the features that it scales, the output of a column-parallel layer
+# replicate: every rank has all of it, and applies it to all tokens
 TensorStyle = Literal["column", "row", "vocab", "sequence", "heads", "features", "replicate"]
 
 

@@ -62,7 +62,7 @@ class Part:
     regions: tuple[Region, ...] = ()
 
     def spelled(self) -> str:
-        """Return the text for display, with the coordinates and names of the data set in place of placeholders."""
+        """Return the text for display. Each placeholder is replaced by the coordinates or the name of its region."""
         if not self.regions:
             return str(self.value)
         regions = iter(self.regions)

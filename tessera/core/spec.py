@@ -31,6 +31,10 @@ class Passes:
     attention: float = 3.0  # the QK and AV products of attention
     first: float = 2.0  # the first product of an encoder, whose input has no gradient
 
+    def scaled(self, share: float) -> Passes:
+        """Return the passes of a part of the model that computes a share of its input only."""
+        return Passes(self.weights * share, self.attention * share, self.first * share)
+
 
 # Part of the model ("text", "head", "vision", "projector") -> its passes. Parts without a key are fully trained.
 Training = Mapping[str, Passes]
@@ -153,7 +157,8 @@ class Component:
 
     build: Callable[[Any], nn.Module]  # (config) -> the module without weights, on the meta device
     plan: Callable[[Any], ModelPlan] = no_plan
-    weights: Mapping[str, Callable[[Any], WeightMap]] = field(default_factory=dict)  # by format: "hf", "original"
+    # Format ("hf", "original") -> weight map for a config.
+    weights: Mapping[str, Callable[[Any], WeightMap]] = field(default_factory=dict)
     trained: bool = True
     # (config) -> the unsharded module with weights, on the host: from its own files, or as its constructor draws
     # them. If `load` is None or returns None, `initialize(name, tensor, generator)` of the module draws the weights.
@@ -195,7 +200,7 @@ class ModelSpec:
     """Describe a model family to other packages. A folder under `models/` exposes one as `SPEC`."""
 
     name: str
-    config: type[Section]  # with from_hf(dict) and to_hf() -> dict if the family has Hugging Face folders
+    config: type[Section]  # families with Hugging Face folders define from_hf(dict) and to_hf() -> dict
     main: Component  # the model that is trained
     processor: Callable[..., Processor] | None = None  # (config, folder, **options of the `data.processor` section)
     # (config, batch, training: Training) -> FLOPs of one forward and backward pass. Only matrix products count; causal

@@ -37,7 +37,7 @@ class LossTerm:
     """Hold one term of the loss: its sum over tokens or samples, the name of the count to divide it by, its weight."""
 
     name: str
-    sum: Tensor  # a scalar with a gradient
+    sum: Tensor  # scalar that requires a gradient
     count: str
     weight: float = 1.0
 
@@ -138,6 +138,12 @@ class Task(ABC):
 
     def setup(self, components: Mapping[str, FrozenModule], world: World) -> None:  # noqa: B027
         """Store the frozen models, which have their weights. A pipeline rank gets only the models of its stages."""
+
+    @property
+    def computed_shares(self) -> Mapping[str, float]:
+        """Return the share of their input that parts of the model compute in training, by path, for costs. Other parts
+        compute all of it."""
+        return {}
 
     def compile(self) -> None:  # noqa: B027
         """Compile operations of the task. It is called if the run compiles blocks (`parallel.compile`)."""

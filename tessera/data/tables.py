@@ -85,7 +85,7 @@ def write_tables(file: Path, arrays: Mapping[str, np.ndarray], about: Mapping[st
     dense = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     with replacing(file) as fresh:
         fresh.write_bytes(b"")
-        # permissions as the umask sets them: safetensors would deny other users to read the file
+        # safetensors lets only the owner read its files. Restore the permissions that follow from the umask.
         permissions = fresh.stat().st_mode
         safetensors.numpy.save_file(dense, fresh, metadata={**about, _HASH: _content_hash(dense, about)})
         fresh.chmod(permissions)

@@ -300,7 +300,8 @@ class FrameTextEncoder(TextEncoder):
         embeddings = []
         for state, caption, at in zip(states, cut, places, strict=True):
             marks = (caption == self.mark).nonzero().flatten().tolist()
-            last = marks[-1] if len(marks) > 2 else len(caption) - 1  # no last `mark`: truncated
+            # If the caption was truncated, the last `mark` is missing.
+            last = marks[-1] if len(marks) > 2 else len(caption) - 1
             text = state[more:]  # skip the extra frame tokens, so that caption positions index the states
             parts = [text[reader.skip : last + 1 - reader.closing], text[last + 1 : len(caption)]]
             frame = state[at : at + reader.frame_tokens : every]

@@ -112,8 +112,10 @@ class CrossEmbeddings(nn.Module):
         self.image = image
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-        """Return embedded tokens, text and images, and time [S, 7, D]: the time embedding, then the modulation of
-        blocks."""
+        """Return embedded latents, text and images, and a tensor [S, 7, D].
+
+        For each of S samples it contains the time embedding and the six modulation vectors of the blocks.
+        """
         x: Tensor = self.patch(batch["latents"])
         time = self.time(batch["timesteps"]).to(x.dtype)
         modulation = self.modulation(F.silu(time)).view(time.shape[0], 6, -1)

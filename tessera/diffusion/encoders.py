@@ -131,7 +131,8 @@ class Encoders:
     def _with_image_embeds(self, batch: Batch, encoder: FrameEncoder) -> Batch:
         places = (0,) if self.given_frames == "first" else (0, -1)
         frames = [video[at] for video in _videos(batch) for at in places]
-        black = batch["frames"].new_zeros(1, 1, 3)  # without frames, encode one to get the number of embeddings
+        # If there are no frames, a black one is encoded: its embeddings are counted.
+        black = batch["frames"].new_zeros(1, 1, 3)
         embeds = encoder.encode(frames or [black])
         count = len(embeds[0])
         lengths = [len(places) * count if shape[0] else 0 for shape in batch.shapes["frames"]]

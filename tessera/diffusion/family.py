@@ -29,7 +29,7 @@ from tessera.errors import TesseraError
 class SamplingDefaults:
     """Hold the defaults of a family's published pipeline."""
 
-    height: int = 480  # in pixels
+    height: int = 480  # height and width are in pixels
     width: int = 832
     frames: int = 1
     fps: float = 16.0

@@ -64,7 +64,8 @@ def check_made_for(
     """Raise unless stored features were made for this family, with the encoders in `folder`. `facts`: from
     features.json. `knows_pipeline`: whether the folder identifies the pipeline of the model."""
     expected, stored = form_facts(family, edit), facts.get("form")
-    if not knows_pipeline and isinstance(stored, dict):  # a folder with only the transformer has no pipeline class
+    # A folder with only the transformer does not name a pipeline: accept features of any pipeline.
+    if not knows_pipeline and isinstance(stored, dict):
         expected |= {"edit": stored["edit"]} if "edit" in stored else {}
     if stored != expected:
         fields = stored if isinstance(stored, dict) else {}

@@ -96,9 +96,9 @@ class Grammars:
         return trial
 
     def _make_view(self, library: Any) -> Any:
-        """Return the tokenizer in the form of the library.
+        """Return the tokenizer as an `LLTokenizer` of llguidance.
 
-        Control words of the chat template become special tokens, so that they cannot be text of an answer.
+        Control words of the chat template become special tokens. So the text of a constrained answer cannot have them.
         """
         copied = Tokenizer.from_str(self._tokenizer.json)
         copied.no_truncation()

@@ -394,7 +394,8 @@ class Engine:
         self._versions[None] = self._versions.get(None, 0) + 1
         self._pool.forget_all()
         for state in self._scheduler.running:
-            state.published = NEVER_PUBLISHED  # never publish its blocks, which were computed with the old weights
+            # Later requests must not reuse blocks that were computed with the old weights.
+            state.published = NEVER_PUBLISHED
         self._runner.forget_media()
 
     def _check_adapter(self, request: Request) -> None:

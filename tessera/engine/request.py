@@ -84,7 +84,7 @@ class Request:
     stream: bool = True  # whether text is needed token by token; False: it may all come with the last delta
     # log-probabilities of sampled tokens (0), and of the n likeliest tokens (n); None: none
     logprobs: int | None = None
-    prompt_logprobs: int | None = None  # like `logprobs`, for the tokens of the prompt
+    prompt_logprobs: int | None = None  # the same for the tokens of the prompt
     constraint: Constraint | None = None
     adapter: str | None = None  # name of a loaded adapter; None: the base model
     skip_special: bool = True  # whether the text leaves out special tokens
@@ -124,7 +124,7 @@ class Delta(NamedTuple):
     tokens: tuple[int, ...] = ()  # new tokens, without a stop token
     text: str = ""
     logprobs: tuple[TokenLogprob, ...] = ()  # one per token in `tokens`; () if not requested
-    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # of all prompt tokens; first token: None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # one per token of the prompt, None for the first
     finish: Finish | None = None  # set in the last delta
 
 

@@ -69,7 +69,8 @@ class Runner:
         """
         if self._cache is None:
             self._cache = self.model.new_cache(blocks + 1, self.block_size)
-            if self.bank is None and isinstance(self._cache, KVCache):  # a bank selects adapters per call
+            # Graphs cannot be used with a bank, which selects adapters per call.
+            if self.bank is None and isinstance(self._cache, KVCache):
                 self._graphs = DecodeGraphs(self.model, self._cache, PADDING_BLOCK, self.device)
         for part in _parts(self._cache):
             part.grow(blocks + 1)

@@ -31,7 +31,7 @@ Row = dict[str, Any]
 
 AT_ONCE = 64
 _MOST_PROMPT = 20_000  # limit of the characters of a prompt in `answers.jsonl`
-# prefix of error codes of the engine, such as for a prompt that is too long: then the answer is empty
+# A request that ends with an error code of this prefix, such as for a prompt that is too long, gets an empty answer.
 _OF_THE_MODEL = "generation."
 
 

@@ -73,7 +73,8 @@ class HeldOutBenchmark:
             root=question.root,
         )
         try:
-            if not is_code(self.metric.name):  # a trial, which a user's function may fail for an empty answer
+            # Score an empty answer to find errors of the sample. Functions of users need not accept one.
+            if not is_code(self.metric.name):
                 self.metric.mark("", benchmark_question)
         except RecordError as error:
             return error

@@ -27,7 +27,8 @@ from tessera.runtime.files import open_regular, read_bytes
 from tessera.version import __version__, package_versions
 
 _PARTS, _PART_BYTES = 16, 1 << 16  # for each large file, 16 evenly spaced blocks of 64 KiB are hashed
-_NOT_SETTINGS = ("encoder", "train_on", "last_only", "template", "config")  # not settings, or hashed separately
+# Fields that are no settings, or that are hashed separately.
+_NOT_SETTINGS = ("encoder", "train_on", "last_only", "template", "config")
 
 _MOST_LINES = 12  # limit of differences that a comparison lists
 _NAMES = ("task", "source", "files")  # keys of `task` and `task.data` with names, whose content other keys have or hash
@@ -150,7 +151,8 @@ def compared(protocol: Mapping[str, Any]) -> dict[str, Any]:
 def protocol_differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return differences that make results incomparable.
 
-    Settings of processors are ignored if the families differ, because they always differ then.
+    Models of different families always have different processor settings, so these are compared only within a family.
+    Engine and dtype are always compared.
     """
     parts = [compared(each) for each in (first, second)]
     processing = [part.get("processing", {}) for part in parts]

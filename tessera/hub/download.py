@@ -356,7 +356,7 @@ def _stream_folder(client: HubClient, id: HubId) -> Path:
 def held_shard(id: HubId, file: RemoteFile, where: str) -> Iterator[None]:
     """Hold a shared lock on a streamed file, so that `trim` does not delete it. The file may not be downloaded yet."""
     with ExitStack() as stack:
-        with suppress(OSError):  # in a read-only cache nothing is deleted, so no lock is needed
+        with suppress(OSError):  # the lock cannot be created in a read-only cache, from which nothing is deleted
             path = _stream_folder(hub_client(id, where), id) / file.name
             stack.enter_context(shared(path.with_name(path.name + _HELD)))
         yield

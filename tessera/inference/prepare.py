@@ -212,7 +212,10 @@ class PromptPool:
         return pool
 
     def _work_here(self) -> None:
-        """Prepare the waiting conversations without worker processes. Later ones use the thread for texts."""
+        """Prepare the waiting conversations in this thread, because worker processes cannot use the processor.
+
+        Conversations with media that are submitted later are prepared like those without media.
+        """
         while not self._closed and (taken := self._take()) is not None:
             item, report = taken
             try:

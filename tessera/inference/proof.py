@@ -46,7 +46,8 @@ from tessera.weights.layouts import CLASS_NAME, folder_layout
 Prove = Literal["auto", "always", "never"]
 AUTO_BYTES = 4 << 30  # prove=auto does not compare models with more float32 weights than this, which takes minutes
 _SHARE = 4  # prove=auto uses at most 1/4 of the free memory
-_ROUNDINGS = 8.0  # allowed difference, in multiples of the effect of one rounding of the weights
+# The outputs may differ by this multiple of the change that results if every weight is rounded once.
+_ROUNDINGS = 8.0
 _TEXT = "What is this? Say red, 12 or tall."
 _TOKENS = 16
 _SECONDS = 1.0  # length of the recording for the comparison, in seconds
@@ -327,7 +328,7 @@ class OurModel:
 
     def example(self) -> Batch:
         """Return a batch of tokens spread over the vocabulary, for a folder without a tokenizer."""
-        if self._spec.foreign:  # a classifier of transformers, which takes input_ids
+        if self._spec.foreign:  # classes of transformers take input_ids
             words = self.module.get_input_embeddings().weight  # type: ignore[union-attr, operator]
             return Batch({"input_ids": _spread(len(words))[None]})
         assert self._spec.example is not None

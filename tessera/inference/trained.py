@@ -123,7 +123,8 @@ class TrainedForm(StoredForm):
         assert weight_map is not None, "a family that reads folders has a weight map"
         folder = SafetensorsForm(base)
         inside = {weight_map.canonical(name) for name in folder.tensors()}
-        elsewhere = {*self._saved, *self._stored}  # not required in the base folder, such as a new head
+        # The checkpoint or the adapters have these tensors, such as a new head, so the base folder may lack them.
+        elsewhere = {*self._saved, *self._stored}
         wanted = {n: s for n, s in self._shapes.items() if n not in elsewhere or _is_in(n, weight_map, inside)}
         self._base = NativeTensors(folder, weight_map, wanted, tied)
 

@@ -115,7 +115,7 @@ class StoredAdapters:
 
         `stated`: (rank, alpha) of the configuration.
         """
-        if stated is None:  # without an alpha, alpha is the rank, so the scale is 1
+        if stated is None:  # a layer without a stored alpha has the scale 1: alpha equals the rank
             alpha, rslora = self.alphas.get(layer, float(rank)), False
         else:
             if stated[0] != rank:
@@ -239,7 +239,8 @@ def read_saved(path: Path, parameters: Sequence[str], weight_map: WeightMap | No
         if match is not None and all(foreign in by_foreign for foreign in match[1]):
             used.update(match[1])
             saved[name] = match[0].op.to_native([by_foreign[foreign] for foreign in match[1]])
-    used.update(key for key, native in weight_map.copies if native in saved)  # a tied head, stored as a copy
+    # The file may contain a copy of a tied head.
+    used.update(key for key, native in weight_map.copies if native in saved)
     if unused := [key for key in by_foreign if key not in used]:
         what = f"{unused[0]} belongs neither to an adapter nor to a parameter of this model"
         raise TesseraError(what, where=str(path / WEIGHTS), code="adapter.unknown-tensor")

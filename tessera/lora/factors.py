@@ -281,7 +281,7 @@ def _with_norms(weight: Tensor, magnitude: Tensor) -> Tensor:
     norms = torch.linalg.vector_norm(whole_tensor(weight), dim=1, dtype=torch.float32)
     ratio = (whole_tensor(magnitude).float() / norms.clamp(min=1e-38)).to(weight.dtype).unsqueeze(1)
     if isinstance(weight, DTensor):
-        ratio = DTensor.from_local(ratio, weight.device_mesh, run_check=False)  # a replicated tensor
+        ratio = DTensor.from_local(ratio, weight.device_mesh, run_check=False)  # every rank has all of `ratio`
     scaled: Tensor = weight * ratio
     return scaled
 

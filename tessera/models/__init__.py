@@ -115,7 +115,7 @@ def fresh_names(section: ModelSection, spec: ModelSpec) -> frozenset[str]:
 
 
 def _resolve(section: ModelSection) -> tuple[ModelSpec, Section]:
-    if section.path is not None and (section.path / "config.yaml").is_file():  # a run folder or a checkpoint
+    if section.path is not None and (section.path / "config.yaml").is_file():  # `path` is a run folder or a checkpoint
         stored = load_config(read_saved(section.path / "config.yaml")).model
         check_trusted(section.path, model_code(stored), model_code(section))
         spec, config = _resolve(stored)

@@ -1,7 +1,7 @@
 """The audio encoder: windows of mel frames in, features out. Recordings of any length are packed into one sequence.
 
-An element of this sequence is one position of the encoder, with all mel frames that its convolutions read. So ranks can
-split the sequence at any element, without frames of their neighbours.
+An audio frame is one position of this sequence after the convolutions. Its input contains all mel frames that the
+convolutions read for it. So ranks can split the sequence between any audio frames, without data of their neighbours.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class AudioShape:
     layers: int
     heads: int
     activation: str = "gelu"
-    # Channels of three 2D convolutions (over bins and time), which reduce 8 frames to one element; 0: two 1D
-    # convolutions over time, which reduce 2 frames to one element.
+    # Channels of three 2D convolutions (over bins and time), which reduce 8 mel frames to one audio frame; 0: two 1D
+    # convolutions over time, which reduce 2 mel frames to one audio frame.
     channels: int = 0
     positions: int = 0  # number of stored position embeddings, which are not trained; 0: sinusoids are computed
     key_bias: bool = False
     norm_after: bool = True  # norm after the last block
-    pool: int = 1  # neighbouring elements whose features the projector averages
+    pool: int = 1  # number of neighbouring audio frames whose features the projector averages
     attention: str = AUTO
 
     @property
@@ -47,27 +47,27 @@ class AudioShape:
 
     @property
     def stride(self) -> int:
-        """Return the number of mel frames between neighbouring elements."""
+        """Return the number of mel frames from one audio frame to the next."""
         return 8 if self.channels else 2
 
     @property
     def reach(self) -> int:
-        """Return how many mel frames an element reads before its middle frame, and as many after it."""
+        """Return how many mel frames the convolutions of an audio frame read on each side of the middle one."""
         return 7 if self.channels else 2
 
     @property
     def window(self) -> int:
-        """Return the number of mel frames that an element reads."""
+        """Return the number of mel frames that the convolutions read for one audio frame."""
         return 2 * self.reach + 1
 
     @property
     def block_weights(self) -> int:
-        """Return the number of matrix weights of one block: multiply-adds per element, without attention scores."""
+        """Return the number of matrix weights of one block: multiply-adds per audio frame, without attention scores."""
         return self.hidden * (4 * self.hidden + 2 * self.intermediate)
 
     @property
     def conv_products(self) -> tuple[int, ...]:
-        """Return the multiply-adds per element of each convolution, and of the projection after 2D convolutions."""
+        """Return the multiply-adds per audio frame of each convolution, and of the projection after 2D convolutions."""
         if not self.channels:
             return 9 * self.bins * self.hidden, 3 * self.hidden**2
         rows, channels = _halved(self.bins, 3), self.channels
@@ -125,7 +125,7 @@ class MelConv2d(nn.Module):
     def __init__(self, shape: AudioShape) -> None:
         super().__init__()
         self.bins, channels = shape.bins, shape.channels
-        # The bins are padded; the windows already include the frames beside each element.
+        # Only the bins are padded: along time, the input windows contain all mel frames that the convolutions read.
         self.first = nn.Conv2d(1, channels, 3, 2, padding=(1, 0))
         self.second = nn.Conv2d(channels, channels, 3, 2, padding=(1, 0))
         self.third = nn.Conv2d(channels, channels, 3, 2, padding=(1, 0))
@@ -195,9 +195,10 @@ class AudioBlock(nn.Module):
 class AudioEncoder(nn.Module):
     """Compute features [P, hidden] from `mel` [P, bins x window], `mel_positions` [P, 2], segments "audio" of a batch.
 
-    `mel` has the frames that each element reads, by bin and then by time; frames outside of its chunk are zeros.
-    `mel_positions`: index of the element in its chunk, and number of mel frames of the chunk. A chunk is a recording,
-    or the part of it that one convolution covers. The elements of a segment attend to each other.
+    `mel`: the mel frames that the convolutions read for each audio frame, ordered by bin and then by time. Mel frames
+    outside of the chunk are zeros. `mel_positions`: index of the audio frame in its chunk, and number of mel frames of
+    the chunk. A chunk is a recording, or the part of it that is convolved at a time. The audio frames of a segment
+    attend to each other.
 
     Modules that are None belong to another pipeline stage. `carry` then contains the activation of the previous stage,
     padded at the end.
@@ -227,7 +228,7 @@ class AudioEncoder(nn.Module):
 
 
 class PooledProjector(nn.Module):
-    """Average the features of `pool` neighbouring elements, and project them to an embedding."""
+    """Average the features of `pool` neighbouring audio frames, and project the average to an embedding."""
 
     def __init__(self, features: int, hidden: int, pool: int) -> None:
         super().__init__()

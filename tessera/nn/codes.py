@@ -79,7 +79,8 @@ class DepthDecoder(nn.Module):
     def forward(self, hidden: Tensor, codes: Tensor) -> Tensor:
         """Return the decoder's hidden states [N, K + 1, D] for N frames.
 
-        `hidden` [N, W]: hidden states that predict the first code of each frame. `codes` [K, N]: its first K codes.
+        `hidden` [N, W]: the text decoder's hidden states that predict the first code of each frame. `codes` [K, N]: the
+        first K codes of each frame.
         """
         (table,) = self._codes
         read = nn.functional.embedding(table.rows(codes).T, table.weight)

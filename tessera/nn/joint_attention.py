@@ -209,7 +209,7 @@ class DoubleBlock(nn.Module):
         text_shift, text_scale, *of_text = _vectors(
             self.text_modulation(condition), layout.text_samples, text.shape[-1]
         )
-        if self.text_mlp is None:  # without a text MLP, diffusers folders store the scale before the shift
+        if self.text_mlp is None:  # diffusers folders store the scale of such a block before the shift
             text_shift, text_scale = text_scale, text_shift
         attended, attended_text = self.attn(
             modulated_norm(latents, shift, scale, self.eps),

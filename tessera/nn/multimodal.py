@@ -31,7 +31,7 @@ class Encoder:
     """
 
     stream: Stream
-    width: int  # width of an embedding
+    width: int  # width of the embeddings that the projector returns
     # Suffix of a parameter's name -> initial value, or a function that turns the empty tensor into initial values.
     initial: Mapping[str, float | Callable[[Tensor], Tensor]] = field(default_factory=dict)
 

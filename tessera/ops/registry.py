@@ -46,7 +46,7 @@ class Implementation:
 @dataclass(frozen=True)
 class DispatchedOp:
     name: str
-    implementations: tuple[Implementation, ...]  # in order of preference
+    implementations: tuple[Implementation, ...]  # the first usable one is chosen for `auto`
 
     def choose(self, wanted: str, variant: str, device: torch.device, dtype: torch.dtype) -> Callable[..., Any]:
         """Return the function to call. `wanted`: name of an implementation, or `auto` for the best usable one."""

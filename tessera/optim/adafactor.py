@@ -48,7 +48,7 @@ class Adafactor(Optimizer):
             else:
                 state["variance"] = torch.zeros_like(parameter, dtype=torch.float32)
         state["step"] += 1
-        step = float(state["step"])  # a tensor on the host: no wait for the device
+        step = float(state["step"])  # `step` is a CPU tensor, so reading it does not synchronize the device
         newest, rate_now = step**_DECAY, min(rate, 1 / math.sqrt(step))
         weight = local_shard(parameter)
         assert parameter.grad is not None

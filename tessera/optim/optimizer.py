@@ -111,7 +111,7 @@ def build_optimizer(
     groups = parameter_groups(module, section, names)
     if not groups and not names:
         raise TesseraError("no parameter is trained", where="model.freeze", code="model.all-frozen")
-    if not groups:  # a pipeline stage without trained parameters
+    if not groups:  # all parameters of this pipeline stage are frozen
         groups = [{"params": [], "names": [], "lr": section.lr, "base_lr": section.lr}]
     names = [group.pop("names") for group in groups]
     optimizer: Optimizer

@@ -123,7 +123,7 @@ def _group_name(leaf: Any) -> str | None:
     if isinstance(leaf, torch.ScriptObject):
         try:
             return str(dist.ProcessGroup.unbox(leaf).group_name)
-        except RuntimeError:  # not a process group but a ReduceOp
+        except RuntimeError:  # the object is not a process group but a ReduceOp
             return None
     return None
 

@@ -90,7 +90,7 @@ def _placement(mesh: DeviceMesh, plan: Plan) -> dict[str, Any]:
     """Return the keyword that sets each parameter's sharded dimension; {} if all are sharded in the first dimension."""
     if all(shard.dim == 0 for shard in plan.param_shards):
         return {}
-    shared_by = mesh.size(mesh.ndim - 1)  # of a 2-d mesh, the first dimension replicates and the last one shards
+    shared_by = mesh.size(mesh.ndim - 1)  # a 2-d mesh replicates over its first dimension and shards over the last one
 
     def placement(parameter: nn.Parameter) -> Shard:
         split = [p.dim for p in parameter.placements if isinstance(p, Shard)] if isinstance(parameter, DTensor) else []

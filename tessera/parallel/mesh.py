@@ -48,7 +48,7 @@ class EncoderViews:
 class Axes:
     root: Mapping[str, int]  # axis -> number of ranks, outermost first; axes of size 1 are left out, except dp_shard
     views: Mapping[str, tuple[str, ...]]  # view -> its axes; an empty tuple means one rank
-    encoders: Mapping[str, EncoderViews] = field(default_factory=dict)  # by module path of the encoder
+    encoders: Mapping[str, EncoderViews] = field(default_factory=dict)  # module path of an encoder -> its views
 
     def encoder(self, path: str) -> EncoderViews | None:
         """Return the views of the encoder that a module or parameter belongs to."""

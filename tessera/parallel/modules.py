@@ -44,7 +44,7 @@ class ModulePlan:
     """Hold the paths of modules that are sharded, ignored, recomputed, offloaded or compiled."""
 
     blocks: tuple[str, ...]  # FSDP groups, in order of execution
-    ignored: tuple[str, ...]  # not sharded by FSDP (parallel.ignore)
+    ignored: tuple[str, ...]  # modules that FSDP does not shard (parallel.ignore)
     recompute: tuple[Recompute, ...]  # their activations are recomputed in backward
     use_reentrant: bool  # torch's reentrant checkpointing
     activation_offload: tuple[str, ...]  # their activations are in host memory until backward

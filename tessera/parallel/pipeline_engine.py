@@ -108,7 +108,7 @@ class _Padded:
 
 
 class PipelineEngine:
-    stage_class = staticmethod(self_loop_stage)  # a function, because importing the class is slow
+    stage_class = staticmethod(self_loop_stage)  # a function instead of the class, whose import is slow
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class PipelineEngine:
         self.device = device
         self.shared = shared
         self.loss_scale = loss_scale
-        self.microbatch: int | None = None  # always None: several micro-batches are computed at once
+        self.microbatch: int | None = None  # no current micro-batch: a schedule computes several at a time
         self.pp_group = mesh.group(PP)
         self.loss_group = mesh.group(LOSS)
         self.tied = TiedCopies(stages, self.pipeline, mesh)
@@ -148,7 +148,7 @@ class PipelineEngine:
         return encode_on_one_rank(task, microbatches, self.pp_group, self.pipeline.owner[0], self.device)
 
     def step(self, task: Task, microbatches: Sequence[Batch]) -> LossTotals:
-        if task.encode_steps == 1:  # otherwise the loader has encoded the micro-batches
+        if task.encode_steps == 1:  # above 1, the loader has encoded the micro-batches already
             microbatches = self.encode(task, microbatches)
         count = self.pipeline.microbatches
         assert len(microbatches) == count, f"{len(microbatches)} micro-batches, planned were {count}"

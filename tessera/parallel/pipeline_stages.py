@@ -210,7 +210,7 @@ class PipelinedModel:
 
     @torch.no_grad()
     def encode(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the embeddings for the slots of a batch, as the unsplit model does."""
+        """Run the encoders on their pipeline stages. Return the embeddings for the batch's slots on all ranks."""
         assert self._media is not None
 
         def work(stage: StageModule, carry: Tensor | None, mb: int) -> Any:

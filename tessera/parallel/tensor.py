@@ -371,7 +371,8 @@ def _split_layer(layer: nn.Module, split: Split, tokens: TokenPlacement) -> None
     elif split == "row":
         style = RowwiseParallel(output_layouts=tokens.placement)
     elif isinstance(layer, nn.Linear):
-        style = ColwiseParallel(output_layouts=Replicate())  # a head returns all logits on each rank
+        # The logits of a head are gathered, so each rank has all of them.
+        style = ColwiseParallel(output_layouts=Replicate())
     else:
         style = RowwiseParallel(input_layouts=Replicate())
     with _bare(layer):

@@ -34,7 +34,7 @@ _PEAKS = (
     ("H100", 989e12),
     ("H800", 989e12),
     ("GB300", 2500e12),
-    ("GB200", 2500e12),  # before B200, which is a substring of this name
+    ("GB200", 2500e12),  # must precede B200, which is a substring of this name
     ("B200", 2250e12),
     ("A100", 312e12),
     ("A800", 312e12),
@@ -303,7 +303,7 @@ def free_memory(device: torch.device) -> int:
         with open("/proc/meminfo") as file:
             fields = dict(line.split(":", 1) for line in file)
         return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):  # not Linux
+    except (OSError, KeyError, ValueError):  # only Linux has this file
         return 0
 
 

@@ -181,7 +181,7 @@ def parse_row(line: bytes) -> Row | None:
     """Return the JSON object of a line; None if the line is not a JSON object."""
     try:
         row = json.loads(line)
-    except (ValueError, RecursionError):  # not UTF-8, not JSON, or an integer of more than 4300 digits
+    except (ValueError, RecursionError):  # the line is not UTF-8, not JSON, or has an integer of more than 4300 digits
         return None
     return row if isinstance(row, dict) else None
 

@@ -106,7 +106,7 @@ def _realm() -> str:
     try:
         boot = (_PROC / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot}/{os.readlink(_PROC / 'self/ns/pid')}"
-    except OSError:  # not Linux
+    except OSError:  # only Linux has these files
         return ""
 
 

@@ -71,7 +71,7 @@ def rank_info(rank: int, size: int, local_rank: int, config: str = "") -> RankIn
         local_size=int(os.environ.get("LOCAL_WORLD_SIZE", 0)),
         host=socket.gethostname(),
         pid=os.getpid(),
-        # without the patch release: patch releases are compatible
+        # ranks may have different patch releases of Python, so only major and minor are compared
         python=".".join(platform.python_version_tuple()[:2]),
         torch=torch.version.__version__,
         tessera=__version__,
@@ -204,7 +204,8 @@ def report_refusal(error: TesseraError, env: Mapping[str, str] = os.environ) -> 
 
     Does nothing if this rank has joined already, or if the store cannot be reached.
     """
-    with contextlib.suppress(TesseraError, RuntimeError, ValueError, KeyError):  # a store raises `RuntimeError`
+    # Stores raise `RuntimeError` for all failures.
+    with contextlib.suppress(TesseraError, RuntimeError, ValueError, KeyError):
         rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
         store = open_store(rank, size, JOIN_TIMEOUT_S, env)
         if store.check([f"{_INFOS}/{rank}"]):

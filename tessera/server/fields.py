@@ -67,7 +67,7 @@ class JsonSchema(Body):
     name: str = ""
     description: str | None = None
     schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
-    strict: bool | None = None  # without effect: answers always follow the schema
+    strict: bool | None = None  # ignored, because answers always follow the schema
 
 
 class ResponseFormat(Body):
@@ -96,7 +96,7 @@ class StructuredOutputs(Body):
         return self
 
 
-FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]  # as in OpenAI's API
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]  # the pattern of OpenAI's API
 
 
 class FunctionDefinition(Body):

@@ -88,7 +88,7 @@ class RequestGuard:
             if not status:
                 await error_response(error_of(error))(scope, receive, counted)
             else:
-                error_of(error)  # only log the error: the response has begun already
+                error_of(error)  # logs the error, which cannot be sent: the response has begun already
         finally:
             path = scope["path"] if scope["path"] in self._paths else "other"
             self._metrics.requests.labels(path, str(status or 499)).inc()
@@ -98,7 +98,8 @@ class RequestGuard:
         if "content-length" in headers and "transfer-encoding" in headers:
             raise ApiError(400, "the request states its length in two ways", code="invalid_length")
         host = headers.get("host", "")
-        if self._local and _name(host) not in _LOCAL:  # a foreign host name that resolves to this server: DNS rebinding
+        # By DNS rebinding, a web page of a foreign host name that resolves to this machine could use the server.
+        if self._local and _name(host) not in _LOCAL:
             raise ApiError(
                 403,
                 "this server answers to localhost only; start it with --api-key to use another name",

@@ -138,14 +138,14 @@ async def chat_chunks(service: Service, job: AnswerJob, fields: ChatRequest) -> 
     begun = False
     async with aclosing(service.run(job)) as deltas:
         async for index, delta in deltas:
-            if not begun:  # only now, so that a request that the engine refuses gets an error status
+            if not begun:  # until the first chunk is sent, a request that the engine refuses can get an error status
                 begun = True
                 for chunk in _chat_beginnings(head, job, fields):
                     yield chunk
             answer = answers[index]
             parts = answer.add(delta)
             if not (parts or delta.finish or delta.logprobs or (fields.return_token_ids and delta.tokens)):
-                continue  # no text yet: half of a character, or the possible beginning of a stop string
+                continue  # the text so far is a part of a character, or may begin a stop string
             logprobs = _chat_logprobs(service.tokens, delta.logprobs) if fields.logprobs else None
             choice = {"index": index, "delta": _one_delta(parts), "logprobs": logprobs}
             yield {**head, "choices": [choice | answer.end_of_chunk(delta, fields)]}

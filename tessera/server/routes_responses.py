@@ -28,7 +28,7 @@ SendEvents: TypeAlias = Callable[[Request, AsyncGenerator[Event, None]], Respons
 
 
 def send_events(request: Request, events: AsyncGenerator[Event, None]) -> Response:
-    """Return a response that streams events to any client that reads them."""
+    """Return a response that streams events, without a time limit for slow clients."""
     return StreamingResponse(_encoded(events), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
 

@@ -54,7 +54,7 @@ class ModelOptions:
     max_length: int | None = None  # None: the context of the model, or what the cache holds
     rows: int = 256
     blocks: int | None = None
-    speak: bool = False  # also load the talker of the folder, which speaks answers
+    speak: bool = False  # whether to load the talker of the folder, too, which speaks answers
     codec: str | None = None  # folder of the codec of a model that speaks; None: the folder of the model contains it
 
 
@@ -80,7 +80,7 @@ def start_service(options: ModelOptions, settings: Settings) -> Service:
         settings = replace(settings, max_length=_LENGTH, max_requests=min(settings.max_requests, _RECORDINGS))
         logger().info(f"answers one request at a time; at most {settings.max_requests} are computed or wait")
         return _service(settings, OneByOne(model, inner), processor, options, model.spec.name)
-    talker = _talker(options, model)  # before the engine, whose cache takes the remaining memory
+    talker = _talker(options, model)  # load it before the engine, whose cache takes the remaining memory
     engine = Engine(model, EngineLimits(blocks=options.blocks, rows=options.rows), _bank(model, options, settings))
     for name, folder in options.adapters.items():
         engine.load_adapter(name, folder)

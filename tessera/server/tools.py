@@ -89,8 +89,8 @@ class ToolParser:
         self._forms = forms
         self._names = names
         self._text = ""  # text that is not yet returned
-        self._at_start = True  # only whitespace and tool calls so far
-        self._after_call = False  # only whitespace since the last tool call
+        self._at_start = True  # whether all text so far is whitespace or tool calls
+        self._after_call = False  # whether the text since the last tool call is only whitespace
         self._call: _Call | None = None
         self._count = 0
 

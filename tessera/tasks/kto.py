@@ -86,7 +86,7 @@ class KtoTask(ReferencedTask):
 
 
 def _read_samples(batch: Batch) -> Tensor:
-    """Return a mask of the samples that have labels. Masked samples have no labels."""
+    """Return a mask of the samples with labels. Masked tokens, which replace an unreadable sample, have no labels."""
     return answer_lengths(batch).view(-1, 2)[:, 0] > 0
 
 

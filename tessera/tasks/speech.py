@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -52,11 +52,14 @@ class SpeechTask(LanguageTask):
         self.speech = build(SpeechOptions, options, "train.task_options")
         self._input: FrozenInput | None = None
         self._config: Any = None
-        self._flops: Callable[..., float] | None = None
         self._frozen: FrozenModule | None = None
 
     def bind(self, spec: ModelSpec, config: Any) -> None:
-        self._input, self._config, self._flops = spec.frozen_input, config, spec.flops
+        self._input, self._config = spec.frozen_input, config
+
+    @property
+    def computed_shares(self) -> Mapping[str, float]:
+        return {"depth": self.speech.depth_frames}
 
     def components(self, config: RunConfig, spec: ModelSpec) -> Mapping[str, Component]:
         return {} if self._input is None else {self._input.name: self._input.component(self._config)}
@@ -95,10 +98,7 @@ class SpeechTask(LanguageTask):
             return batch
         chosen = _draws(batch) < share
         names = [name for name in (CODED, Stream.sources(CODED)) if name in batch]
-        fewer = batch.with_tensors(**{name: batch[name][chosen] for name in names})
-        if self._flops is None or not batch.flops:
-            return fewer
-        return replace(fewer, flops=batch.flops * self._flops(self._config, fewer) / self._flops(self._config, batch))
+        return batch.with_tensors(**{name: batch[name][chosen] for name in names})
 
     def counts(self, batch: Batch) -> Counts:
         return {**super().counts(batch), FRAMES: batch[CODED].shape[0] if CODED in batch else 0}

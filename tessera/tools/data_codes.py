@@ -58,7 +58,7 @@ class Codes:
     before: int = 0  # rows in files that an earlier run has written
     missing: int = 0
     bad: list[BadSample] = field(default_factory=list)
-    seconds: float = 0.0  # of all recordings that were encoded
+    seconds: float = 0.0  # length of all recordings that were encoded
     root: Path | None = None  # value of `root` for the new data set; None: its rows name no files
 
     def lines(self) -> list[str]:
@@ -126,7 +126,7 @@ def _codec_folder(config: RunConfig, codec: str | Path | None) -> Path:
 
 
 def sources_of(section: DataSection, split: Literal["train", "eval"]) -> list[Source]:
-    """Return the data sets of a split. Raise if they cannot share a folder of codes."""
+    """Return the data sets of a split. Raise if there is none, or if one has a weight."""
     sections: Sequence[SourceSection] = section.train if split == "train" else section.eval
     if any(source.weight is not None for source in sections):
         raise TesseraError(
@@ -378,6 +378,6 @@ def _finish(home: Path, folder: Path, shards: int, key: str) -> int:
             leftover.unlink(missing_ok=True)
         home.rename(folder)
     except (TesseraError, FileNotFoundError):
-        if not (folder / RECORDS / PLAN).is_file():  # no other rank has published the folder in the meantime
+        if not (folder / RECORDS / PLAN).is_file():  # otherwise another rank has published the folder in the meantime
             raise
     return 0

@@ -130,7 +130,7 @@ def write_features(
     finally:
         reader.close()
     done.missing = finish(folder, facts, len(starts))
-    if not done.missing and ranks == 1:  # with more ranks, others may still read it
+    if not done.missing and ranks == 1:  # other ranks may still read the index
         shutil.rmtree(folder / INDEX, ignore_errors=True)
     done.seconds = time.monotonic() - began
     return done

@@ -120,7 +120,10 @@ def _in_turn(keys: Sequence[MemoryKey]) -> list[MemoryKey]:
 
 
 def _of_kind(key: MemoryKey, keys: Sequence[MemoryKey]) -> MemoryKey | None:
-    """Return the next change of the same recipe key, such as an even smaller micro-batch; None if no change is left."""
+    """Return the first of `keys` that sets the same recipe keys as `key`, such as an even smaller micro-batch.
+
+    Return None if there is none.
+    """
     return next((other for other in keys if other.settings.keys() == key.settings.keys()), None)
 
 

@@ -186,7 +186,7 @@ def main() -> None:
 def run_role(config: RunConfig, world: int, position: int) -> Role:
     """Run one step on fake tensors as the first rank at a pipeline position; return its memory and communication."""
     began = time.perf_counter()
-    setup = build_meta_model(config, world)  # for this call only: parallelize_on_meta changes the module
+    setup = build_meta_model(config, world)  # built for each call, because parallelize_on_meta changes the module
     plan = setup.plan
     rank = position * (world // plan.layout.axes.size(PP))  # the pipeline is the outermost axis
     cpu = torch.device("cpu")
@@ -281,7 +281,7 @@ def example_batch(config: RunConfig, setup: ModelSetup, mesh: Mesh) -> Batch:
         mesh.root.get_rank(),
         sharding=plan.layout.batch_sharding,
     )
-    return rows.batch([0])
+    return setup.task.prepare(rows.batch([0]))
 
 
 def _as_pair(tokens: int) -> dict[str, Tensor]:

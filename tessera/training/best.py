@@ -82,7 +82,8 @@ class Best:
     def _warn(self, trainer: TrainerHandle, metrics: dict[str, float]) -> None:
         config = trainer.config
         measured_apart = bool(self.metric == "exact_match" and config.train.generate_every)
-        measured_apart |= bool(config.evaluation.tasks)  # benchmark scores are not in the report of the held-out loss
+        # `metrics` never contains benchmark scores, which are reported by another evaluation.
+        measured_apart |= bool(config.evaluation.tasks)
         if self._warned or self.value is not None or measured_apart or "loss" not in metrics:
             return
         self._warned = True
@@ -152,7 +153,7 @@ class EarlyStop(Callback):
         self.worse = 0  # number of evaluations since the best one
 
     def on_start(self, trainer: TrainerHandle) -> None:
-        self._end(trainer)  # a run that stopped early and is resumed ends at once
+        self._end(trainer)  # ends a resumed run at once if it had stopped early
 
     def on_eval(self, trainer: TrainerHandle, metrics: dict[str, float]) -> None:
         better = self.best.take(trainer, metrics)

@@ -149,7 +149,7 @@ def _engine(
 ) -> tuple[TrainingEngine, Optimizer, Callable[[], Tensor]]:
     """Return the engine and the optimizer of the recipe's framework, and the function that clips gradients."""
     if config.framework == "mindspore":
-        from tessera.mindspore.build import build_parts  # not at the top: it imports MindSpore
+        from tessera.mindspore.build import build_parts  # imported here, because it imports MindSpore
 
         return build_parts(module, config.optim, world.size)
     trained = [shard.name for shard in plan.param_shards if shard.trained]

@@ -33,7 +33,7 @@ class Ema(Callback):
     @torch.no_grad()
     def on_start(self, trainer: TrainerHandle) -> None:
         self._follow_names()
-        if self.updates == 0:  # a new run, or a resume from a checkpoint without an average
+        if self.updates == 0:  # the run is new, or its checkpoint has no average
             for (_, weight), average in zip(self._trained, self._averages(), strict=True):
                 local_shard(average).copy_(local_shard(weight))
 

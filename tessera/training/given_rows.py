@@ -274,7 +274,8 @@ def _lines(rows: Sequence[Mapping[str, Any]], split: str, media: _Media) -> Iter
 
 def _plain(value: Any, key: str, where: str, media: _Media) -> Any:
     """Convert a value of a row to types of JSON. `key`: the key of the value; under `_MEDIA_KEYS`, text is a path."""
-    if isinstance(value, Mapping) and key in _MEDIA_KEYS:  # from Hugging Face: decoded audio, or the bytes of a file
+    # Hugging Face data sets have mappings with decoded audio, or with the bytes of a file.
+    if isinstance(value, Mapping) and key in _MEDIA_KEYS:
         if "array" in value and "sampling_rate" in value:
             return media.sound(AudioSamples(value["array"], value["sampling_rate"]))
         if isinstance(value.get("bytes"), bytes):

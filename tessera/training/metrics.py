@@ -94,7 +94,7 @@ class Meter(Callback):
 
     def on_error(self, trainer: TrainerHandle, error: BaseException) -> None:
         """Write the rows of the last steps, except results still on the device: after an error reading could block."""
-        with contextlib.suppress(Exception):  # a second error must not hide the first
+        with contextlib.suppress(Exception):  # an error here must not hide the error that ended the run
             ready = itertools.takewhile(lambda result: result.numbers.ready(), self._pending)
             self._pending = list(ready)
             self._write_pending()

@@ -61,7 +61,8 @@ class Ledger(Callback):
         folder = trainer.config.folder / "ledger"
         self._record = JsonLines(folder / f"rank-{trainer.world.rank:05d}.jsonl")
         if trainer.world.is_main and folder.exists():
-            for name, segments in _ranks_in(folder).items():  # also files of ranks that exist no more
+            # The folder may have files of ranks that this run does not have.
+            for name, segments in _ranks_in(folder).items():
                 truncate_ledger(folder / f"{name}.jsonl", trainer.step, segments)
 
     def on_step_end(self, trainer: TrainerHandle, result: StepResult) -> None:

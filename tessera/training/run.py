@@ -173,7 +173,7 @@ def _start_framework(config: RunConfig) -> None:
         check_installed()
         read_msrun(os.environ)
         if is_scheduler(os.environ):
-            from tessera.mindspore.build import serve_scheduler  # not at the top: it imports MindSpore
+            from tessera.mindspore.build import serve_scheduler  # imported here, because it imports MindSpore
 
             serve_scheduler()
 

@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 from tessera.checkpoint.weights import check_config_numbers
 from tessera.config.run_config import LoraSection, PrecisionSection, RunConfig
 from tessera.config.run_length import check_batch
+from tessera.core.model_plan import ModelPlan
 from tessera.core.outputs import REWARDS
-from tessera.core.spec import Component, ModelSpec, Training
+from tessera.core.spec import FULL, Component, ModelSpec, Training
 from tessera.core.task import Task
 from tessera.diffusion.family import GenerationSpec
 from tessera.errors import TesseraError
@@ -123,7 +124,9 @@ class ModelSetup:
     def training(self) -> Training:
         """Return how often a step computes each matrix product (cached; must be read before the model is sharded)."""
         trained = [shard.name for shard in self.plan.param_shards if shard.trained]
-        return training_of(self.module, self.spec.main.plan(self.config), trained)
+        passes = training_of(self.module, self.spec.main.plan(self.config), trained)
+        shares = self.task.computed_shares
+        return {**passes, **{part: passes.get(part, FULL).scaled(share) for part, share in shares.items()}}
 
 
 def build_meta_model(config: RunConfig, world_size: int, objects: Objects = NONE) -> ModelSetup:
@@ -140,7 +143,7 @@ def build_meta_model(config: RunConfig, world_size: int, objects: Objects = NONE
     sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
     lora, adapters = _add_adapters(config, spec, model_config, module)
     names = {name for name, _ in module.named_parameters()}
-    model_plan = spec.main.plan(model_config)
+    model_plan = _with_shares(spec.main.plan(model_config), task.computed_shares)
     plan = make_plan(
         config.parallel,
         model_plan if lora is None else with_adapters(model_plan),
@@ -172,6 +175,12 @@ def build_meta_model(config: RunConfig, world_size: int, objects: Objects = NONE
         ),
     )
     return ModelSetup(spec, model_config, module, plan, lora, adapters, task, frozen)
+
+
+def _with_shares(plan: ModelPlan, shares: Mapping[str, float]) -> ModelPlan:
+    """Return the plan with lower costs of pipeline units of which a task computes a share only."""
+    units = (replace(unit, cost=unit.cost * shares.get(unit.pattern, 1.0)) for unit in plan.units)
+    return replace(plan, units=tuple(units))
 
 
 def unsharded(plan: DescribedPlan) -> DescribedPlan:

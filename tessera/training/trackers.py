@@ -135,7 +135,7 @@ class SwanlabTracker(Tracker):
         self._run.finish(state="crashed" if failed else "success", error="the run failed" if failed else None)
 
 
-TRACKERS: Mapping[str, type[Tracker]] = {  # by the name of the package
+TRACKERS: Mapping[str, type[Tracker]] = {  # package of the tracker -> class
     "tensorboard": TensorBoardTracker,
     "wandb": WandbTracker,
     "swanlab": SwanlabTracker,

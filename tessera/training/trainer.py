@@ -118,12 +118,12 @@ class Trainer:
     def end(self) -> None:
         """End training: callbacks write their last lines and close files."""
         self.phase = "ending"
-        self.engine.collect(self.optimizer)  # so that callbacks export the trained weights
+        self.engine.collect(self.optimizer)  # callbacks export the weights of the module
         self._call("on_end")
 
     def fail(self, error: BaseException) -> None:
         """End training after an error: callbacks close files and end processes."""
-        for callback in reversed(self.callbacks):  # in reverse order, like nested contexts
+        for callback in reversed(self.callbacks):  # the last callback closes first, like nested contexts
             callback.on_error(self, error)
         self._saves.finish_after_error(alone=self.world.size == 1)
 

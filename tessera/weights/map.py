@@ -40,7 +40,10 @@ class Rule:
         return (self.foreign,) if isinstance(self.foreign, str) else self.foreign
 
     def as_stored(self, shapes: Mapping[str, tuple[int, ...]]) -> Rule:
-        """Return this rule, but let it write stacked experts transposed or not, as in a folder with these shapes."""
+        """Return this rule with the layout that stacked experts have in a folder: native or transposed.
+
+        `shapes`: shapes of the folder's tensors by name. Rules of other tensors are returned unchanged.
+        """
         op = self.op.op if isinstance(self.op, TensorChunk) else self.op
         if not isinstance(op, TransposeIfNeeded):
             return self

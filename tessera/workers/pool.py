@@ -65,10 +65,10 @@ class _PendingItem:
         self.done, self.failed, self.value, self.item = True, failed, value, None
 
     def lose(self, lost: Lost, once_more: bool = True) -> None:
-        """Retry or settle an item whose worker ended during the work on it.
+        """Decide what follows after the worker ended during the work on this item.
 
-        `once_more`: retry if no worker has ended at this sample before, because the cause may be another one, such as
-        exhausted memory or a slow file system.
+        With `once_more`, the first loss at a sample is followed by a retry: the cause may be exhausted memory or a slow
+        file system. After that `again` may return a replacement item to work on. Without one, the result is `lost`.
         """
         if once_more and lost.at not in self.blamed:
             self.blamed.add(lost.at)

@@ -199,7 +199,7 @@ class _Fixer:
         return node
 
     def _compared(self, node: ast.expr, parent: ast.Compare) -> list[tuple[int, int, str]]:
-        """Rewrite a comparison with "cuda". Without an accelerator (device type cpu) its result does not change."""
+        """Rewrite a comparison with "cuda", so that it is true for any accelerator. On a CPU nothing changes."""
         if len(parent.ops) != 1:
             raise _ByHand("a comparison of several parts")
         device = f"{self._use_device()}.type"

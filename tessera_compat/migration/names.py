@@ -248,7 +248,7 @@ class Resolver:
             names = [f"{module}.{name}" for module in scope.root().stars]
             # An unbound name `torch` is the module: `import *` or code that is not analysed imports it.
             return [*names, "torch"] if name == "torch" else names
-        if (id(holder), name) in visited:  # a cycle: the names are bound to each other
+        if (id(holder), name) in visited:  # two names that are bound to each other form a cycle
             return []
         visited.add((id(holder), name))
         bases: list[str] = []

@@ -23,7 +23,7 @@ class Match:
     """Store a node that a rule matches."""
 
     rule: MigrationRule
-    operation: str  # the dotted name, or the text in the code
+    operation: str  # what is reported: dotted name of a function or attribute, or a piece of the code
     node: ast.AST
     start: int
     end: int
@@ -96,7 +96,7 @@ class Scanner:
             if all(_last_name(target) in _PROSE_NAMES for target in node.targets):
                 return iter(node.targets)
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            return iter(())  # a docstring
+            return iter(())  # docstrings are not searched
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             self._string(node.value, node)
         elif isinstance(node, ast.JoinedStr):
@@ -218,7 +218,7 @@ class Scanner:
 
     def _keyword(self, node: ast.keyword) -> None:
         if node.arg and (rule := self.rules.by_string(node.arg)) and rule.work == "line":
-            # an environment variable, as in dict(os.environ, CUDA_VISIBLE_DEVICES="0")
+            # The keyword may name an environment variable: dict(os.environ, CUDA_VISIBLE_DEVICES="0").
             self._match(rule, node.arg, node)
         elif node.arg and isinstance(node.value, ast.Constant) and isinstance(node.value.value, (str, int)):
             text = f"{node.arg}={node.value.value}"

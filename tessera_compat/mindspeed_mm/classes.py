@@ -134,7 +134,10 @@ class TransformersModel(MultiModalModule, FSDP2Mixin):
             self.model.freeze(config)
 
     def forward(self, input_ids: Tensor | None = None, labels: Tensor | None = None, **inputs: Any) -> Any:
-        """Return `loss` and `loss_mask` (the positions with a loss); without labels, the output of the model class."""
+        """Return {"loss": ..., "loss_mask": ...} if there are labels, else the unchanged output of the model class.
+
+        `loss_mask`: True for positions whose next token has a label.
+        """
         tensors = {name: value for name, value in inputs.items() if value is not None}
         if input_ids is not None and self.marks_media and ("image_grid_thw" in tensors or "video_grid_thw" in tensors):
             tensors.setdefault("mm_token_type_ids", self._kinds(input_ids))
@@ -261,7 +264,8 @@ def _weight_map(kind: Any, settings: Any) -> WeightMap:
     from transformers import PreTrainedModel
 
     published: Any = next(one for one in kind.__mro__ if one.__module__.startswith("transformers."))
-    if published is PreTrainedModel:  # not a class of transformers: files have the names of its parameters
+    # A user's class that extends none of transformers: files have the names of its parameters.
+    if published is PreTrainedModel:
         return WeightMap((), same_names=True)
     return published_names(without_weights(lambda: build_from_config(published, settings, torch.float32, "sdpa")))
 

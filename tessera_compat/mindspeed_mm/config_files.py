@@ -122,7 +122,7 @@ def read_job_yaml(path: Path) -> dict[str, Any]:
     """Parse the YAML configuration of a job. 1e-8, which YAML 1.1 reads as text, becomes a number."""
     text = _text(path).replace("\t", "    ")
     try:
-        data = yaml.load(text, Loader=_JobLoader)  # a SafeLoader, which builds only plain data
+        data = yaml.load(text, Loader=_JobLoader)  # derived from SafeLoader, so it builds only plain data
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)

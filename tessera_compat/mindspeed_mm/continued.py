@@ -107,7 +107,10 @@ def _freezes_others(saved: RunConfig, job: RunConfig) -> bool:
 
 
 def _adapts_others(saved: RunConfig, job: RunConfig) -> bool:
-    """Return whether LoRA settings or adapted layers differ. A run stores layer names, a job stores patterns."""
+    """Return whether the job and the saved run differ in LoRA settings or in the layers that have adapters.
+
+    The saved recipe names each layer. The recipe of the job has patterns, which are matched with these names.
+    """
     before, now = saved.model.lora, job.model.lora
     if before is None or now is None:
         return before is not now

@@ -89,7 +89,9 @@ class Naming:
     ] = ()  # (prefix of names in the Hugging Face folder, prefix of names in the DCP folder)
     fused: tuple[str, ...] = ()  # parts of names: 3-d tensors with such a name are flattened to two dimensions
     tied: tuple[tuple[str, str], ...] = ()  # (name of an optional copy in the DCP folder, copied tensor)
-    merge: str = ""  # matrices of experts: "stacked" ([experts, in, out]), "flat" (two dimensions), or "" (separate)
+    # How the DCP folder stores matrices that the Hugging Face folder has for each expert: "stacked" [experts, in, out],
+    # "flat" [experts * in, out]; "": as the Hugging Face folder.
+    merge: str = ""
     apart: tuple[str, ...] = ()  # prefixes of model parts that some jobs lack: they are copied from the original folder
     swap: str = ""  # regular expression of names of stacked experts that are transposed
 

@@ -222,7 +222,7 @@ def build_mm_dataloader(
     `consumed_samples`: the trainer requests batches by number. `generator`: for random numbers in workers.
     """
     param, args = _plain(dataloader_param), state.get_args()
-    # Check all keys of the section; the data set exists already.
+    # Check the keys of dataloader_param. The data set is built already, so a placeholder stands for its section.
     report = JobReport()
     file = read_data({"dataset_param": _ANY_DATASET, "dataloader_param": param}, WHERE, report, None)
     report.check()

@@ -351,7 +351,7 @@ def _set_features(recipe: dict[str, Any], data: Mapping[str, Any], source: str, 
             if not settings.get(switch):
                 report.add(source, f"{name}.{key}", plan, "not needed", "off")
                 continue
-            if not isinstance(plan, Mapping):  # in MindSpeed-MM 26.0.0 a list of modules
+            if not isinstance(plan, Mapping):  # MindSpeed-MM 26.0.0 has a list of modules here
                 plan = {"apply_modules": plan}
             modules: list[Any] = list(plan.get("apply_modules") or [])
             if switch == "recompute" and settings.get("keep_attention"):

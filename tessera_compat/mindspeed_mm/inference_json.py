@@ -112,7 +112,7 @@ def read_settings(data: Mapping[str, Any], source: str, report: JobReport) -> An
     processor = translate(data, _TOP, source, report, handled=_OWN | _MODEL_KEYS, section="data.processor.")
     if data.get("image_encoder"):
         described = {key: data[key] for key in data if key in _MODEL_KEYS and key != "model_id"}
-        read_model(described, source, JobReport())  # only checks the section: the model is loaded from its folder
+        read_model(described, source, JobReport())  # called for its checks: the model is loaded from its folder
         report.add(source, "image_encoder, text_decoder", "...", "not needed", "read from the folder")
     generation = _generation(data.get("generation_config") or {}, source, report)
     tokenizer = data.get("tokenizer") or {}

@@ -52,7 +52,10 @@ def set_memory(section: dict[str, Any], args: Args, model: ModelFile, report: Jo
 
 
 def _whole_layers(section: dict[str, Any], args: Args, model: ModelFile) -> list[Any]:
-    """Return patterns of the text layers that are recomputed, fully or without attention."""
+    """Return the entries of `parallel.recompute` for text layers.
+
+    A pattern recomputes layers completely. A section with `keep` recomputes all but their attention.
+    """
     settings = {
         "recompute_granularity": args.recompute_granularity,
         "recompute_method": args.recompute_method,

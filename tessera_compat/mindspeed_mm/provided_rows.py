@@ -48,7 +48,7 @@ class ProvidedRows(LoaderBatches):
         self.bound = False
         self._position, self._ranks = 0, 1
         self._in_turn = self._positioned = False
-        self._first: int | None = None  # for iterators: index of the micro-batch that the iterator returned first
+        self._first: int | None = None  # index of the micro-batch that an iterator returned first
 
     def check_ranks(self, position: int, count: int) -> None:
         self._position, self._ranks = position, count

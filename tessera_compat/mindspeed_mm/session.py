@@ -219,7 +219,7 @@ class Session:
         """End the trainer's steps when the session of a script with its own training loop ends."""
         if error is None or (isinstance(error, SystemExit) and self.world.size == 1):
             self.trainer.end()
-        elif not isinstance(error, SystemExit):  # after sys.exit, other ranks must not see this rank as failed
+        elif not isinstance(error, SystemExit):  # sys.exit is no failure of this rank
             self.trainer.fail(error)
 
     def evaluate(self, name: str, collected: list[Any] | None = None) -> dict[str, float]:

@@ -228,7 +228,7 @@ def _data_section(
     section["workers"] = args.num_workers
     strides = strides_of(str(model.family), family, pipeline_of(model, data, source))
     section["length"] = row_length(data, family, strides, source)
-    if model.pairs:  # a row contains both videos of a pair
+    if model.pairs:  # the length is doubled, because a row contains both videos of a pair
         section |= {"kind": "generation_preference", "length": 2 * section["length"]}
         section["train"] = [{**one, "columns": dict(PAIR_COLUMNS)} for one in section["train"]]
     return section

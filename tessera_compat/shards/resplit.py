@@ -82,8 +82,8 @@ def _is_tied(stored: MegatronFolder, form: MegatronForm) -> bool:
 def _form_by_lists(form: MegatronForm, old: MegatronLayout, new: MegatronLayout) -> MegatronForm:
     """Return `form` for a folder whose model is known only from its files.
 
-    The layer lists of `old` give the numbers of layers. The form has no experts, a separate output layer, and a number
-    of key-value heads that the tensor ranks of both layouts divide.
+    Layers are counted in the layer lists of `old`. The model is assumed to have no experts and an untied output layer,
+    and the least number of key-value heads that the tensor-parallel sizes of both layouts divide.
     """
     parts = tuple(replace(part, count=sum(old.stages(part))) for part in form.parts)
     return replace(form, parts=parts, kv_heads=math.lcm(old.tp, new.tp), experts=0, tied=False)

@@ -92,7 +92,7 @@ def recipe_of_file(path: Path, data: Mapping[str, Any], world: int | None) -> Mi
     try:
         load_config(recipe)  # raises for an invalid recipe before it is written
     except TesseraError as error:
-        setting = error.what.partition(":")[0]  # key in the message, such as optim.betas.1
+        setting = error.what.partition(":")[0]  # messages begin with the key: "optim.betas.1: ..."
         while setting and setting not in translation.origin:
             setting = setting.rpartition(".")[0]
         if setting:

@@ -95,6 +95,7 @@ def config_of(number: int, **changes: Any) -> CSMConfig:
         "text": text,
         "depth": depth,
         "num_codebooks": shape.codebooks,
+        "codec_codes": CODES_OF_CODEC,
         "tie_codebooks_embeddings": shape.shared,
         "audio_token_id": FRAME,
         "audio_eos_token_id": END_OF_SPEECH,

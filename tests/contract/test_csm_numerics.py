@@ -8,15 +8,20 @@ import re
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from csm_cases import SHAPES, Theirs, config_of, packed, pair, spoken, theirs
 from parity import from_foreign, relative, to_foreign
 from torch import Tensor
 
+from tessera.config.run_config import RunConfig, load_config
 from tessera.core.batch import Batch
+from tessera.models.speech.family import CODED_FRAMES
 from tessera.nn.codes import CODED, CODES, code_output
 from tessera.tasks.speech import CODE_LOSS, DEPTH_LOSS, FRAMES, SpeechTask
+from tessera.tools.dry_run import run_role
+from tessera.training.setup import ModelSetup, build_meta_model
 from tests.close import assert_as_close
 
 NUMBERS = [pytest.param(number, marks=[pytest.mark.slow] * (number > 1)) for number in range(len(SHAPES))]
@@ -127,9 +132,30 @@ def test_a_share_of_the_frames_trains_the_other_codebooks() -> None:
     assert torch.equal(whole[CODE_LOSS], part[CODE_LOSS])
     assert relative(part["others"], whole["others"][chosen]) < 3e-5
     assert CODES in prepared
-    spec, whole_flops = pair(0, 6)[0], 1e6
-    task.bind(spec, config)
-    assert spec.flops is not None
-    flops = task.prepare(replace(batch, flops=whole_flops)).flops
-    assert flops == pytest.approx(whole_flops * spec.flops(config, prepared) / spec.flops(config, batch))
-    assert flops < whole_flops
+
+
+def recipe_with_share(share: float, stages: int) -> RunConfig:
+    train = {"steps": 1, "global_batch": 2, "task_options": {"depth_frames": share}}
+    model, parallel = {"family": "csm", "preset": "quickstart"}, {"pp": stages}
+    return load_config({"model": model, "data": {"length": 64}, "train": train, "parallel": parallel})
+
+
+def test_costs_count_the_share_of_the_frames() -> None:
+    """Balance, FLOPs of steps, and the cut of a pipeline."""
+    whole, part = (build_meta_model(recipe_with_share(share, 2), 2) for share in (1.0, 0.25))
+    measures = {"tokens": np.array([8, 8]), "trained": np.array([4, 4]), "token_pairs": np.array([64, 64])}
+    measures[CODED_FRAMES] = np.array([0, 4])
+
+    def of_frames(setup: ModelSetup) -> float:
+        assert setup.spec.work is not None
+        return float(np.diff(setup.spec.work(setup.config, measures, setup.training)["text"])[0])
+
+    assert of_frames(part) == pytest.approx(0.25 * of_frames(whole))
+    last, smaller = (setup.plan.layout.pipeline.stages[-1].cost for setup in (whole, part))
+    assert smaller < last
+
+
+@pytest.mark.slow
+def test_a_dry_run_counts_the_memory_of_a_share_of_the_frames() -> None:
+    whole, part = (run_role(recipe_with_share(share, 1), 1, 0).activations for share in (1.0, 0.25))
+    assert part < whole

@@ -51,7 +51,7 @@ def cases_of(number: int, cases: list[Case], folder: Path, depth_frames: float =
         "tokenizer": str(words_folder()),
     }
     more = {
-        "data.train": str(write_rows(folder / f"rows-{number}", config.num_codebooks, config.codebook_size)),
+        "data.train": str(write_rows(folder / f"rows-{number}", config.num_codebooks, 16)),
         "data.processor": {},
         "data.length": 64,
         "train.task_options": {"depth_frames": depth_frames, "depth_weight": 0.5},
@@ -72,7 +72,7 @@ def test_more_layouts_train_like_one_process(tmp_path: Path) -> None:
 
 def test_some_rows_have_no_frame_for_the_depth_decoder(tmp_path: Path) -> None:
     config = config_of(0)
-    path = write_rows(tmp_path, config.num_codebooks, config.codebook_size)
+    path = write_rows(tmp_path, config.num_codebooks, 16)
     section, processor = SourceSection(path=path), processor_of(config)
     task, source = SpeechTask(depth_frames=0.25), open_source(section)
     samples = [source.read(number) for number in range(len(source))]

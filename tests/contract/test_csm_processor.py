@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def text(value: str) -> Part:
 def codes(frames: int, seed: int = 0) -> Part:
     config = config_of(0)
     shape = (frames, config.num_codebooks)
-    return Part("codes", np.random.default_rng(seed).integers(0, config.codebook_size, shape))
+    return Part("codes", np.random.default_rng(seed).integers(0, config.codec_codes, shape))
 
 
 def encode(processor: CSMProcessor, *messages: Message) -> Any:
@@ -145,9 +146,10 @@ def test_what_the_model_cannot_speak_is_refused(message: Message, code: str) -> 
         processor.encode(Sample("one", (message,)), [np.zeros((2, 3), dtype=int) for p in message.parts[1:]])
 
 
-def test_the_padding_code_is_refused() -> None:
-    config = config_of(0)
-    processor = processor_of(config.model_copy(update={"codebook_pad_token_id": config.codebook_size - 1}))
-    padding = Part("codes", np.full((2, config.num_codebooks), config.codebook_size - 1))
-    with raises("data.other-codebooks"):
-        encode(processor, Message("assistant", (text("hello"), padding)))
+@pytest.mark.parametrize(("of_codec", "code", "fits"), [(16, 15, True), (16, 16, False), (19, 18, False)])
+def test_control_and_padding_codes_are_refused(of_codec: int, code: int, fits: bool) -> None:
+    """Codes of the model beyond those of the codec, and the last one, with which rows are padded."""
+    config = config_of(0).model_copy(update={"codebook_pad_token_id": 18, "codec_codes": of_codec})
+    message = Message("assistant", (text("hello"), Part("codes", np.full((2, config.num_codebooks), code))))
+    with nullcontext() if fits else raises("data.other-codebooks"):
+        encode(processor_of(config), message)

@@ -161,3 +161,25 @@ def test_drawing_and_preview() -> None:
     for short in (1, 2, 100):
         assert draw(noise(1)[:short])
         assert play(noise(1)[:short], RATE)
+
+
+def test_speech_as_codes(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+
+    def row(name: str, frames: int, codebooks: int = 4, text: str = "twenty-six characters long") -> dict[str, Any]:
+        return {"id": name, "text": text, "audio_codes": rng.integers(0, 9, (frames, codebooks)).tolist()}
+
+    rows = [row(f"good {number}", 20 + number) for number in range(24)]
+    rows += [row("too much", 25, text="a" * 900), row("too little", 900), row("others", 25, 3)]
+    rows += [
+        {"id": "ragged", "text": "a", "audio_codes": [[1], [1, 2]]},
+        {"id": "none", "text": "a", "audio_codes": None},
+    ]
+    section = SourceSection(path=write_jsonl(tmp_path / "rows.jsonl", rows))
+    findings = locations(examine([section], workers=0))
+    assert {kind: names for kind, names in findings.items() if kind != "one-answer"} == {
+        "bad-codes": ["ragged", "none"],
+        "long-transcript": ["too much"],
+        "short-transcript": ["too little"],
+        "other-codebooks": ["others"],
+    }

@@ -93,7 +93,7 @@ def test_nan_on_both_sides_is_reported(tmp_path: Path) -> None:
     comparison = compare_recordings(a, b)
     assert comparison.first is None
     assert "loss" not in {finding.phase for finding in comparison.not_finite}  # `record_call` records no loss
-    (line,) = (line for line in lines(comparison) if line.startswith("NaN or infinite on both sides"))
+    (line,) = (line for line in lines(comparison) if line.startswith("NaN or infinite in both recordings"))
     assert "the first: step 1: output of the model" in line
     rows = json.loads(write_results(comparison, tmp_path)[1].read_text())["findings"]
     assert any(row["not_finite_on_both_sides"] for row in rows)

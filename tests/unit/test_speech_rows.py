@@ -13,6 +13,7 @@ import torch
 from tessera.config.run_config import SourceSection
 from tessera.core.batch import IGNORE
 from tessera.core.sample import Sample
+from tessera.data.index.measure import content_hash
 from tessera.data.media.files import Limits
 from tessera.data.media.read import decode, probe
 from tessera.data.media.video_frames import VideoSampling
@@ -84,6 +85,30 @@ def test_codes_of_other_forms_are_refused(tmp_path: Path, codes: Any) -> None:
     assert caught.value.code == "data.bad-codes"
 
 
+@pytest.mark.parametrize(
+    ("row", "code"),
+    [
+        ({"text": "hello", "audio_codes": None}, "data.no-codes"),
+        ({"text": "hello"}, "data.no-codes"),
+        ({"text": "hello", "audio": "a.wav"}, "data.no-codes"),
+        ({"text": None, "audio_codes": CODES}, "data.no-text"),
+        ({"text": "hello", "audio_codes": [[2**70]]}, "data.bad-codes"),
+    ],
+)
+def test_incomplete_rows_are_bad_samples_of_their_set(tmp_path: Path, row: dict[str, Any], code: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f"{json.dumps({'text': 'hello', 'audio_codes': CODES})}\n{json.dumps(row)}\n")
+    (_, good), (_, bad) = open_source(SourceSection(path=path)).scan(range(2))
+    assert isinstance(good, Sample)
+    assert isinstance(bad, RecordError)
+    assert bad.code == code
+
+
+def test_a_row_may_name_its_recording_in_place_of_codes(tmp_path: Path) -> None:
+    row = {"text": "hello", "audio_codes": None, "audio": "a.wav"}
+    assert [part.kind for part in read(tmp_path, row).media()] == ["audio"]
+
+
 @pytest.mark.parametrize(("speaker", "name"), [(1.0, "1"), (None, ""), (float("nan"), "")])
 def test_speakers_of_tables_are_numbers(tmp_path: Path, speaker: Any, name: str) -> None:
     row = {"text": "hello", "audio_codes": CODES, "speaker": speaker}
@@ -95,6 +120,13 @@ def test_speakers_of_other_types_are_refused(tmp_path: Path, speaker: Any) -> No
     with pytest.raises(RecordError) as caught:
         read(tmp_path, {"text": "hello", "audio_codes": CODES, "speaker": speaker}, format="speech")
     assert caught.value.code == "data.bad-speaker"
+
+
+def test_the_hash_of_a_row_includes_its_codes(tmp_path: Path) -> None:
+    rows = [
+        {"id": "a", "text": "hello", "audio_codes": codes} for codes in (CODES, [[*CODES[0]]], [[1, 2, 3], [4, 5, 7]])
+    ]
+    assert len({content_hash(read(tmp_path, row)) for row in rows}) == 3
 
 
 def test_converted_rows_keep_codes_and_speaker(tmp_path: Path) -> None:

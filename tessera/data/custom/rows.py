@@ -69,7 +69,7 @@ class ItemRows(GuardedRows):
         return copied
 
     def guarded(self, rows: Sequence[int], lost: Mapping[int, str], note: Callable[[int], None]) -> Batch:
-        if self._data is None:  # in a worker process, after unpickling
+        if self._data is None:  # true in a worker process, because the data set is not pickled
             self._data = self.imported.make()
             self._collate = None if self.collate is None else self.collate.function()
             if len(self._data) != self.count:

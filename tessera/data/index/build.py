@@ -46,7 +46,8 @@ log = logging.getLogger("tessera")
 FORMAT = 5  # version of index files: increase it when their layout or their meaning changes
 Policy = Literal["skip", "fail"]
 _CONTENT = "content_hash"
-_COMPARED = 256  # number of usable, and of unusable, samples that are read again before a cached index is used
+# Before a cached index is used, at most this many usable and as many unusable samples are read again and compared.
+_COMPARED = 256
 _NOT_MEASURED = ("jpeg_draft",)  # fields of `Limits` that do not change the content of an index: not in its hash
 
 

@@ -266,7 +266,7 @@ class Loader:
             return [self._next() for _ in range(count)]
         if not self._encoded:
             steps_left = self._encode_steps if self._steps_left is None else max(1, self._steps_left)
-            steps = min(self._encode_steps, steps_left)  # no steps beyond the end of the run
+            steps = min(self._encode_steps, steps_left)  # do not draw batches for steps after the end of the run
             self._encoded = self._encode([self._next() for _ in range(count * steps)])
         if self._steps_left is not None:
             self._steps_left -= 1

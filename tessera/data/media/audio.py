@@ -225,7 +225,7 @@ def _decoded_chunks(frames: Iterable[Any], rate: int, most: int) -> Iterator[np.
         return sound
 
     for frame in frames:
-        frame.pts = None  # otherwise the resampler fills gaps between timestamps
+        frame.pts = None  # with timestamps the resampler would fill gaps between frames
         for chunk in resampler.resample(frame):
             decoded += chunk.samples
             yield mixed(chunk)

@@ -18,7 +18,10 @@ def is_data_url(text: str) -> bool:
 
 
 def decode_data_url(text: str) -> bytes:
-    """Return the content of a `data:` URL, which must be an image, a video or audio in base64."""
+    """Return the content of a `data:` URL in base64.
+
+    The media type must be image, video or audio, application/octet-stream, or missing.
+    """
     head = _HEAD.match(text)
     if head is None:
         raise TesseraError(

@@ -21,7 +21,7 @@ from tessera.workers.worker import memory_limit
 
 # Pillow's other formats are not allowed: some run programs (EPS) or are documents.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF")
-COPY_PIXELS = 420  # longer side of a copy for the report, in pixels
+COPY_PIXELS = 420  # limit of the longer side of a copy for a report, in pixels; smaller images keep their size
 TINY = 64  # images up to 64 pixels per side are copied without loss, as PNG
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -139,7 +139,7 @@ def open_image(source: Opened, limits: Limits) -> Iterator[Image.Image]:
                 fix="make the image smaller",
                 code="media.too-many-pixels",
             ) from None
-        except UnidentifiedImageError:  # not `{error}`: the message of Pillow contains a memory address
+        except UnidentifiedImageError:  # leave `{error}` out of the message: it contains a memory address
             raise TesseraError(
                 f"unreadable image: {source.name} (not a supported image format)",
                 fix="convert the file to a common format, such as PNG or JPEG",

@@ -55,9 +55,8 @@ def decode(
             packets = _packets(held, stream_header, source.name)
     total = stream_header.total - sum(packets.hidden) if stream_header.counted else packets.displayed
     numbers = sampling.choose(max(1, total), header.rate)
-    if (
-        len(numbers) != size.frames
-    ):  # take as many frames as `probe` told the sample index, even if this file now has another number
+    # The sample index stores the number of frames that `probe` returned. Return as many, even if the file has changed.
+    if len(numbers) != size.frames:
         numbers = sampling.spread(size.frames, max(1, total))
     seconds = packets.seconds()
     if seconds is not None:
@@ -85,7 +84,7 @@ def decode(
 
 
 class _StreamHeader(NamedTuple):
-    width: int  # in pixels, before rotation
+    width: int  # in pixels, as stored: before the frame is rotated
     height: int
     total: int  # number of frames
     counted: bool  # whether the header states `total`; otherwise it was estimated from the duration or from packets

@@ -111,7 +111,7 @@ class VideoSampling:
 class VideoHeader(NamedTuple):
     """Hold frame size, number of frames and frame rate of a video, from its header."""
 
-    width: int  # in pixels, after rotation
+    width: int  # in pixels, as displayed: after the frame is rotated
     height: int
     total: int  # number of frames
     rate: float | None  # frames per second

@@ -96,7 +96,10 @@ def permutation(count: int, *key: int) -> np.ndarray:
 
 
 def draws_per_set(sizes: Sequence[int], weights: Sequence[float] | None) -> list[int]:
-    """Return how many samples an epoch draws from each data set, at least 1: in total as many as without weights."""
+    """Return how many samples an epoch draws from each data set; without weights, all samples once.
+
+    With weights the sum is about the same. A data set that is not empty gets at least one draw.
+    """
     if weights is None:
         return list(sizes)
     total = sum(sizes)

@@ -54,7 +54,7 @@ def even_fit(tokens: np.ndarray, capacity: int, rows: int) -> np.ndarray:
     """
     row_of = np.empty(len(tokens), dtype=np.int64)
     longest_first = np.argsort(-tokens.astype(np.int64), kind="stable")
-    filled = [(0, row) for row in range(rows)]  # a heap
+    filled = [(0, row) for row in range(rows)]  # heap of (number of tokens in the row, row)
     chosen: list[int] = []
     for length in tokens[longest_first].tolist():
         used, row = filled[0]
@@ -147,7 +147,8 @@ def _swap(
     candidates = candidates[np.argsort(-gain[candidates], kind="stable")]
     partners = np.stack([first_rows[candidates], second_rows[candidates]], axis=1).reshape(-1)
     first = np.full(len(held), -1, dtype=np.int64)
-    first[partners[::-1]] = np.arange(len(partners))[::-1]  # for repeated indices numpy keeps the last value
+    # Assign in reverse order: numpy keeps the last value for a repeated index, which is the first position of a row.
+    first[partners[::-1]] = np.arange(len(partners))[::-1]
     numbers = np.arange(len(candidates))
     best = (first[partners[0::2]] // 2 == numbers) & (first[partners[1::2]] // 2 == numbers)
     chosen = candidates[best]

@@ -41,7 +41,9 @@ class StepOrder:
 
     mixture: Mixture
     by_length: np.ndarray  # indices of all draws, shortest first
-    row_of: np.ndarray  # [samples of a step]: for each stratum, the index of its row within a step
+    # [samples of a step]: the draws, sorted by length, are divided into as many strata; each step takes one sample from
+    # each stratum, and puts it into this row of the step.
+    row_of: np.ndarray
     rows_per_step: int
     seed: int
     stats: PackingStats

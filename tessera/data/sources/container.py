@@ -60,7 +60,10 @@ class NothingUsable(TesseraError):
 
 
 class RawRecord(NamedTuple):
-    """Hold a record before parsing. `members`: media in its archive, by each name that the record may use for them."""
+    """Hold a record before parsing.
+
+    `members`: media in the archive of the record. A file has an entry for each name that records may use for it.
+    """
 
     content: dict[str, Any]
     members: Mapping[str, ArchiveMember] = {}

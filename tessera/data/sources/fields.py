@@ -202,7 +202,9 @@ class RecordSchema:
             heard = any(has(record, key) for key in names.media["audio"])
             return heard and any(has(record, key) for key in names.text)
         if record_format == "speech":
-            return has(record, names.codes) and any(has(record, key) for key in names.text)
+            # Null is a bad value of these columns, unless the row has its recording instead.
+            coded = has(record, names.codes) or (names.codes in record and not self.fits(record, "transcript"))
+            return coded and any(key in record for key in names.text)
         if record_format == "text":
             return any(has(record, key) for key in names.text)
         if record_format in QUESTION_FORMATS:
@@ -334,7 +336,8 @@ def value_of(value: Any, key: str) -> Any:
     {"bytes", "path"} and {"array", "sampling_rate"} are forms of Hugging Face data sets.
     """
     if isinstance(value, dict) and value.get("array") is not None and "sampling_rate" in value:
-        return AudioSamples(value["array"], value["sampling_rate"])  # even if `value` has the path of a file, too
+        # The array is used even if `value` also has a path.
+        return AudioSamples(value["array"], value["sampling_rate"])
     if isinstance(value, dict) and ("bytes" in value or "path" in value):
         value = value["bytes"] if value.get("bytes") is not None else value.get("path")
     if isinstance(value, (bytes, ArchiveMember, Image.Image)) or hasattr(value, "__array__"):

@@ -231,7 +231,7 @@ def walk(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
                 path = os.path.join(here, name)
                 try:
                     stat = os.stat(path)
-                except OSError:  # a broken link: its sample is unreadable
+                except OSError:  # the file is a broken link: list it, so that its sample is reported as unreadable
                     stat = os.lstat(path)
                 yield name if inner == "." else f"{inner}/{name}", stat
 

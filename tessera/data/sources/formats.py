@@ -278,7 +278,7 @@ def _media_at(record: Mapping[str, Any], key: str) -> Part:
     kind = media_kind(value) if isinstance(value, str) else None
     if kind == "audio":
         fail("data.bad-media-value", f"{key}: must be an image or a video, got {value!r:.80}")
-    return Part(kind or "video", value)  # without a suffix: a folder of frames
+    return Part(kind or "video", value)  # a path without suffix is a folder with the frames of a video
 
 
 def _checked_pair(messages: tuple[Message, ...]) -> tuple[Message, ...]:
@@ -408,7 +408,7 @@ def _with_both_answers(record: Mapping[str, Any], names: ColumnMap) -> dict[str,
     key = next(key for key in WORSE_ANSWERS if has(record, key))
     worse = record[key]
     if isinstance(worse, list) and len(worse) == 1 and isinstance(worse[0], str):
-        worse = worse[0]  # a list with one rejected answer
+        worse = worse[0]  # some data sets put the only rejected answer into a list
     if isinstance(worse, list) and any(isinstance(answer, str) for answer in worse):
         fail("data.several-rejected-answers", f"{key} has {len(worse)} answers: write one record for each")
     if has(record, "rejected_images"):

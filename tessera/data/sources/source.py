@@ -35,6 +35,8 @@ KIND_OF_FORMAT: dict[RecordFormat, str] = {
     "preference": "data.kind=preference trains on pairs of answers, with train.task=dpo, orpo, simpo or reward",
     "unpaired_preference": "data.kind=unpaired_preference trains on answers with a label, with train.task=kto",
 }
+# (format of a data set, detected format of a row of it that lacks its recording or its codes)
+_INCOMPLETE = (("transcript", "text"), ("speech", "text"), ("speech", "transcript"))
 _FIRST_RECORDS = 1000  # records at the beginning that the format detection reads
 _LATER_RECORDS = 16  # evenly spaced records after the first 1000 that the format detection reads
 _RECORD_FILES = ("json", "jsonl", "parquet", "csv", "tsv", "tar")
@@ -51,7 +53,7 @@ _COMPRESSED = {
 class Source:
     """Read the samples of one data set by index. It is pickled for worker processes, so it keeps no open file."""
 
-    path: Path  # as in the recipe
+    path: Path  # path of the data set, as written in the recipe
     root: Path  # folder that media paths are relative to
     records: Container
     record_format: RecordFormat
@@ -106,7 +108,8 @@ class Source:
         detected = self.schema.decide(content)
         if chosen in KIND_OF_FORMAT and not self.schema.fits(content, chosen):
             detected = next((other for other in KIND_OF_FORMAT if self.schema.fits(content, other)), detected)
-        if chosen == "transcript" and detected == "text":  # a transcript without a recording is a bad sample
+        # A transcript without a recording and speech without codes are bad samples.
+        if (chosen, detected) in _INCOMPLETE:
             detected = chosen
         if self.instruction and not content.get(names.prompt):
             content = {**content, names.prompt: self.instruction}

@@ -102,7 +102,8 @@ def open_kaldi(folder: Path, limit: int | None, cache_folder: Path | None) -> Ut
             if len(span) == 2 and all(map(_is_number, span)):
                 record |= {"offset": span[0], "duration": round(float(span[1]) - float(span[0]), 9)}
             elif parts is not None:
-                record["audio"] = ""  # a bad record: its span of the recording is unknown
+                # An empty path makes the sample unusable: it is unknown which part of the recording belongs to it.
+                record["audio"] = ""
             yield record
 
     facts = [file_facts(folder / name) for name in names]

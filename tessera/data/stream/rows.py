@@ -129,7 +129,10 @@ class StreamedRows(GuardedRows):
     # ------------------------------------------------------------------------------------------ places of rows
 
     def _at(self, row: int) -> _RowLocation:
-        """Return the epoch and file of a row, and its index in the file. Count rows of earlier files if necessary."""
+        """Return the epoch and the file of a row, and its index in this file, counted over all epochs.
+
+        Files that are read before this one are opened to count their rows, unless the counts are known.
+        """
         epoch, offset = 0, row
         if len(self._counts) == len(self.shards) and (length := sum(counts.rows for counts in self._counts.values())):
             epoch, offset = divmod(row, length)

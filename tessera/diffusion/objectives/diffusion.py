@@ -180,7 +180,8 @@ class DiffusionTask(Task):
         if self.options.encoders is not None and not self._online:
             later = "; previews load them to sample" if self._previews else ""
             log.info("the data are stored features: training does not load VAE and text encoders%s", later)
-        if self._online and self._parts is not None and components:  # only the first pipeline stage has components
+        # `components` is empty on all pipeline stages but the first.
+        if self._online and self._parts is not None and components:
             self._encoders = Encoders(self.family, components, self._parts, self.options.given)
 
     # ------------------------------------------------------------------------------------------ noise and sizes
@@ -352,7 +353,8 @@ class DiffusionTask(Task):
 
     def _features(self, batch: Batch, dropped: set[int]) -> Batch:
         family = self.family
-        if "clean" not in batch and "latents" in batch:  # an example batch has the inputs of the model
+        # Example batches contain noisy `latents`, which stand for `clean` here.
+        if "clean" not in batch and "latents" in batch:
             clean, images = batch["latents"].tensor_split([family.patch_values], 1)
             batch = batch.with_tensors(clean=clean, **({"condition": images} if images.shape[1] else {}))
         if "clean" not in batch:

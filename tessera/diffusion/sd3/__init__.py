@@ -101,8 +101,8 @@ def weights(config: SD3Config) -> WeightMap:
 
 def original(config: SD3Config) -> WeightMap:
     """Return the parameter names and shapes in original checkpoints, where queries, keys and values are one layer."""
-    # The last text modulation and the output modulation have only scale and shift. Original checkpoints swap
-    # their order.
+    # The text modulation of the last block and the output modulation consist of scale and shift only. The order of
+    # scale and shift in original checkpoints is the reverse.
     last = config.num_layers - 1
     ending = (
         Rule("head.modulation.{kind}", "final_layer.adaLN_modulation.1.{kind}", SwappedHalves()),

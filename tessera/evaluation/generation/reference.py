@@ -22,7 +22,7 @@ from tessera.runtime.progress import WorkProgress
 
 FEATURES = "features"
 MEAN, COVARIANCE = "mu", "sigma"  # names of mean and covariance in published files
-_MOST_BYTES = 1 << 30  # size limit of the arrays in a numpy archive
+_MOST_BYTES = 1 << 30  # limit of the total size of all arrays in a numpy archive
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,8 @@ class Judge:
             opener = urllib.request.build_opener(_NoRedirects, _Watched(deadline, stack))
             answer = stack.enter_context(opener.open(request, timeout=self.timeout_s))
             content = b""
-            while chunk := answer.read1(1 << 16):  # also stops at the deadline if the server sends one byte per second
+            # `read1` returns as soon as there is any data, so the deadline also holds if a byte arrives per second.
+            while chunk := answer.read1(1 << 16):
                 content += chunk
                 if len(content) > _MAX_REPLY_BYTES or time.monotonic() > deadline:
                     raise ValueError("the reply is too long")

@@ -40,7 +40,7 @@ def compare_recordings(a: Recording, b: Recording) -> Comparison:
         raise TesseraError(
             "the recordings have no step and no module in common",
             where=f"{a.label} and {b.label}",
-            fix="record the same steps of the same model on both sides",
+            fix="compare two recordings of the same steps of the same model",
             code="parity.nothing-in-common",
         )
     judge = _Judge(a, b, ours, theirs)
@@ -48,7 +48,7 @@ def compare_recordings(a: Recording, b: Recording) -> Comparison:
     findings = [finding for key in compared for finding in judge.findings(key, ours[key], theirs[key])]
     if names:
         missing = (key for key in ours if key[1] == "weight" and key not in theirs)
-        judge.skipped += [f"weight {key[2]}: only the first side has it in this form" for key in missing]
+        judge.skipped += [f"weight {key[2]}: only the first recording has it in this form" for key in missing]
     else:
         findings += _only_on_one_side(ours, theirs)
     findings += compare_numbers(a, b, judge.drift)
@@ -198,8 +198,9 @@ class _Judge:
         return rounding.limits(float(size.abs().max()), float(size.square().mean().sqrt()))[0]
 
     def _parameter(self, step: int, moment: str, name: str) -> tuple[Tensor, Tensor] | None:
-        """Return the tensors of a parameter on both sides, unsharded and with the same stride; None if one side lacks
-        it.
+        """Return the tensors of a parameter in both recordings, unsharded and with the same stride.
+
+        Return None if a recording lacks it.
         """
         sides = self._joined(step, moment, name)
         if sides is None or sides[0].tensor is None or sides[1].tensor is None:
@@ -215,7 +216,7 @@ class _Judge:
         return None if first is None or second is None else (first, second)
 
     def drift(self, step: int, module: str = "") -> float:
-        """Return how far the weights of both sides are apart at a step, in units of rounding, after updates that agree.
+        """Return by how many roundings the weights of the recordings differ at a step, after updates that agree.
 
         With `module`, return the larger value of all weights and of those of the module.
         """
@@ -275,9 +276,9 @@ class _Judge:
 
 
 def _comparable_batch(key: tuple[Any, ...], ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
-    """Return whether equal samples have equal values in a batch tensor on both sides.
+    """Return whether equal samples must have equal values of a batch tensor in both recordings.
 
-    Tokens and labels always have. Other tensors can contain indices, which depend on how the batch is split.
+    Tokens and labels always must. Other tensors can contain indices, which depend on how the batch is split.
     """
     if key[1] != "data" or key[2] in ("tokens", "labels"):
         return True
@@ -318,7 +319,7 @@ def _concatenated(parts: Sequence[JoinedTensor]) -> JoinedTensor | None:
 
 
 def _same_stride(first_side: JoinedTensor, second_side: JoinedTensor) -> tuple[Tensor, Tensor]:
-    """Return the elements that both sides have recorded."""
+    """Return the elements that both recordings contain, in two tensors of the same shape."""
     stride = max(first_side.stride, second_side.stride)
     return tuple(
         side.tensor[:: stride // side.stride] if side.tensor.dim() else side.tensor  # type: ignore[return-value]
@@ -328,7 +329,7 @@ def _same_stride(first_side: JoinedTensor, second_side: JoinedTensor) -> tuple[T
 
 
 def _aligned(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Reshape two tensors to a common shape: one side may have a batch dimension of 1, or heads before tokens."""
+    """Reshape two tensors to a common shape: one may have a batch dimension of 1, or heads before tokens."""
     trimmed, other = (torch.Size(size for size in tensor.shape if size != 1) for tensor in (a, b))
     a, b = a.reshape(trimmed), b.reshape(other)
     if trimmed == other:
@@ -352,9 +353,9 @@ def _replica(first_side: JoinedTensor, second_side: JoinedTensor, rounding: Roun
 
 
 def _summed(first_side: JoinedTensor, second_side: JoinedTensor, rounding: Rounding) -> Difference | None:
-    """Compare the tensor of each side with the sum over ranks of the other; return the smaller difference.
+    """Compare each tensor with the sum over ranks of the other one; return the smaller difference.
 
-    One side may hold the parts of a gradient that its ranks computed, the other the sum of all parts.
+    One recording may contain the parts of a gradient that its ranks computed, the other one the sum of all parts.
     """
     sides = []
     for side in (first_side, second_side):
@@ -370,7 +371,7 @@ def _summed(first_side: JoinedTensor, second_side: JoinedTensor, rounding: Round
 
 def _how_far(apart: Difference) -> str:
     if apart.not_finite:
-        return f"{apart.not_finite} elements are not finite on one side only"
+        return f"{apart.not_finite} elements are not finite in one recording only"
     return (
         f"at most {apart.max_abs:.3g} apart, rounding explains {apart.limit_max:.2g}; root mean square "
         f"{apart.rms:.3g} of {apart.limit_rms:.2g}; cosine {apart.cosine:.6f}"
@@ -378,13 +379,13 @@ def _how_far(apart: Difference) -> str:
 
 
 def _only_on_one_side(ours: Groups, theirs: Groups) -> Iterator[ParityFinding]:
-    """Yield gradients and updates that only one side has: the other does not train the parameter."""
+    """Yield gradients and updates that only one recording contains: the other run does not train the parameter."""
     steps = {key[0] for key in ours} & {key[0] for key in theirs}
     for here, there, side in ((ours, theirs, "first"), (theirs, ours, "second")):
         for key, groups in here.items():
             if key[1] in ("gradient", "update") and key not in there and key[0] in steps:
                 entry = next(iter(groups.values()))[0].entry
-                yield ParityFinding(key[0], key[1], key[2], entry.order, reason=f"only the {side} side has it")
+                yield ParityFinding(key[0], key[1], key[2], entry.order, reason=f"only the {side} recording has it")
 
 
 def _note(findings: Sequence[ParityFinding]) -> str:

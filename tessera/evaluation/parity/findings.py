@@ -27,14 +27,15 @@ class ParityFinding:
     name: str
     order: float = 0.0
     rows: str = ""
-    reason: str = ""  # why the two sides differ; empty: they agree
+    reason: str = ""  # why the two recordings differ; empty: they agree
     difference: Difference | None = None
     samples: tuple[str, ...] = ()
+    # statistics of the tensor, or the number, in the first and in the second recording
     sides: tuple[dict[str, Any], dict[str, Any]] = field(default_factory=lambda: ({}, {}))
     dtypes: tuple[str, str] = ("", "")
     shape: tuple[int, ...] = ()
     requires_grad: tuple[bool, bool] = (False, False)
-    not_finite: int = 0  # minimum number of elements that are NaN or infinite on both sides
+    not_finite: int = 0  # number of elements that are NaN or infinite in both recordings, at least
 
     @property
     def differs(self) -> bool:
@@ -68,7 +69,7 @@ class Comparison:
     findings: list[ParityFinding]
     skipped: list[str]
     note: str = ""
-    settings: list[str] = field(default_factory=list)  # settings of modules in which the sides differ
+    settings: list[str] = field(default_factory=list)  # settings of modules that differ between the recordings
 
     @property
     def different(self) -> list[ParityFinding]:
@@ -80,5 +81,5 @@ class Comparison:
 
     @property
     def not_finite(self) -> list[ParityFinding]:
-        """Return the tensors and numbers that are NaN or infinite on both sides."""
+        """Return the tensors and numbers that are NaN or infinite in both recordings."""
         return [finding for finding in self.findings if finding.not_finite]

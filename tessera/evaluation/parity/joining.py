@@ -1,8 +1,8 @@
 """Join the shards that the ranks of a recording have of one tensor.
 
 Parameters and gradients of parameters name their offsets in the unsharded tensor. Outputs of modules do not: a rank
-that shares a layer with others has all of the output, some of its features, or some of its tokens. The shape of the
-other side tells which: the parts of an axis are joined along the dimension in which a part is smaller than the whole.
+that shares a layer with others has all of the output, some of its features, or some of its tokens. The
+shape in the other recording tells which: shards are joined along the dimension in which they are smaller.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class RecordedShard:
 
 @dataclass
 class JoinedTensor:
-    """Hold a tensor of one side, joined from shards. `tensor`: its recorded elements; None: only statistics."""
+    """Hold a tensor of one recording, joined from shards. `tensor`: recorded elements; None: only statistics."""
 
     shards: list[RecordedShard]
     tensor: Tensor | None
@@ -102,14 +102,14 @@ def grouped(recording: Recording) -> Groups:
         for entry in rank.entries:
             groups.setdefault(entry.identity, {}).setdefault(entry.rows, []).append(RecordedShard(entry, rank))
     for by_rows in groups.values():
-        for rows, shards in by_rows.items():  # for a module on several stages, the last stage has its output
+        for rows, shards in by_rows.items():  # if several stages run a module, the last one of them has its output
             last = max(shard.entry.stage for shard in shards)
             by_rows[rows] = [shard for shard in shards if shard.entry.stage == last]
     return groups
 
 
 def join(shards: Sequence[RecordedShard], like: Sequence[int]) -> JoinedTensor | None:
-    """Join shards into one tensor; None if they do not fit. `like`: the shape of the tensor on the other side."""
+    """Join shards into one tensor; None if they do not fit. `like`: the shape of the tensor in the other recording."""
     first = shards[0].entry
     if any(shard.elements is None for shard in shards):
         return _only_statistics(shards, like)

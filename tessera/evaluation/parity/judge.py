@@ -22,7 +22,7 @@ _SMALL = (0.001, 0.005)  # relative errors for which the share of elements above
 
 @dataclass(frozen=True)
 class Difference:
-    """Describe the difference of two tensors. Errors are relative to the first side."""
+    """Describe the difference of two tensors. Errors are relative to the first tensor."""
 
     max_abs: float
     max_rel: float
@@ -60,7 +60,7 @@ class Rounding:
     eps: float
     depth: float = 1.0
     floor: float = 0.0  # for a tensor that is a difference, such as an update: rounding error of the two terms
-    drift: float = 1.0  # difference of the two sides' weights in multiples of a rounding, if more than one
+    drift: float = 1.0  # difference of the weights of both recordings, in multiples of a rounding; at least 1
 
     def limits(self, largest: float, rms: float) -> tuple[float, float]:
         """Return the allowed largest and root-mean-square difference of a tensor of this size."""

@@ -41,7 +41,7 @@ def _samples(step: int, a: Recording, b: Recording) -> ParityFinding:
     finding = ParityFinding(step, "data", "samples of the step", -1.0)
     if sides[0] != sides[1]:
         only = [sorted(set(sides[0]) - set(sides[1]))[:3], sorted(set(sides[1]) - set(sides[0]))[:3]]
-        finding.reason = f"only the first side has {only[0]}, only the second {only[1]}"
+        finding.reason = f"only the first recording has {only[0]}, only the second {only[1]}"
         finding.samples = tuple(only[0] + only[1])
     return finding
 
@@ -85,7 +85,7 @@ def _rates(step: int, a: Recording, b: Recording) -> Iterator[ParityFinding]:
 
 
 def compare_settings(a: Recording, b: Recording, pairs: Mapping[str, str]) -> Iterator[str]:
-    """Yield a line for each number of a module, such as `eps` of a norm, that differs between the sides.
+    """Yield a line for each number of a module, such as `eps` of a norm, that differs between the recordings.
 
     Integers, such as numbers of heads, depend on the layout. They are compared only between recordings of one layout.
     """

@@ -177,7 +177,7 @@ def hooked(module: nn.Module, recorder: Recorder) -> Iterator[None]:
         stage = _stage_of(raw)
         if f"{raw}.".startswith(compiled) or (not name and stage is not None):
             continue
-        # a module inside of a wrapper: the wrapper's call is recorded
+        # Do not record a module inside of a wrapper: the hook of the wrapper records the same output.
         if raw and name == clean_name(f"{raw.rpartition('.')[0]}.").rstrip("."):
             continue
         handles.append(part.register_forward_hook(recorder.hook(name or THE_MODEL, stage or 0)))

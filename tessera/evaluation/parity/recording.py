@@ -119,7 +119,8 @@ class Recording:
     label: str
     ranks: list[RankRecord]
     made_by: dict[str, str] = field(default_factory=dict)
-    pairs: dict[str, str] = field(default_factory=dict)  # names here -> names of the other side, if they differ
+    # Name in this recording -> name in the other one, if they differ.
+    pairs: dict[str, str] = field(default_factory=dict)
 
     @property
     def compute(self) -> str:

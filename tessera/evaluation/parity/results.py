@@ -39,7 +39,7 @@ def lines(comparison: Comparison) -> list[str]:
         out.append(f"not comparable: {len(comparison.skipped)}, such as {comparison.skipped[0]}")
     if comparison.not_finite:
         example = comparison.not_finite[0]
-        out.append(f"NaN or infinite on both sides: {len(comparison.not_finite)}, the first: {example.line}")
+        out.append(f"NaN or infinite in both recordings: {len(comparison.not_finite)}, the first: {example.line}")
     if first is None:
         return [*out, "no difference beyond what rounding explains", *_settings(comparison)]
     out.append(f"first difference: {first.line}")
@@ -174,7 +174,7 @@ def _page(comparison: Comparison) -> str:
                 ("compared", f"{len(findings):,}"),
                 ("different", f"{len(comparison.different):,}"),
                 ("not comparable", f"{len(comparison.skipped):,}"),
-                ("NaN or infinite on both sides", f"{len(comparison.not_finite):,}"),
+                ("NaN or infinite in both recordings", f"{len(comparison.not_finite):,}"),
             ]
         )
     )

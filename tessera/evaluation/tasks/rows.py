@@ -23,7 +23,7 @@ from tessera.evaluation.tasks.table import Table
 from tessera.evaluation.tasks.template import as_list, fill, plain
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-_LONGEST_INDEX = 64  # a longer cell contains an image, not the index of another row
+_LONGEST_INDEX = 64  # characters; a longer cell contains an image, a shorter one may be the index of another row
 _MARK = re.compile(r"<image (\d+)>")
 
 
@@ -299,7 +299,7 @@ def _placed(text: str, media: list[Part | None], how: str) -> tuple[Part, ...]:
         return part
 
     if how == "by number":
-        pieces = _MARK.split(text)  # texts and numbers alternate
+        pieces = _MARK.split(text)  # even entries are texts, odd entries the image numbers between them
         parts = [numbered(piece) if index % 2 else Part("text", piece) for index, piece in enumerate(pieces)]
         return tuple(part for part in parts if part.kind != "text" or part.value)
     # In order: the n-th mark is replaced by the n-th image that the text names. The number of the mark is ignored.

@@ -147,7 +147,7 @@ def audio_rules(shape: AudioShape, prefix: str, last_norm: str) -> list[Rule]:
 def with_clips(batch: Batch, shape: AudioShape, tokens: int) -> Batch:
     """Add recordings of equal length to an example batch. Their embeddings replace about the last `tokens` tokens.
 
-    No recording has more elements than the encoder has stored position embeddings.
+    No recording has more audio frames than the encoder has stored position embeddings.
     """
     longest = shape.positions // shape.pool if shape.positions else tokens
     count = max(1, min(max(EXAMPLE_CLIPS, -(-tokens // longest)), tokens))

@@ -140,10 +140,10 @@ _PER_LOG = 27.0 / np.log(6.4)
 
 
 def mel_windows(mel: np.ndarray, count: int, frames: int, stride: int, reach: int) -> dict[str, np.ndarray]:
-    """Return the input of an `AudioEncoder` for the first `count` elements of a chunk.
+    """Return the input of an `AudioEncoder` for the first `count` audio frames of a chunk.
 
-    `mel` [at most `frames`, bins]: the first frames of the chunk, enough for these elements. `frames`: number of frames
-    of the chunk. `stride`, `reach`: see `AudioShape`.
+    `mel` [at most `frames`, bins]: the first mel frames of the chunk, as many as these audio frames need. `frames`:
+    number of mel frames of the chunk. `stride`, `reach`: see `AudioShape`.
     """
     after = max(0, (count - 1) * stride + reach + 1 - len(mel))
     windows = np.lib.stride_tricks.sliding_window_view(np.pad(mel, ((reach, after), (0, 0))), 2 * reach + 1, axis=0)

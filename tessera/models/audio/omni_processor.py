@@ -46,7 +46,7 @@ class OmniProcessor(GridProcessor):
     @classmethod
     @abstractmethod
     def splitter(cls, config: Any, mel: LogMel) -> AudioSplitter:
-        """Return how recordings are split into elements of the audio encoder."""
+        """Return the object that splits recordings into audio frames of the encoder."""
         ...
 
     @abstractmethod

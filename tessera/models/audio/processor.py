@@ -1,4 +1,4 @@
-"""The audio stream of a batch, the splitting of recordings into elements, and the base class of audio processors."""
+"""The audio stream of a batch, the encoder input of recordings, and the base class of audio processors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ AUDIO_STREAMS: MediaStreams = {AUDIO: MediaStream(MEL, ("audio",), "audio_frames
 
 @dataclass(frozen=True)
 class AudioSplitter:
-    """Split recordings into elements, the sequence positions of an audio encoder after its convolutions.
+    """Split recordings into audio frames, the sequence positions of an audio encoder after its convolutions.
 
     Convolutions run over one chunk of mel frames at a time, attention over one window of chunks.
     """
@@ -52,11 +52,11 @@ class AudioSplitter:
     mel: LogMel
     stride: int  # see `AudioShape`
     reach: int
-    pool: int = 1  # elements that become one token
+    pool: int = 1  # number of audio frames that become one token
     chunk: int = 3000  # mel frames of a chunk
     window: int = 1  # chunks of an attention window
-    # Whether the last chunk of a recording is padded to the length of the others. Elements are computed only up to the
-    # end of the recording.
+    # Whether the last chunk of a recording is padded to the length of the others. The padding gets no
+    # audio frames.
     fills: bool = True
     silence: bool = True  # pad samples with silence to `mel.longest`; False: pad mel frames with zeros
     least: int = 0  # minimum number of samples; shorter recordings are padded with silence
@@ -97,7 +97,7 @@ class AudioSplitter:
         return MediaLayout(
             (tokens,),
             tuple(sum(counts[at : at + self.window]) for at in range(0, len(counts), self.window)),
-            # With an odd number of elements, the last one takes part in attention but becomes no token.
+            # If `pool` does not divide the number of audio frames, the last ones are attended to but become no token.
             selected=np.arange(tokens * self.pool) if self.pool > 1 else None,
         )
 
@@ -127,7 +127,7 @@ class AudioSplitter:
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     def _elements(self, samples: int) -> list[int]:
-        """Return the number of elements in each chunk of a recording."""
+        """Return the number of audio frames in each chunk of a recording."""
         return [-(-frames // self.stride) for frames in self._chunks(samples)]
 
     def _chunks(self, samples: int) -> list[int]:

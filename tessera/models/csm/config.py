@@ -39,6 +39,9 @@ class CSMConfig(Section):
     text: TextConfig = Field(description="the backbone; its vocabulary is that of texts")
     depth: TextConfig = Field(description="the depth decoder; its vocabulary is the codes of one codebook")
     num_codebooks: int = Field(32, gt=1, le=1024)
+    codec_codes: int = Field(
+        2048, gt=0, le=10**8, description="codes that the codec writes in each codebook; later ones are control codes"
+    )
     tie_codebooks_embeddings: bool = Field(True, description="backbone and depth decoder read one table of codes")
     audio_token_id: int = Field(128002, ge=0, description="the token at the position of a frame")
     audio_eos_token_id: int = Field(128003, ge=0, description="the token at the position of the end of speech")
@@ -88,10 +91,12 @@ class CSMConfig(Section):
             ],
             where,
         )
-        tied = data.get("tie_codebooks_embeddings")
+        codec, tied = data.get("codec_config"), data.get("tie_codebooks_embeddings")
+        size = codec.get("codebook_size") if isinstance(codec, Mapping) else None
         fields = {
             **{name: data[name] for name in cls.kept_ids if name in data},
             "num_codebooks": codebooks,
+            **({} if size is None else {"codec_codes": size}),
             "tie_codebooks_embeddings": True if tied is None else tied,
             "text": text,
             "depth": DEPTH.read(depth, f"{where}: depth_decoder_config"),

@@ -28,7 +28,7 @@ CODEC = "codec_model."  # prefix of the codec's tensors, which are frozen
 
 def _in_backbone(config: CSMConfig) -> WeightMap:
     """Return the weight map of folders that store a shared table of codes in the backbone, maybe in both parts."""
-    mark = _CODES if config.tie_codebooks_embeddings else ""  # no folder has a tensor without a name
+    mark = _CODES if config.tie_codebooks_embeddings else ""  # "" never matches: no tensor has an empty name
     return _weights(config, [Rule("codes.weight", _CODES)], _DEPTH_CODES, mark)
 
 

@@ -60,7 +60,7 @@ _NUMBERED = re.compile(r"\[\d+\]")
 class CSMOptions(Section):
     """Declare the keys of `data.processor`."""
 
-    unlisted: ClassVar[frozenset[str]] = frozenset({"train_on"})  # not listed: recipes set data.train_on instead
+    unlisted: ClassVar[frozenset[str]] = frozenset({"train_on"})  # errors do not list it: recipes set data.train_on
     train_on: tuple[str, ...] = ("assistant",)
     speaker: int = Field(0, ge=0, le=10**6, description="number of the speaker of texts that name none")
 
@@ -78,9 +78,9 @@ class CSMProcessor(SpeechProcessor):
         chosen = build(CSMOptions, options, "data.processor")
         encoder = ChatEncoder(load_tokenizer(folder))
         check_special_tokens(encoder, CHAT, config.special_token_ids, config.text.vocab_size, folder)
-        # The codec writes no padding code, the last of the table: rows with it were padded to one length.
+        # Rows with the padding code, the last of the table, were padded to one length.
         padded = config.codebook_pad_token_id == config.codebook_size - 1
-        sizes = (config.codebook_size - padded,) * config.num_codebooks
+        sizes = (min(config.codec_codes, config.codebook_size - padded),) * config.num_codebooks
         sampling, end = VideoSampling(), config.codebook_eos_token_id
         return cls(encoder, CHAT, sampling, chosen.train_on, False, sizes, chosen.speaker, end)
 

@@ -144,9 +144,9 @@ def write_side_files(
 ) -> None:
     """Write all files except weights to a new model folder: tokenizer, preprocessors, chat template, generation config.
 
-    `source`: the folder that the processor was loaded from. `weights`: the folder that the weights came from, if
-    different. `read` loads a processor from the new folder. If its fingerprint differs from that of `processor`,
-    copied files are replaced by files that `processor` writes.
+    `source`: folder of `processor`, whose files are copied. `weights`: folder of the weights, whose generation config
+    is copied if it is another folder. `read` loads a processor from the new folder. If the fingerprint of this
+    processor differs from that of `processor`, files that `processor` writes replace the copied files.
     """
     target.mkdir(parents=True, exist_ok=True)
     if weights is not None and weights.is_dir() and weights != source:
@@ -228,7 +228,7 @@ class _Writer:
 def _with_named_words(config: Mapping[str, Any], words: Mapping[str, str] | None) -> dict[str, Any]:
     """Return a tokenizer_config.json with the special tokens that transformers' processor looks up by name."""
     named = config.get("extra_special_tokens") or {}
-    special = words if isinstance(words, Mapping) else {}  # a list of tokens has no names
+    special = words if isinstance(words, Mapping) else {}  # if it is a list, the tokens have no names
     missing = {name: word for name, word in special.items() if name not in config and name not in named}
     if not missing or not isinstance(named, dict):
         return dict(config)

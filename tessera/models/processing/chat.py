@@ -260,7 +260,7 @@ class ChatTemplate:
         turn = self._turn("system")
         before = turn.before.replace("{role}", "system") + turn.text_before
         after = (turn.text_after + turn.after).rstrip("\n")
-        if not before:  # no header to search for: recognise only templates that Tessera wrote
+        if not before:  # without a header to search for, only templates that Tessera wrote are recognised
             start = re.escape(_UNLESS_SYSTEM) + f"(?:{_NO_TOOLS})? %\\}}"
             branch = re.search(start + "(.*?)" + re.escape(after + "{% endif %}"), jinja, re.DOTALL)
             return None if branch is None else branch[1].removeprefix("{% raw %}").removesuffix("{% endraw %}")

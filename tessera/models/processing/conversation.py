@@ -414,7 +414,7 @@ def check_rope_length(length: int, longest: int | None) -> None:
 class TextOptions(Section):
     """Declare the keys of `data.processor` that concern text."""
 
-    unlisted: ClassVar[frozenset[str]] = frozenset({"train_on"})  # not listed in errors: recipes set data.train_on
+    unlisted: ClassVar[frozenset[str]] = frozenset({"train_on"})  # errors do not list it: recipes set data.train_on
     train_on: tuple[str, ...] = ("assistant",)
     system: str | None = Field(None, description="system message of conversations without one")
 

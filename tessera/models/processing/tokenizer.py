@@ -171,7 +171,7 @@ def _try_out(path: Path) -> None:
 
 
 class UnknownConversationError(TesseraError):
-    """Report a tokenizer that lacks special tokens of the family's chat templates."""
+    """Report that conversations cannot be encoded: the tokenizer lacks special tokens of all chat templates."""
 
 
 class ChatEncoder:

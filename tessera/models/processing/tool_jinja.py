@@ -21,7 +21,7 @@ JINJA_MACRO = (
     + _string(AFTER_TOOLS)
     + "{% endmacro %}"
 )
-# The `tool_calls` of a message, one per line.
+# Jinja code that writes each entry of `tool_calls` as <tool_call>, JSON and </tool_call>, on three lines.
 JINJA_CALLS = (
     "{% for call in message.tool_calls %}{% set call = call.function or call %}"
     "{% if message.content or not loop.first %}"

@@ -38,7 +38,7 @@ class OmniAudioConfig(AudioConfig):
     @model_validator(mode="after")
     def _pairs_fit(self) -> Self:
         if self.n_window % 2:
-            raise ValueError(f"n_window {self.n_window} must be even: two neighbouring elements become one token")
+            raise ValueError(f"n_window {self.n_window} must be even: two neighbouring audio frames become one token")
         return self
 
 

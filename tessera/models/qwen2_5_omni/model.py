@@ -22,7 +22,7 @@ from tessera.nn.audio import AudioShape, PooledProjector
 from tessera.weights.map import Rule
 from tessera.weights.operations import GroupByHead
 
-POOL = 2  # elements of the audio encoder that become one token
+POOL = 2  # number of audio frames that become one token
 
 
 class OmniAudioProjector(PooledProjector):

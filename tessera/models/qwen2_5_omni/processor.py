@@ -49,7 +49,7 @@ class Qwen25OmniProcessor(OmniProcessor, Qwen25VLProcessor):
 
     @classmethod
     def splitter(cls, config: Qwen25OmniConfig, mel: LogMel) -> AudioSplitter:
-        # Convolutions and attention see one window of the sound at a time. Two elements become one token.
+        # Convolutions and attention are computed in windows of the sound. Two audio frames become one token.
         return AudioSplitter(mel, stride=2, reach=2, pool=POOL, chunk=2 * config.audio.n_window, fills=False)
 
     def fingerprint_fields(self) -> list[Any]:
@@ -57,7 +57,7 @@ class Qwen25OmniProcessor(OmniProcessor, Qwen25VLProcessor):
 
     def interleave(self, frames: MediaLayout, track: MediaLayout) -> tuple[list[int], list[int]]:
         chunk = self.tokens_per_second * self.seconds_per_chunk
-        each = sum(frames.tokens) // len(frames.times)  # tokens of a temporal patch
+        each = sum(frames.tokens) // len(frames.times)  # number of tokens of a temporal patch
         sound = ((index, 1) for index in range(sum(track.tokens)))
         return _chunks([(time, each) for time in frames.times], chunk), _chunks(sound, chunk)
 

@@ -23,7 +23,7 @@ def _decoder(fields: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
     return {**fields["text"], **changes}
 
 
-# Codes 64 to 72 of the first codebook are control codes.
+# In the quickstart preset, codes 64 to 69 of the first codebook are control codes; 70 and 71 select a voice.
 _CODES = {
     name: 64 + number
     for number, name in enumerate(

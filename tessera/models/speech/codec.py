@@ -123,7 +123,7 @@ class MimiCodec(Codec):
     def __init__(self, module: Any) -> None:
         config = module.config
         window = config.num_hidden_layers * config.sliding_window  # positions that attention reads
-        positions = int(config.encodec_frame_rate / config.frame_rate)  # of each frame
+        positions = int(config.encodec_frame_rate / config.frame_rate)  # number of positions of each frame
         super().__init__(
             module,
             rate=config.sampling_rate,
@@ -233,7 +233,7 @@ def load_codec(folder: Path) -> Codec:
 def _classes(names: tuple[str, str]) -> tuple[Any, Any]:
     import transformers
 
-    if names == _WAVE_CLASSES:  # not in the top module
+    if names == _WAVE_CLASSES:  # transformers does not export these classes at the top level
         from transformers.models.qwen3_omni_moe import configuration_qwen3_omni_moe, modeling_qwen3_omni_moe
 
         return getattr(configuration_qwen3_omni_moe, names[0]), getattr(modeling_qwen3_omni_moe, names[1])

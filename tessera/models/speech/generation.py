@@ -32,7 +32,7 @@ class SpeechPrompts:
     # decoder does not decode the last frame.
     ends: int
     suppressed: tuple[int, ...] = ()  # codes of the first codebook that are never generated
-    repetition_penalty: float = 1.0  # for the first codes, as in transformers
+    repetition_penalty: float = 1.0  # applied to codes of the first codebook only, as in transformers
 
 
 @runtime_checkable
@@ -140,7 +140,8 @@ class _DepthSteps:
     def __init__(self, depth: DepthDecoder) -> None:
         self._depth = depth
         self._count = len(depth.heads) + 1
-        self._steps: dict[int, list[CacheStep]] = {}  # by the number of frames; equal for all frames of a speech
+        # Number of frames -> steps, which are the same for all frames of a recording.
+        self._steps: dict[int, list[CacheStep]] = {}
 
     def frame(self, hidden: Tensor, first: Tensor, choose: Choose, rows: Sequence[int]) -> Tensor:
         """Return all codes [codebooks, N] of N frames.

@@ -105,8 +105,8 @@ def checked_frames(codes: Any, sizes: Sequence[int]) -> np.ndarray:
     if outside.any():
         frame, codebook = (int(number) for number in np.argwhere(outside)[0])
         raise TesseraError(
-            f"frame {frame} has the code {int(frames[frame, codebook])} in codebook {codebook}, which has "
-            f"{sizes[codebook]} codes",
+            f"frame {frame} has the code {int(frames[frame, codebook])} in codebook {codebook}, whose codes are 0 to "
+            f"{sizes[codebook] - 1}: codecs write no other codes, and control and padding codes are no speech",
             fix="encode the recordings with the codec of this model: tessera data features",
             code="data.other-codebooks",
         )

@@ -232,7 +232,7 @@ class Library:
         tensors = self._padded(joined)
         length = tensors[IDS].shape[1]
         positions = [torch.cat([row.positions, torch.arange(length - len(row.positions))]) for row in joined]
-        del tensors[MASK]  # with a mask, classes ignore the restarting positions
+        del tensors[MASK]  # if they get a mask, classes ignore that positions restart at each sample
         return {**tensors, "position_ids": torch.stack(positions)}
 
     def _media(self, items: Sequence[EncodedChat]) -> dict[str, Tensor]:

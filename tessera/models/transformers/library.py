@@ -104,7 +104,7 @@ def checked_processor(folder: Path | None, config: Mapping[str, Any], image_back
     """Return transformers' processor of a model folder. Failures are raised as `TesseraError` with a fix."""
     if image_backend == "torchvision" and importlib.util.find_spec("torchvision") is None:
         raise TesseraError(
-            "torchvision is not installed",  # otherwise transformers would silently use Pillow
+            "torchvision is not installed",  # without this error transformers would use Pillow silently
             where="data.processor.image_backend",
             allowed=["pil"],
             fix=_INSTALL_TORCHVISION,

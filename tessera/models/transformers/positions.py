@@ -23,7 +23,7 @@ def keep_lengths_apart(module: nn.Module) -> bool:
 
 
 def _depends_on_length(part: nn.Module) -> bool:
-    kinds = vars(part).get("rope_type")  # a mapping if layers have different rope types
+    kinds = vars(part).get("rope_type")  # layer type -> rope type, if layers differ
     names = kinds.values() if isinstance(kinds, dict) else [kinds]
     return any(word in str(name) for name in names for word in _LENGTH_ROPES)
 

@@ -56,7 +56,7 @@ class GridFiles:
         """Return the patch settings of images and of videos. The recipe's pixel bounds override those of the folder."""
         image_file, video_file = read_files(folder)
         defaults = {"image_mean": self.mean, "image_std": self.std}
-        if not video_file:  # as in transformers: videos get the normalisation of images and default bounds
+        if not video_file:  # as in transformers, videos are normalised like images, and have the default pixel bounds
             video_file = {
                 key: image_file[key] for key in ("image_mean", "image_std", "rescale_factor") if key in image_file
             }

@@ -24,7 +24,8 @@ from tessera.models.processing.streams import MediaStream, MediaStreams
 from tessera.models.vision.patches import Patches
 
 VISION = "vision"
-# The stream of a vision encoder (see `Stream`). `vision_stream` adds the encoder's width and blank input.
+# Batch tensors of patches and the modules that read them (see `Stream`), equal in all families. `vision_stream` adds
+# width and blank input of a particular encoder.
 PATCHES = Stream(
     tensors=("pixels", "patch_positions", "patch_index", "patch_weights"),
     segments=VISION,

@@ -150,13 +150,13 @@ def weights(config: WhisperConfig) -> WeightMap:
 
 
 def frames_of(mel: Tensor) -> Tensor:
-    """Return the mel frames [frames, bins] of a recording from its elements, which also contain neighbouring frames."""
+    """Return the mel frames [frames, bins] of a recording from the tensor `mel`, in which they overlap."""
     middle = mel.view(mel.shape[0], -1, 2 * REACH + 1)[:, :, REACH : REACH + STRIDE]
     return middle.transpose(1, 2).flatten(0, 1)
 
 
 def windows_of(frames: Tensor, positions: int) -> Tensor:
-    """Return the elements of a window that begins with these frames; zeros follow the end of the recording."""
+    """Return the tensor `mel` for `positions` audio frames that begin with these mel frames, padded with zeros."""
     frames = frames[: positions * STRIDE]
     padded = F.pad(frames, (0, 0, REACH, REACH + positions * STRIDE - len(frames)))
     return padded.unfold(0, 2 * REACH + 1, STRIDE)[:positions].flatten(1)

@@ -50,7 +50,7 @@ _ENGLISH_ONLY = 51864  # size of the vocabulary of published models for English 
 class WhisperOptions(Section):
     """Declare the keys of `data.processor`."""
 
-    unlisted: ClassVar[frozenset[str]] = frozenset({"train_on"})  # not listed in errors: recipes set data.train_on
+    unlisted: ClassVar[frozenset[str]] = frozenset({"train_on"})  # errors do not list it: recipes set data.train_on
     train_on: tuple[str, ...] = ("assistant",)
     language: str | None = Field(
         None,

@@ -32,6 +32,7 @@ from tessera.tools.data_doctor.look import Look
 from tessera.tools.data_doctor.sound import odd_lengths
 
 ONE_ANSWER = 0.3  # a finding is reported if a larger share of samples has the same answer
+_WITH_TEXTS = ("transcript", "speech")  # formats whose texts are compared with the lengths of their recordings
 _ODD_TRANSCRIPTS = ("long-transcript", "short-transcript")
 FEW = 20  # shares such as ONE_ANSWER are not reported for fewer samples than this
 PACKED = 200_000  # maximum number of samples that a forecast packs, before it extrapolates to all
@@ -179,6 +180,9 @@ class Collection:
         _set(findings, "repeated-content", count, [self._again(*group) for group in groups])
         self._find_one_answer(findings)
         self._find_odd_transcripts(findings)
+        codebooks = self.column("codebooks")
+        usual = np.bincount(codebooks[codebooks > 0], minlength=1).argmax()
+        self._add(findings, "other-codebooks", np.flatnonzero((codebooks > 0) & (codebooks != usual)))
         return worst_first(findings)
 
     def _bad_records(self) -> dict[str, Finding]:
@@ -209,6 +213,8 @@ class Collection:
             detail = f"{tokens:,} tokens, a row has {self.length:,}"
         elif kind == "long-caption":
             detail = f"{int(self.column('text')[at]):,} embeddings are read of it"
+        elif kind == "other-codebooks":
+            detail = f"{int(self.column('codebooks')[at])} codebooks"
         elif kind in _ODD_TRANSCRIPTS:
             characters, seconds = int(self.column("answer_characters")[at]), self.seconds[at]
             detail = f"{characters:,} characters in {seconds:.2f} s: {characters / seconds:.1f} per second"
@@ -229,7 +235,7 @@ class Collection:
         for number, examined in enumerate(self.sets):
             samples = np.arange(self.starts[number], self.starts[number + 1])
             samples = samples[self.seconds[samples] > 0]
-            if examined.source.record_format == "transcript" and len(samples) >= FEW:
+            if examined.source.record_format in _WITH_TEXTS and len(samples) >= FEW:
                 odd = odd_lengths(self.column("answer_characters")[samples], self.seconds[samples])
                 for kind, of_set in zip(_ODD_TRANSCRIPTS, odd, strict=True):
                     is_odd[kind][samples] = of_set
@@ -296,7 +302,7 @@ def histograms(collected: Collection, work: Work | None) -> list[Histogram]:
     if heard.any():
         seconds = collected.seconds[heard]
         drawn.append(histogram("Recordings of a sample", "seconds", seconds))
-        if any(examined.source.record_format == "transcript" for examined in collected.sets):
+        if any(examined.source.record_format in _WITH_TEXTS for examined in collected.sets):
             speed = collected.column("answer_characters")[heard] / seconds
             drawn.append(histogram("Text of a second of sound", "characters", speed, adds_up=False))
     if tokens and work is not None and len(collected.long):

@@ -76,6 +76,11 @@ KINDS: dict[str, Kind] = {
         "Unknown roles",
         "use system, user, assistant and tool, or name your roles under `columns` of the data set",
     ),
+    "bad-codes": Kind(
+        "loss",
+        "Speech codes that cannot be used",
+        "encode the recordings with the codec of the model: tessera data features",
+    ),
     "unfit": Kind(
         "loss", "Samples that the model does not support", "remove these samples, or resize or cut their media"
     ),
@@ -135,6 +140,11 @@ KINDS: dict[str, Kind] = {
         "Texts that are much too short for their recordings",
         "check that the recording is cut where its text ends",
     ),
+    "other-codebooks": Kind(
+        "warning",
+        "Speech codes with another number of codebooks than most rows",
+        "encode all recordings with one codec, and with as many codebooks as the model has",
+    ),
     "narrow-band": Kind(
         "note",
         "Recordings without the upper half of their frequencies",
@@ -175,6 +185,7 @@ _CODES = {
     "huge-caption": ("generation.caption-too-long", "generation.caption-over-tokens"),
     "placeholders": ("data.placeholder-count", "data.media-column-unknown"),
     "bad-boxes": ("data.bad-objects", "data.region-count", "data.region-image", "data.region-outside"),
+    "bad-codes": ("data.bad-codes", "data.no-codes", "data.other-codebooks"),
     "unknown-role": ("data.unknown-speaker", "data.no-role"),
     "missing-file": ("media.no-such-file", "media.not-a-file", "media.not-a-path"),
     "by-url": ("media.url-not-allowed",),

@@ -102,6 +102,7 @@ class Look:
             "frames": sum(size.frames for part, size in zip(parts, sizes, strict=True) if part.kind == "video"),
             "seconds": math.ceil(sum(size.total / size.rate for size in sizes if size.rate)),
             "sound_ms": milliseconds(parts, sizes, self.audio_rate),
+            "codebooks": max((part.value.shape[1] for part in parts if part.kind == "codes"), default=0),
             "pixels": max((size.width * size.height for size in sizes), default=0),
         }
         columns |= {f"{kind}s": sum(part.kind == kind for part in parts) for kind in MEDIA_KINDS}
@@ -115,7 +116,9 @@ class Look:
         problems = check_texts(spoken).problems
         if self.captions:
             problems = {kind: detail for kind, detail in problems.items() if kind in _OF_ANY_TEXT}
-        elif {message.role for message in spoken.messages} == {"assistant"} and not _speaks(sample):
+        elif _speaks(sample):  # a text that is spoken needs no question, and voices may follow in any order
+            problems.pop("turn-order", None)
+        elif {message.role for message in spoken.messages} == {"assistant"}:
             problems["all-trained"] = "every message is the assistant's"
         images = [size for part, size in zip(sample.media(), sizes, strict=True) if part.kind == "image"]
         for region in regions_of(sample):

@@ -25,6 +25,7 @@ _SHORTEST = 0.5  # seconds; the spectrum of a shorter recording is not examined
 _EMPTY_ABOVE = 0.28
 _EMPTY = 1e-6  # a smaller share of the power counts as none
 _FACTOR, _SPREADS = 4.0, 6.0  # see `odd_lengths`
+_FRAME_MS = 80  # milliseconds of a frame of codes, of all supported codecs
 
 
 @dataclass(frozen=True)
@@ -80,5 +81,7 @@ def odd_lengths(characters: np.ndarray, seconds: np.ndarray) -> tuple[np.ndarray
 
 
 def milliseconds(parts: Sequence[Part], sizes: Sequence[MediaSize], rate: int) -> int:
-    """Return the milliseconds of all recordings of a sample."""
-    return sum(size.samples for part, size in zip(parts, sizes, strict=True) if part.kind == "audio") * 1000 // rate
+    """Return the milliseconds of all recordings of a sample, and of its speech as codes."""
+    pairs = list(zip(parts, sizes, strict=True))
+    recorded = sum(size.samples for part, size in pairs if part.kind == "audio") * 1000 // rate
+    return recorded + _FRAME_MS * sum(size.frames for part, size in pairs if part.kind == "codes")

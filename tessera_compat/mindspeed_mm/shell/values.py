@@ -74,7 +74,7 @@ class Values:
         self.path, self.output = path, output
         self.unset: dict[str, int] = {}  # unset variables that were read -> line
         self.letters = 0
-        self.absent = ""  # missing file that made the last `[ ]` false
+        self.absent = ""  # path whose file test failed in the last `[ ]`; empty: none failed
 
     def set(self, name: str, value: str | list[str], line: int) -> None:
         """Set a variable. Raise if the values of a script become too long."""
