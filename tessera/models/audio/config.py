@@ -83,7 +83,10 @@ class WhisperAudioConfig(AudioConfig):
 
 
 class ChunkAudioConfig(AudioConfig):
-    """Configure an encoder with 2D convolutions over chunks of a recording. Attention windows consist of several chunks."""
+    """Configure an encoder with 2D convolutions over chunks of a recording.
+
+    Attention windows consist of several chunks.
+    """
 
     n_window: int = Field(50, gt=0, le=10**6, description="half of the mel frames of a chunk")
     n_window_infer: int = Field(800, gt=0, le=10**8, description="mel frames of an attention window")
