@@ -63,7 +63,7 @@ def plan_context(
                 f"parallel.cp={section.cp}, but this model family does not declare its attention modules",
                 where="parallel.cp",
                 allowed=[1],
-                fix="shard its weights instead: parallel.shard=auto (`attention` is in the plan of a family)",
+                fix="shard its weights instead: parallel.shard=auto (a family declares them in `ModelPlan.attention`)",
                 code="layout.attention-not-declared",
             )
         if 0 < tokens < split.minimum:
@@ -112,7 +112,7 @@ def _check_heads(
         whose = f"{heads} heads" if tp == 1 else f"{heads // tp} heads that each of tp={tp} ranks has"
         allowed = [d for d in range(1, heads // tp + 1) if section.cp % d == 0]
         raise TesseraError(
-            f"the {whose} in {path} cannot be distributed evenly over parallel.ulysses={ulysses} ranks",
+            f"parallel.ulysses={ulysses} exceeds the {whose} in {path}: each rank needs a head",
             where="parallel.ulysses",
             allowed=allowed,
             fix=f"parallel.ulysses={allowed[-1]}: the remaining ranks form a ring" if allowed else "lower parallel.tp",
@@ -121,7 +121,7 @@ def _check_heads(
 
 
 def _shape(model_plan: ModelPlan, tree: dict[str, nn.Module], attention: str, tp: int) -> Heads | None:
-    """Return the head counts and sizes of an attention module; None if the family does not declare its heads.
+    """Return the head counts and sizes of an attention module; None if its heads or their size are not declared.
 
     With None, communication cannot be estimated.
     """
@@ -208,7 +208,7 @@ class ContextAttention(nn.Module):
     def _schedule(self, ring: Ring, length: int, lengths: tuple[int, ...], size: int) -> RingSchedule:
         """Return the arguments of `ring_attention`. The plan has checked the mask of `core`."""
         assert isinstance(self.core, AttentionCore)
-        # Only these two implementations support attention between parts of a sequence.
+        # Only flash and eager support attention between parts of a sequence. AUTO selects one of them.
         implementation = "eager" if self.core.implementation == "eager" else AUTO
         return RingSchedule(
             ring,

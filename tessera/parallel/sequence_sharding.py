@@ -48,7 +48,7 @@ class SequenceSharding:
         return (2 * self.ring if self.ring > 1 else 1) * self.ulysses * self.unit
 
     def ring_ranges(self, length: int, at: int) -> list[Range]:
-        """Return the two chunks that the ulysses ranks at one ring position have together."""
+        """Return the two chunks, without a ring one, that the ulysses ranks at one ring position have together."""
         if self.ring == 1:
             return [(0, length)]
         return [self._part(length, 2 * self.ring, chunk) for chunk in (at, 2 * self.ring - 1 - at)]
@@ -219,7 +219,8 @@ def _split_sequences(
 ) -> None:
     """Keep only this rank's part of every encoder sequence.
 
-    If there are fewer elements than ranks, zeros are appended as another sequence, so that all ranks have elements.
+    If there are fewer than `split.minimum` elements, zeros are appended as another sequence, so that all ranks have
+    elements.
     """
     stream = encoder.stream
     lengths = segments[stream.segments].lengths if stream.segments in segments else ()
@@ -328,7 +329,8 @@ def lengths_inside(lengths: Sequence[int], ranges: Sequence[Range]) -> list[int]
 class RankDataset(RowSource):
     """Wrap a `RowSource` and return this rank's part of each batch. It runs on the host, in the loader's processes.
 
-    Of the ranks that read the same rows, one reports sample ids and counts; on the others they are empty.
+    Of the ranks that read the same rows, one reports sample ids and counts; the others have no ids,
+    and counts of 0.
     """
 
     def __init__(

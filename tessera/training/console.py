@@ -57,7 +57,10 @@ def styled(fields: Sequence[Field]) -> str:
 
 
 def mean_of(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
-    """Return the mean of each metric over steps with an applied update, and the number of skipped steps."""
+    """Return the mean of each metric over steps with an applied update, and the number of skipped steps.
+
+    Values that are not finite are left out. If there are no others, return the last value instead of a mean.
+    """
     applied = [row for row in rows if not row.get("skipped")]
     means: dict[str, Any] = {}
     for name in names:
