@@ -43,14 +43,16 @@ types: $(READY)
 # Files go to workers in the order of tests/conftest.py. Bytecode is written, whatever the surroundings say: without it
 # every worker takes 10 s to read tests that another one has read, and every process that a test starts compiles again.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
-# Types are checked beside tests, which leave parts of a core idle; what is said about them comes after the tests.
-# $(1): which tests.
+# Beside the tests, which leave parts of a core idle, one process checks types and then compares numbers a second time.
+# What it says comes after the tests. Each worker imports and prepares the same again: three are for slow tests, which
+# wait more. $(1): how many workers. $(2): which tests. $(3): which of them compare numbers.
 define TYPES_AND_TESTS
 	@mkdir -p build
-	@echo '$(BIN)/mypy &'; $(BIN)/mypy > build/types.txt 2>&1 & types=$$!; \
-	echo '$(PYTEST) -n 3 $(1)'; $(PYTEST) -n 3 $(1); tests=$$?; wait $$types; types=$$?; \
-	cat build/types.txt; [ $$tests = 0 ] && [ $$types = 0 ]
+	@echo '($(BIN)/mypy; $(PLAINEST) ...) &'; ($(BIN)/mypy; types=$$?; $(PLAINEST) $(2) $(3) && [ $$types = 0 ]) > build/beside.txt 2>&1 & beside=$$!; \
+	echo '$(PYTEST) -n $(1) $(2)'; $(PYTEST) -n $(1) $(2); tests=$$?; wait $$beside; beside=$$?; \
+	cat build/beside.txt; [ $$tests = 0 ] && [ $$beside = 0 ]
 endef
+PLAINEST := ATEN_CPU_CAPABILITY=default $(PYTEST) -n 0 -k "not compiled"
 # Compared a second time with the plainest kernels that torch has for this CPU, which add in another order. Not what is
 # compiled: the compiler takes the instructions of the machine all the same, and mixes them up with headers for others.
 NUMERIC := tests/unit/test_ops_attention.py tests/unit/test_ops_loss.py tests/unit/test_ops_pointwise.py \
@@ -62,12 +64,10 @@ PACKED := tests/contract/test_vision_language_numerics.py::test_packed_batches_o
 SOME_PACKED := '$(PACKED)[qwen2_5_vl-0]' '$(PACKED)[qwen3_omni-0]' '$(PACKED)[llava-0]'
 
 test: lint
-	$(call TYPES_AND_TESTS,-m "not slow and not gpu")
-	ATEN_CPU_CAPABILITY=default $(PYTEST) -n 2 -m "not slow and not gpu" -k "not compiled" $(NUMERIC) $(SOME_PACKED)
+	$(call TYPES_AND_TESTS,2,-m "not slow and not gpu",$(NUMERIC) $(SOME_PACKED))
 
 test-all: lint
-	$(call TYPES_AND_TESTS,-m "not gpu")
-	ATEN_CPU_CAPABILITY=default $(PYTEST) -n 2 -m "not gpu" -k "not compiled" $(NUMERIC) $(PACKED)
+	$(call TYPES_AND_TESTS,3,-m "not gpu",$(NUMERIC) $(PACKED))
 
 # MindSpore needs NumPy 1 and Python up to 3.12, so it has its own environment, with its own constraints.
 MS_VENV := .venv-mindspore

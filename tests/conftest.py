@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib.util
 import os
 import sys
 from collections import Counter
@@ -72,6 +73,11 @@ def pytest_configure(config: pytest.Config) -> None:
         # torch obeys and oneDNN does not: with units that one uses and the other avoids, attention in bf16 is refused.
         os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
     gc.disable()
+    if "not slow" in config.getoption("markexpr") and importlib.util.find_spec("hypothesis"):
+        from hypothesis import settings
+
+        settings.register_profile("few", max_examples=30)
+        settings.load_profile("few")
     here = Path(__file__).parent
     number = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
     if number and [Path(one).resolve() for one in config.args] == [here]:
@@ -85,7 +91,7 @@ def scope_of(path: str) -> str:
     """Return the scope whose files one worker runs: all files that share ranks, else the file alone.
 
     A fork server and ranks of three world sizes take 15 s of CPU time until they have imported what they need and torch
-    has derived the placements of every operation. One worker pays that, not three.
+    has derived the placements of every operation. One worker pays that, not each.
     """
     file = Path(__file__).parent.parent / path
     if file.parent.name not in SHARED_RANKS:

@@ -78,7 +78,7 @@ def parse_hub_id(value: str | Path, kind: RepoKind, where: str) -> HubId:
     parts = inside.split("/")
     if name is None or ".." in name[0] or "?" in inside or ".." in parts or "\\" in inside or not rest.isprintable():
         raise TesseraError(
-            f"not an id on {HUBS.get(hub, 'a hub')}: {text!r:.200}",
+            f"this is not an id on {HUBS.get(hub, 'a hub')}: {text!r:.200}",
             where=where,
             fix=f"write {hub}://org/name, optionally followed by @REVISION and /PATH",
             code="hub.not-a-name",

@@ -46,7 +46,7 @@ class CheckpointSection(Section):
     prove: Literal["auto", "always", "never"] = Field(
         "auto",
         description="compare the logits of an exported folder with those of transformers before it is published. "
-        "auto: if transformers has the class and the weights take at most 4 GB in float32",
+        "auto: if transformers has the class, the weights take at most 4 GB in float32, and `at_end` is on",
     )
 
     @field_validator("every")
@@ -90,7 +90,9 @@ class GuardSection(Section):
         20, gt=0, description="the same for the gradient norm; a norm below optim.clip_norm is never a spike"
     )
     window: int = Field(200, gt=0, description="number of past steps from which usual values are computed")
-    warmup: int = Field(50, gt=1, description="steps after optim.schedule.warmup in which nothing counts as a spike")
+    warmup: int = Field(
+        50, gt=1, description="first steps in which nothing counts as a spike, as in optim.schedule.warmup"
+    )
     blame: Literal["auto", "always", "never"] = Field(
         "auto",
         description="which bad steps are run again to find the module and samples that caused them; auto: non-finite "

@@ -23,7 +23,7 @@ class RecomputeSection(Section):
 
 
 class EncoderSection(Section):
-    """Declare the parallel layout of an encoder. Its tp and cp must divide those of the model.
+    """Declare the parallel layout of an encoder. Its tp divides that of the model, its cp is 1 or that of the model.
 
     Its input sequences are distributed over the remaining ranks.
     """
@@ -92,7 +92,9 @@ class ParallelSection(Section):
     sequence_parallel: bool = Field(False, description="shard tokens over the tp ranks between layers")
     pp: Ranks = Field(1, description="pipeline parallel degree: ranks that hold consecutive layers")
     schedule: Schedule | None = Field(
-        None, description="pipeline schedule; default: 1f1b, or interleaved if `virtual` is above 1"
+        None,
+        description="pipeline schedule; default: interleaved if `virtual` is above 1, otherwise 1f1b, or gpipe with "
+        "fewer micro-batches than ranks",
     )
     virtual: int | None = Field(
         None, ge=1, le=10**4, description="stages on each rank of a pipeline; default: 1, zbv: 2"

@@ -65,7 +65,7 @@ def _group(body: str, pattern: str) -> str:
 
 def _not_a_pattern(pattern: str, why: str) -> TesseraError:
     return TesseraError(
-        f"not a path pattern: {pattern!r}: {why}",
+        f"this is not a path pattern: {pattern!r}: {why}",
         fix="write dotted names with groups such as {*}, {0-23} or {1,3}: text.layers.{0-3}.attn",
         code="recipe.not-a-pattern",
     )

@@ -52,11 +52,13 @@ def parse_yaml(text: str, where: str) -> Any:
         problem, mark = (error.problem, error.problem_mark) if isinstance(error, yaml.MarkedYAMLError) else (None, None)
         position = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
         raise TesseraError(
-            f"not readable as YAML: {problem or error}", where=position, code="recipe.not-yaml"
+            f"the text is not readable as YAML: {problem or error}", where=position, code="recipe.not-yaml"
         ) from None
     except (ValueError, KeyError, ArithmeticError) as error:
         # A value does not match its tag, such as `!!float x`.
-        raise TesseraError(f"not readable as YAML: {first_line(error)}", where=where, code="recipe.not-yaml") from None
+        raise TesseraError(
+            f"the text is not readable as YAML: {first_line(error)}", where=where, code="recipe.not-yaml"
+        ) from None
     except RecursionError:
         raise TesseraError("the configuration is nested too deeply", where=where, code="recipe.too-deep") from None
 
@@ -67,7 +69,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
         exists = path.is_file()
     except OSError as error:  # such as a name that is too long
         raise TesseraError(
-            f"cannot be opened: {error.strerror}", where=str(path)[:200], code="recipe.cannot-open"
+            f"the file cannot be opened: {error.strerror}", where=str(path)[:200], code="recipe.cannot-open"
         ) from None
     if not exists:
         beside = sorted(p.name for p in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
@@ -86,10 +88,15 @@ def read_mapping(path: Path) -> dict[str, Any]:
     try:
         data = parse_yaml(path.read_text(encoding="utf-8"), str(path))
     except OSError as error:
-        raise TesseraError(f"cannot be read: {error.strerror}", where=str(path), code="recipe.cannot-open") from None
+        raise TesseraError(
+            f"the file cannot be read: {error.strerror}", where=str(path), code="recipe.cannot-open"
+        ) from None
     except UnicodeDecodeError:
         raise TesseraError(
-            "not a text file", where=str(path), fix="a configuration is YAML or JSON in UTF-8", code="recipe.not-text"
+            "the file is not a text file",
+            where=str(path),
+            fix="a configuration is YAML or JSON in UTF-8",
+            code="recipe.not-text",
         ) from None
     if data is None:
         return {}
@@ -154,7 +161,7 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
         if not sign or not re.fullmatch(r"[A-Za-z_][\w.\-]*", key):
             hint = find_hint(key, text or None)
             raise TesseraError(
-                f"not an override: {word!r}",
+                f"this is not an override: {word!r}",
                 where="command line",
                 nearest=hint.key or None if hint is not None else None,
                 fix="write key=value, for example optim.lr=1e-4" if hint is None else hint.sentence,

@@ -59,7 +59,7 @@ def import_object(path: str, where: str) -> Any:
     module_name, _, name = path.partition(":")
     if not IMPORT_PATH.fullmatch(path):
         raise TesseraError(
-            f"not an import path: {path!r}",
+            f"this is not an import path: {path!r}",
             where=where,
             fix="write package.module:name",
             code="recipe.not-an-import-path",

@@ -1,6 +1,7 @@
 """Declare the sections of a recipe. `tessera config schema` prints all keys with their descriptions and bounds.
 
-The sections are in `model.py`, `data.py`, `parallel.py`, `train.py` and `output.py`; other packages import them here.
+The sections are in `model.py`, `data.py`, `parallel.py`, `train.py`, `evaluation.py` and `output.py`. Other packages
+import most of them here.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ class RunConfig(Section):
     def _profiles_its_own_steps(self) -> RunConfig:
         last = self.train.steps
         if self.profile.steps is not None and last is not None and self.profile.steps[0] > last:
-            raise ValueError(f"profile.steps begins with step {self.profile.steps[0]}, and the run has {last}")
+            raise ValueError(f"profile.steps begins with step {self.profile.steps[0]}, and the run has {last} steps")
         return self
 
     @model_validator(mode="after")

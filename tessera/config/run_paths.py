@@ -26,7 +26,8 @@ _PATTERN = re.compile(r"[*?\[{]")  # matches paths that are glob patterns
 def located(config: RunConfig, base: Path) -> RunConfig:
     """Return the recipe with absolute paths. Relative paths are relative to `base`, where the run is started.
 
-    A text in the options of a data kind or a task counts as a path if it exists. `out` and `name` do not change.
+    A text in the options of a data kind or a task, or in `model.config`, counts as a path if it has a slash or a
+    dot and exists. `out` and `name` do not change.
     """
     base = base.absolute()
 

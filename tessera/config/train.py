@@ -51,7 +51,7 @@ class MetricSection(Section):
     )
     better: Literal["auto", "lower", "higher"] = Field(
         "auto",
-        description="which value is better; auto: lower for loss, perplexity and error, higher for other metrics",
+        description="which value is better; auto: lower for names with loss, perplexity or error, else higher",
     )
 
     @property
@@ -95,9 +95,9 @@ class TrainSection(Section):
     eval_every: StepsOrNone | str = Field(
         0, description="interval between evaluations on held-out data: 500 (steps), 1epoch; 0: only at the end"
     )
-    eval_rows: Count = Field(64, description="rows in one evaluation")
+    eval_rows: Count = Field(64, description="maximum number of rows in one evaluation")
     generate_every: StepsOrNone = Field(0, description="steps between generations from held-out samples; 0: none")
-    generate_samples: Count = Field(16, description="held-out samples that the model generates an answer for")
+    generate_samples: Count = Field(16, description="maximum number of held-out samples that the model answers")
     generate_tokens: int = Field(32, gt=0, le=10**6, description="maximum number of tokens of a generated answer")
     preview: PreviewSection | None = Field(
         None, description="prompts and sizes of the samples that a generation model makes every `generate_every` steps"
@@ -141,7 +141,7 @@ class ScheduleSection(Section):
     decay: float = Field(
         0.2, gt=0, le=1, description="wsd only: fraction of all steps in which the learning rate decays"
     )
-    final: float = Field(0.0, ge=0, le=1, description="learning rate at the last step, as a fraction of `lr`")
+    final: float = Field(0.0, ge=0, le=1, description="learning rate after the last step, as a fraction of `lr`")
 
     @model_validator(mode="after")
     def _final_is_reached(self) -> ScheduleSection:

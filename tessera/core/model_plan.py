@@ -42,6 +42,11 @@ class Stream:
     per_slot: int = 1  # maximum number of neighbouring elements that become one output
     width: int = 0  # number of features of an encoder output; 0: unknown
     blank: Callable[[torch.device], Batch] | None = None  # makes the smallest input that the encoder takes
+    within: str = ""  # name of the stream whose elements the outputs replace; "": the main sequence
+    # Set for a second token sequence, with a decoder of its own: name of the tensor of positions whose hidden states
+    # the main sequence reads. Context parallel ranks split it like the main sequence, and gather these states after
+    # `projector`.
+    read_at: str = ""
 
     @staticmethod
     def sources(positions: str) -> str:
@@ -110,6 +115,11 @@ class ModelPlan:
     def encoders(self) -> dict[str, Stream]:
         """Return the streams of encoders whose outputs replace elements of the main sequence, by name."""
         return {name: stream for name, stream in self.streams.items() if stream.slots}
+
+    @property
+    def sequences(self) -> dict[str, Stream]:
+        """Return the streams of second token sequences, which have decoders of their own, by name."""
+        return {name: stream for name, stream in self.streams.items() if stream.read_at}
 
     @property
     def main(self) -> Stream | None:

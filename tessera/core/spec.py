@@ -191,7 +191,8 @@ class FrozenInput:
     """Describe a frozen model whose outputs the trained model reads. Both are stored in the same folder."""
 
     name: str
-    component: Callable[[Any], Component]  # (configuration of the family) -> the frozen model, without `load`
+    # (configuration of the family) -> the frozen model, without `load`; None if the trained model contains it
+    component: Callable[[Any], Component | None]
     encode: Callable[[nn.Module, Batch], Batch]  # (its module, batch) -> the batch with its outputs
 
 

@@ -31,9 +31,9 @@ class AdapterBank:
     """Hold LoRA adapters by name, and apply to each row of a batch the adapter that its request selects.
 
     If no adapter is loaded or selected, the model computes exactly what it computes without a bank. A layer gets
-    storage for adapters when the first adapter for it is loaded, and keeps it. So loading and unloading adapters of the
-    same layers changes no memory address, and captured CUDA graphs stay valid. `version` counts changes of addresses:
-    when it changes, graphs must be captured again.
+    storage for adapters when the first adapter for it is loaded, and keeps it. So loading and unloading adapters
+    changes no memory address, unless they need new layers, more slots or a higher rank. `version` counts changes of
+    addresses: when it changes, captured CUDA graphs must be captured again.
     """
 
     def __init__(

@@ -51,7 +51,7 @@ class Selects(Protocol):
 class Slots:
     """Store the matrices of several adapters for one layer. Replacing an adapter changes no memory address.
 
-    `axis_a`, `axis_b`: position of the slots among the dimensions of A [slots, rank, in] and of B [slots, rank, out].
+    `axes`: positions of the slots among the dimensions of A [slots, rank, in] and of B [slots, rank, out].
     Stacked experts have further dimensions, see `BankExperts`.
     """
 

@@ -24,10 +24,10 @@ from tessera.errors import TesseraError
 from tessera.nn.multimodal import Encoder
 
 _TEXT = ("tokens", "labels", "positions", "trained")
-_HASHED_AT_ONCE = 1 << 18  # number of bytes that an executor task hashes
+_HASHED_AT_ONCE = 1 << 18  # maximum number of bytes that an executor task hashes
 _LARGE = (
     1 << 18
-)  # tensors of at least this many bytes are copied to the device one by one; smaller ones are copied together
+)  # tensors of more bytes than this on average are copied to the device one by one; others are joined before
 
 
 @dataclass(frozen=True, eq=False)

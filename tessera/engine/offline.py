@@ -46,8 +46,8 @@ def answers_to(
 class ConversationEngine:
     """Keep an engine between the turns of a conversation, so that each turn computes only its new tokens.
 
-    The cache has room for twice the longest turn so far. A longer turn starts a larger engine, and so does a turn after
-    an error or an interruption.
+    The cache has room for twice the turn that started the engine. A turn that needs more room starts a new engine, and
+    so does a turn after an error or an interruption, or with another model.
     """
 
     def __init__(self) -> None:

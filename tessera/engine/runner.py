@@ -170,7 +170,10 @@ class Runner:
         return self._logits(Batch({"tokens": tokens, "positions": positions, **media}), step)
 
     def decode(self, tokens: Tensor, positions: Tensor, rows: Sequence[CacheRow]) -> Tensor:
-        """Return logits [rows, vocabulary] of a call in which each row has one new token. All are on the device."""
+        """Return logits [rows, vocabulary] of a call in which each row has one new token.
+
+        Tokens and positions are on the device.
+        """
         if self._graphs is not None:
             return self._graphs.run(tokens, positions, rows)
         step = CacheStep.of(rows, self.block_size, self.device)

@@ -94,7 +94,7 @@ class RequestState:
 
     @property
     def length(self) -> int:
-        """Return the number of the request's tokens, including a pending one."""
+        """Return the number of the request's tokens, including pending ones."""
         return len(self.tokens) + self.pending
 
     @property

@@ -13,7 +13,7 @@ class EngineStats:
     waiting: int
     blocks_used: int
     blocks: int
-    prefix_hits: int  # number of prompt tokens whose blocks were reused
+    prefix_hits: int  # number of tokens whose blocks were reused, also after a preemption
     encoder_hits: int  # number of images, frames or recordings whose embeddings were reused
     preemptions: int
     generated: int  # number of sampled tokens

@@ -31,7 +31,9 @@ class EngineThread:
         self._thread.start()
 
     def submit(self, request: Request, on_delta: Callable[[Delta], None]) -> int:
-        """Add a request, and return its number. `on_delta` gets its deltas. Raise if it can never run.
+        """Add a request, and return its number. `on_delta` gets its deltas.
+
+        Raise if the request can never run, or if too many requests wait.
 
         The request is checked in the thread of the caller, which does not wait for a step.
         """

@@ -40,7 +40,7 @@ from tessera.nn.codes import SpeechModel
 SPEECH = "speech"  # `ModelSpec.task` of families that speak
 # As published models sample by default: at temperature 0 speech often does not end.
 TEMPERATURE, TOP_K = 0.9, 50
-SECONDS = 60.0
+SECONDS, LONGEST_SECONDS = 60.0, 86_400.0
 _OTHER_SEED = 0x5DEECE66D  # the depth decoder draws other random numbers than the main head
 
 
@@ -80,11 +80,11 @@ class SpeechSampling:
     max_seconds: float = SECONDS
 
     def __post_init__(self) -> None:
-        if not 0 < self.max_seconds < float("inf"):
+        if not 0 < self.max_seconds <= LONGEST_SECONDS:
             raise TesseraError(
                 f"max_seconds={self.max_seconds} is out of range",
                 where="sampling",
-                allowed=["above 0"],
+                allowed=[f"above 0, at most {LONGEST_SECONDS:g}"],
                 code="generation.sampling-out-of-range",
             )
 
@@ -144,9 +144,9 @@ def load_speaker(
 def _encoder(model: LoadedModel, folder: Path) -> Callable[[Batch], Batch]:
     """Return a function that adds the outputs of a frozen component to a batch, such as those of a thinker."""
     frozen = model.spec.frozen_input
-    if frozen is None:
+    component = None if frozen is None else frozen.component(model.config)
+    if frozen is None or component is None:
         return lambda batch: batch
-    component = frozen.component(model.config)
     home = model.base or folder
     module = frozen_module(component, model.spec, model.config, home).to(model.device).requires_grad_(False).eval()
     return lambda batch: frozen.encode(module, batch)

@@ -167,7 +167,8 @@ def find_adapters(
             layers.append(path)
         elif next(part.parameters(recurse=False), None) is not None:
             refused[path] = f"{type(part).__name__} is not a plain linear layer"
-    encoders = [path for stream in plan.streams.values() for path in (stream.module, stream.projector) if path]
+    streams = [stream for stream in plan.streams.values() if not stream.read_at]
+    encoders = [path for stream in streams for path in (stream.module, stream.projector) if path]
     blocks = [path for path, _ in module.named_modules() if any(matches(pattern, path) for pattern in plan.blocks)]
     usual = [path for path in layers if home(path, blocks) is not None and home(path, encoders) is None]
     if plan.decoder:

@@ -1,6 +1,6 @@
 """Compute the loss of a language or vision-language model on MindSpore, from weights by their torch names.
 
-The torch module tells the sizes. What has no gradient is computed on the host: rotary angles, normalised pixels and
+The torch module has the sizes. What has no gradient is computed on the host: rotary angles, normalised pixels and
 the indices of trained positions.
 """
 

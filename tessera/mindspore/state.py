@@ -17,7 +17,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # names of the moments in torch's AdamW
 
 
 class DeviceState:
-    """Hold the tensors of MindSpore. The torch module and optimizer hold the same tensors on the host."""
+    """Hold the tensors of MindSpore. The torch module and optimizer hold copies on the host."""
 
     def __init__(self, module: nn.Module) -> None:
         """Store the torch module of the run. `load` copies its tensors to this state."""

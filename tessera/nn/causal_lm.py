@@ -114,13 +114,18 @@ class CausalLMBase(nn.Module):
     @torch.no_grad()
     def initialize(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
         """Fill the unsharded tensor of parameter `name` with initial weights."""
-        *path, kind = name.split(".")
-        if kind == "bias":
-            tensor.zero_()
-        elif path[-1].endswith("norm") or path[-1].startswith("norm_"):
-            tensor.fill_(1.0)
-        else:
-            tensor.normal_(0.0, self.initializer_range, generator=generator)
+        draw_initial(name, tensor, self.initializer_range, generator)
+
+
+def draw_initial(name: str, tensor: Tensor, deviation: float, generator: torch.Generator) -> None:
+    """Fill the tensor of parameter `name`: biases with 0, norms with 1, others with normal random numbers."""
+    *path, kind = name.split(".")
+    if kind == "bias":
+        tensor.zero_()
+    elif path[-1].endswith("norm") or path[-1].startswith("norm_"):
+        tensor.fill_(1.0)
+    else:
+        tensor.normal_(0.0, deviation, generator=generator)
 
 
 class LanguageModel(CausalLMBase):

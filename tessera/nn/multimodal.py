@@ -102,18 +102,32 @@ class MultimodalModel(CausalLMBase):
         the KV cache, and how this call uses it.
         """
         x = carry
-        if any(self._module(path) is not None for e in self.encoders for path in (e.stream.module, e.stream.projector)):
+        if self.encodes:
             # In generation encoders without input need not run: no other rank waits for them.
             idle = [e for e in self.encoders if step is not None and not _has_input(batch, e)]
-            embeddings, features = self._encode(batch, carry, idle)
-            if len(embeddings) < len(self.encoders):  # encoders continue in the next stage
-                return self._packed([*embeddings, *features])
-            x = self._embed(batch)
-            for encoder, embedding in zip(self.encoders, embeddings, strict=True):
-                if encoder not in idle:
-                    x = _fill_slots(x, embedding, batch, encoder.stream)
+            x, complete = self._embedded(batch, carry, idle)
+            if not complete:
+                return x
         assert x is not None
         return self._read(x, batch, logits, cache, step)
+
+    @property
+    def encodes(self) -> bool:
+        """Return whether this pipeline stage has modules of encoders. Text starts in the last of these stages."""
+        paths = (path for e in self.encoders for path in (e.stream.module, e.stream.projector))
+        return any(self._module(path) is not None for path in paths)
+
+    def _embedded(self, batch: Batch, carry: Tensor | None, idle: Sequence[Encoder]) -> tuple[Tensor, bool]:
+        """Return the embeddings of tokens and media, and True; or, if encoders continue in the next stage, the features
+        to send to it, and False."""
+        embeddings, features = self._encode(batch, carry, idle)
+        if len(embeddings) < len(self.encoders):
+            return packed_rows([*embeddings, *features]), False
+        x = self._embed(batch)
+        for encoder, embedding in zip(self.encoders, embeddings, strict=True):
+            if encoder not in idle:
+                x = _fill_slots(x, embedding, batch, encoder.stream)
+        return x, True
 
     def encode(self, batch: Batch) -> dict[str, Tensor]:
         """Return the embeddings for the slots of a batch, by tensor name, for use in later batches.
@@ -124,12 +138,12 @@ class MultimodalModel(CausalLMBase):
 
     def encode_stage(self, batch: Batch, carry: Tensor | None) -> Tensor:
         """Run the part of `encode` in this pipeline stage. `carry`: the output of the previous stage."""
-        if all(self._module(path) is None for e in self.encoders for path in (e.stream.module, e.stream.projector)):
+        if not self.encodes:
             assert carry is not None
             return carry
         idle = [encoder for encoder in self.encoders if not _has_input(batch, encoder)]
         embeddings, features = self._encode(batch, carry, idle)
-        return self._packed([*embeddings, *features])
+        return packed_rows([*embeddings, *features])
 
     def unpacked(self, batch: Batch, packed: Tensor) -> dict[str, Tensor]:
         """Return the embeddings by tensor name, from the output of `encode_stage` of the last stage."""
@@ -178,12 +192,13 @@ class MultimodalModel(CausalLMBase):
     def _nothing(self, width: int) -> Tensor:
         return next(self.parameters()).new_empty(0, width)
 
-    def _packed(self, parts: Sequence[Tensor]) -> Tensor:
-        """Concatenate tensors of different widths along rows, padded to the widest."""
-        if len(parts) == 1:
-            return parts[0]
-        width = max(part.shape[1] for part in parts)
-        return torch.cat([F.pad(part, (0, width - part.shape[1])) for part in parts])
+
+def packed_rows(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenate tensors of different widths along rows, padded to the widest."""
+    if len(parts) == 1:
+        return parts[0]
+    width = max(part.shape[1] for part in parts)
+    return torch.cat([F.pad(part, (0, width - part.shape[1])) for part in parts])
 
 
 def _has_input(batch: Batch, encoder: Encoder) -> bool:

@@ -55,7 +55,7 @@ class StepProfiler(Callback):
         beyond = [rank for rank in self.settings.ranks if rank >= trainer.world.size]
         if beyond:
             raise TesseraError(
-                f"rank {beyond[0]} cannot be profiled: the run has {trainer.world.size}",
+                f"rank {beyond[0]} cannot be profiled: the run has {trainer.world.size} ranks",
                 where="profile.ranks",
                 allowed=[str(rank) for rank in range(min(trainer.world.size, 8))],
                 fix="set profile.ranks=[0]",
@@ -145,7 +145,7 @@ def _write_table(recorder: profile, path: Path, steps: int, accelerated: bool) -
 
 
 class Ranges:
-    """Add ranges to a profiler's recording: one for each call of a block, and one for each phase of a step."""
+    """Add ranges to a profiler's recording: one for each call of a block or its children, and for each phase."""
 
     def __init__(self, module: nn.Module, blocks: frozenset[str]) -> None:
         self._hooks: list[Any] = []

@@ -71,7 +71,7 @@ def apply_block_offload(module: nn.Module, paths: Sequence[str], device: torch.d
 
 @contextmanager
 def waiting_on_host(module: nn.Module, pin: bool) -> Iterator[None]:
-    """Hide the offloaded weights of a meta model while the `with` block allocates all other weights on the device.
+    """Hide the offloaded weights of a meta model while the `with` block allocates all other weights.
 
     Then allocate the offloaded weights in host memory. `pin`: use pinned memory, so that copies are asynchronous.
     """

@@ -1,4 +1,4 @@
-"""Define collectives with gradients, and gradient reductions at the end of a step."""
+"""Define collectives, a wrapper that gives them gradients, and gradient reductions at the end of a step."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class PostBackward(Protocol):
 
 @dataclass(frozen=True)
 class GradientSync:
-    """Sum the gradients of unsharded parameters over a group."""
+    """Sum gradients over a group whose ranks have the same parameters, or the same shards of them."""
 
     group: dist.ProcessGroup
     parameters: Sequence[Tensor]

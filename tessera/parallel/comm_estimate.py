@@ -16,8 +16,8 @@ from tessera.parallel.mesh import CONTEXT, EP, FSDP, PP, REPLICATE, RING, TENSOR
 from tessera.parallel.plan import Layout, Plan
 from tessera.parallel.sequence_sharding import SequenceSharding
 
-LOSS_CHUNK = 2048  # tokens per all-reduce of the vocabulary-parallel loss: see ops.loss
-LOSS_NUMBERS = 3  # fp32 values per token in that all-reduce
+LOSS_CHUNK = 2048  # tokens per all-gather of the vocabulary-parallel loss: see ops.loss
+LOSS_NUMBERS = 3  # fp32 values of each rank per token in that all-gather
 
 
 def estimate_communication(plan: Plan, position: int = 0) -> list[CommVolume]:
@@ -147,7 +147,7 @@ def _crossing(plan: Plan, path: str, width: int, enters: bool) -> Iterator[CommV
 def _computed_again(layout: Layout, path: str, enters: bool) -> bool:
     """Return whether recompute repeats the collective of a layer.
 
-    Recompute stops before the last all-reduce of a module, since backward does not need its result.
+    Recompute stops before the last collective of a module, since backward does not need its result.
     """
     assert layout.tensor is not None
     module = home(path, (part.path for part in layout.modules.recompute))
@@ -211,7 +211,7 @@ def _context_communication(plan: Plan, here: Sequence[ParamShard]) -> Iterator[C
 def _attention(plan: Plan, split: SequenceSharding, heads: Heads, forwards: int) -> Iterator[CommVolume]:
     """Estimate the communication of one attention layer on the first rank of the context group.
 
-    Other ranks differ by one token or head if these cannot be divided evenly.
+    Other ranks have up to two tokens or one head less or more if these cannot be divided evenly.
     """
     itemsize, tokens, keys = plan.precision.compute.itemsize, plan.workload.tokens, heads.keys
     if split.ulysses > 1:
@@ -269,7 +269,10 @@ def _expert_layer(plan: Plan, experts: ExpertPlan, chosen: int, width: int, forw
 
 
 def _pipeline_communication(plan: Plan, position: int) -> Iterator[CommVolume]:
-    """Estimate activations sent forward and gradients sent back; stages on the same rank send nothing."""
+    """Estimate the activations, their gradients and the gradients of tied weights that ranks send to each other.
+
+    Stages on the same rank send nothing.
+    """
     pipeline = plan.layout.pipeline
     if pipeline is None:
         return

@@ -24,8 +24,8 @@ Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send
 class CommVolume:
     """Count collectives of one kind over one mesh axis, and the bytes of their full tensors.
 
-    The full tensor is the output of an all-gather, and the input of a reduce-scatter or an all-to-all. The bytes on the
-    network differ: they depend on the algorithm.
+    The full tensor is the output of an all-gather, the input of a reduce-scatter, and the larger of the two for an
+    all-to-all. The bytes on the network differ: they depend on the algorithm.
     """
 
     axis: str  # an axis of the mesh, or several axes with one process group, such as dp_shard+cp_ring
@@ -58,7 +58,7 @@ def readable(count: float) -> str:
     return f"{int(count)} B" if unit == "B" else f"{value:.2f} {unit}"
 
 
-# Part of an operation's name in torch -> kind. The first match counts. Receives are not counted: None.
+# Part of an operation's name in torch -> kind. The first match counts. None: not counted.
 _KINDS: tuple[tuple[str, Kind | None], ...] = (
     ("reduce_scatter", "reduce-scatter"),
     ("allgather", "all-gather"),

@@ -23,7 +23,7 @@ from tessera.ops.registry import AUTO
 from tessera.parallel.context_attention import Ring, RingSchedule, Ulysses, ring_attention
 from tessera.parallel.mesh import CONTEXT, RING, TENSOR, ULYSSES, Axes, Mesh
 from tessera.parallel.modules import present, wrap_submodule
-from tessera.parallel.sequence_sharding import BatchSharding, EncoderSharding, SequenceSharding, too_short
+from tessera.parallel.sequence_sharding import BatchSharding, EncoderSharding, SequenceSharding, read_key, too_short
 from tessera.runtime.modules import AttentionCore
 
 WIDE = 4  # bytes per element of key gradients, which are sent in fp32
@@ -63,7 +63,7 @@ def plan_context(
                 f"parallel.cp={section.cp}, but this model family does not declare its attention modules",
                 where="parallel.cp",
                 allowed=[1],
-                fix="shard its weights instead: parallel.shard=auto (`attention` is in the plan of a family)",
+                fix="shard its weights instead: parallel.shard=auto (a family declares them in `ModelPlan.attention`)",
                 code="layout.attention-not-declared",
             )
         if 0 < tokens < split.minimum:
@@ -82,7 +82,7 @@ def plan_context(
             fix="use another layout; in a family of your own, declare `ModelPlan.streams`",
             code="layout.stream-not-declared",
         )
-    return ContextPlan(attention, BatchSharding(model_plan.main, split, encoders))
+    return ContextPlan(attention, BatchSharding(model_plan.main, split, encoders, model_plan.sequences))
 
 
 def _shard_encoders(
@@ -112,7 +112,7 @@ def _check_heads(
         whose = f"{heads} heads" if tp == 1 else f"{heads // tp} heads that each of tp={tp} ranks has"
         allowed = [d for d in range(1, heads // tp + 1) if section.cp % d == 0]
         raise TesseraError(
-            f"the {whose} in {path} cannot be distributed evenly over parallel.ulysses={ulysses} ranks",
+            f"parallel.ulysses={ulysses} exceeds the {whose} in {path}: each rank needs a head",
             where="parallel.ulysses",
             allowed=allowed,
             fix=f"parallel.ulysses={allowed[-1]}: the remaining ranks form a ring" if allowed else "lower parallel.tp",
@@ -121,7 +121,7 @@ def _check_heads(
 
 
 def _shape(model_plan: ModelPlan, tree: dict[str, nn.Module], attention: str, tp: int) -> Heads | None:
-    """Return the head counts and sizes of an attention module; None if the family does not declare its heads.
+    """Return the head counts and sizes of an attention module; None if its heads or their size are not declared.
 
     With None, communication cannot be estimated.
     """
@@ -168,6 +168,10 @@ def apply_context(module: nn.Module, plan: ContextPlan, mesh: Mesh) -> None:
         if ends and (encoder.dp > 1 or encoder.split is not None):
             module.get_submodule(stream.module).register_forward_hook(GatherOutputs(encoder, mesh))
 
+    for name, stream in plan.sharding.sequences.items():
+        if plan.sharding.split.ranks > 1 and present(module, [stream.projector]):
+            module.get_submodule(stream.projector).register_forward_hook(GatherStates(name, mesh))
+
 
 class ContextAttention(nn.Module):
     """Compute attention over the tokens of several ranks. Wrap the attention module `core`, which has no weights.
@@ -204,7 +208,7 @@ class ContextAttention(nn.Module):
     def _schedule(self, ring: Ring, length: int, lengths: tuple[int, ...], size: int) -> RingSchedule:
         """Return the arguments of `ring_attention`. The plan has checked the mask of `core`."""
         assert isinstance(self.core, AttentionCore)
-        # Only these two implementations support attention between parts of a sequence.
+        # Only flash and eager support attention between parts of a sequence. AUTO selects one of them.
         implementation = "eager" if self.core.implementation == "eager" else AUTO
         return RingSchedule(
             ring,
@@ -241,6 +245,17 @@ class GatherOutputs:
             summed = None if self.encoder.split is not None else self.context
             outputs = _gather(outputs, batch, self.encoder.dp_key, self.dp, summed, self.dp_position)
         return outputs
+
+
+class GatherStates:
+    """Gather the hidden states that the main sequence reads of a second token sequence, as a forward hook."""
+
+    def __init__(self, name: str, mesh: Mesh) -> None:
+        self.key = read_key(name)
+        self.group, self.position = mesh.group(CONTEXT), mesh.position(CONTEXT)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], outputs: Tensor) -> Tensor:
+        return _gather(outputs, args[0], self.key, self.group, self.group, self.position)
 
 
 def _gather(

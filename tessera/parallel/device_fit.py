@@ -59,7 +59,7 @@ class DeviceFit:
         need = f"{readable(self.total)} of {readable(self.usable)}"
         rows.append(("does not fit", f"{spare} over: {need}"))
         for number, change in enumerate(self.changes):
-            rest = f"{readable(change.total)} are left"
+            rest = f"{readable(change.total)} needed"
             if change.total <= self.usable:
                 rest += ", which fits"
             rows.append(

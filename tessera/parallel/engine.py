@@ -183,7 +183,10 @@ def reduce_losses(
     device: torch.device,
     group: dist.ProcessGroup | None,
 ) -> LossTotals:
-    """Sum terms and metrics over micro-batches and ranks in one all-reduce, without waiting for the device."""
+    """Sum terms and metrics over micro-batches and ranks, without waiting for the device.
+
+    It is one all-reduce, and another one for the counts if `counts` is None.
+    """
     wide = devices.sum_dtype(device)
     total = torch.zeros(len(specs), dtype=wide, device=device)
     for losses in microbatches:
@@ -193,7 +196,7 @@ def reduce_losses(
         names = sorted({spec.count for spec in specs})
         if len(names) > 1:
             raise TesseraError(
-                f"the loss terms are averaged over different counts ({', '.join(names)}), "
+                f"the loss terms and metrics are averaged over different counts ({', '.join(names)}), "
                 "and `Task.counts` returned None",
                 where="train.task",
                 fix="return all of these counts from `Task.counts(batch)`, which runs before the model",

@@ -50,7 +50,7 @@ class ExpertPlan:
     stacks: Mapping[str, Mapping[str, int]]  # module with stacked experts -> parameter -> dimension that tp splits
     tp: int = 1
     sequence: bool = False  # whether tokens are sharded over tp ranks between layers
-    row_sums: tuple[str, ...] = ()  # paths of `nn.moe.RowSum` modules, whose rows are split over several ranks
+    row_sums: tuple[str, ...] = ()  # modules that sum statistics of a row, whose tokens are on several ranks
     choices: Mapping[str, int] = field(default_factory=dict)  # module with stacked experts -> experts per token
 
 
@@ -117,7 +117,10 @@ def _check_ep(ep: int, experts: Mapping[str, int], copy: int) -> None:
 
 
 def _check_routers(paths: Sequence[str], model_plan: ModelPlan, module: nn.Module) -> None:
-    """Raise for routers of style `replicate`: with sequence parallelism they get the tokens of one rank only."""
+    """Raise for routers and other modules beside experts of style `replicate`.
+
+    With sequence parallelism they get the tokens of one rank only.
+    """
     for path in paths:
         owner = path.rpartition(".")[0]
         for name, _ in module.get_submodule(owner).named_parameters(prefix=owner):
@@ -236,8 +239,9 @@ class RankDispatch(nn.Module):
     """Send tokens to experts on other ranks.
 
     `ep`: ranks with different experts and different tokens. The host must know how many tokens go to each rank, so it
-    waits for the device once per layer and pass. `sliced`: ranks with a slice of each expert, whose outputs are summed.
-    Sliced ranks have the same tokens, or with `sequence` a shard of them each; then the shards are gathered first.
+    waits for the device once per layer in each forward pass. `sliced`: ranks with a slice of each expert, whose
+    outputs are summed. Sliced ranks have the same tokens, or with `sequence` a shard of them each; then the shards
+    are gathered first.
     """
 
     def __init__(

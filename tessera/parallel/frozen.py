@@ -33,7 +33,7 @@ class FrozenBytes:
 
 
 def frozen_bytes(module: nn.Module, component: Component, axes: Axes, pipeline: PipelinePlan | None) -> FrozenBytes:
-    """Return the bytes of a component. `module`: on the meta device."""
+    """Return the bytes of a component's parameters on a rank. `module`: on the meta device."""
     size = sum(p.numel() * p.element_size() for p in module.parameters())
     shared = -(-size // axes.size(FSDP)) if component.residence == "sharded" else size
     if pipeline is None or component.stage == "split":

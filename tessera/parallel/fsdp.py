@@ -1,4 +1,7 @@
-"""Apply FSDP2 by the plan: each block is one group, and all other parameters belong to the group of the root."""
+"""Apply FSDP2 by the plan: each block is a group, and so is each module with another dtype or mesh.
+
+All other parameters belong to the group of the root.
+"""
 
 from __future__ import annotations
 
@@ -62,6 +65,7 @@ def shard_modules(
     """Make each module in `paths` an FSDP group, inner modules first; the root's group has all other parameters.
 
     `root`: the module that wraps `module`, if any. `meshes`: mesh by module path, where it differs from `arguments`.
+    These modules, and those with another dtype, are groups too.
     """
     meshes = meshes or {}
     arguments = {**arguments, **_placement(arguments["mesh"], plan)}
@@ -104,7 +108,7 @@ def prefetch_modules(module: nn.Module, paths: Sequence[str], forward: int, back
     chain: list[FSDPModule] = []
     for path in paths:
         block = module.get_submodule(path)
-        assert isinstance(block, FSDPModule), f"{path} is no shard group"
+        assert isinstance(block, FSDPModule), f"{path} is not an FSDP group"
         chain.append(block)
     for number, group in enumerate(chain):
         if forward:
@@ -122,7 +126,7 @@ def sum_gradients(module: nn.Module) -> None:
 
 
 def whole_parameters(module: nn.Module, plan: Plan) -> dict[str, nn.Parameter]:
-    """Return the parameters outside of FSDP: scalars, which cannot be sharded, and float32 modules inside of blocks."""
+    """Return the parameters outside of FSDP that are not ignored: scalars, and those of float32 modules in blocks."""
     wide = plan.float32_whole
     named = ((clean_name(name), p) for name, p in module.named_parameters())
     return {name: p for name, p in named if p.dim() == 0 or home(name, wide) is not None}

@@ -1,6 +1,6 @@
 """Make the plan of a run from a recipe section and the model on the meta device.
 
-Everything is checked here, so that an impossible layout is refused on a laptop and not on a thousand devices.
+The layout is checked here, so that an impossible one is refused on a laptop and not on a thousand devices.
 """
 
 from __future__ import annotations
@@ -162,11 +162,11 @@ def _check_waiting(waiting: Mapping[str, tuple[int, int]], sharded: bool) -> Non
     """
     for path, sizes in waiting.items():
         if not sum(sizes):
-            why = "sharded, or cast for computing" if sharded else "trained"
+            why = "FSDP shards or casts its weights" if sharded else "they are trained"
             raise TesseraError(
-                f"{path} has no frozen weights to offload: they are {why}",
+                f"{path} has no weights to offload: {why}",
                 where="parallel.block_offload",
-                fix="set model.lora.quantize: nf4, whose weights are not sharded; or on one rank "
+                fix="set model.lora.quantize: nf4, whose weights FSDP does not shard; or on one rank "
                 "precision.weights: bfloat16"
                 if sharded
                 else "set model.lora or model.freeze, or leave parallel.block_offload out",
@@ -177,8 +177,8 @@ def _check_waiting(waiting: Mapping[str, tuple[int, int]], sharded: bool) -> Non
 def _check_reshard(again: bool | int, shard: int) -> None:
     if not isinstance(again, bool) and not (1 < again < shard and shard % again == 0):
         raise TesseraError(
-            f"parallel.reshard_after_forward={again} is not a divisor between 1 and {shard}, the ranks that share a "
-            "copy of the model",
+            f"parallel.reshard_after_forward={again} is not a divisor, above 1 and below {shard}, of the {shard} "
+            "ranks that share a copy of the model",
             where="parallel.reshard_after_forward",
             allowed=["true", "false", *divisors(shard)[1:-1]],
             code="layout.reshard-size",
@@ -197,5 +197,6 @@ def _rows(model_plan: ModelPlan, workload: Workload, axes: Axes) -> dict[str, in
             rows[stream.projector] = elements // stream.per_slot
         if stream.module:
             split = axes.encoders.get(stream.module)
-            rows[stream.module] = elements // (1 if split is None else axes.size(split.dp))
+            shared = axes.size(CONTEXT) if stream.read_at else 1
+            rows[stream.module] = elements // (shared if split is None else axes.size(split.dp))
     return rows

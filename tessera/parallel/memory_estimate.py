@@ -59,7 +59,7 @@ class ParamShard:
 
 
 def shard_dimension(shape: Sequence[int], shared_by: int, split: Collection[int] = ()) -> int:
-    """Return the dimension in which FSDP shards a parameter: the first, unless it is smaller than the number of ranks.
+    """Return the dimension in which FSDP shards a parameter: mostly the first.
 
     Stacked experts may be fewer than the ranks. Then it is a dimension that the ranks divide evenly, as FSDP requires,
     if there is one. Dimensions in `split`, which tp splits already, are chosen last.
@@ -83,7 +83,7 @@ class MemoryBytes:
 
     @property
     def total(self) -> int:
-        """Return the bytes on the device."""
+        """Return the bytes on the device; with `parallel.offload`, most of them are in host memory."""
         return self.parameters + self.gradients + self.optimizer + self.buffers + self.window
 
 

@@ -133,7 +133,7 @@ def make_axes(section: ParallelSection, model_plan: ModelPlan, world: int) -> Ax
         )
     if shard % section.ep:
         raise TesseraError(
-            f"parallel.ep={section.ep} does not divide the {shard} ranks that share one copy of the model",
+            f"parallel.ep={section.ep} does not divide the {shard} data-parallel ranks that share a copy of the model",
             where="parallel.ep",
             allowed=divisors(shard),
             code="layout.ep-not-divisor",

@@ -374,13 +374,13 @@ def _select_once(patterns: Sequence[str], tree: Iterable[str], where: str) -> li
 
 
 def _select_callable(patterns: Sequence[str], tree: dict[str, nn.Module], where: str) -> list[str]:
-    """Return paths like `_select_once`. Raise for a `ModuleList`: its forward is never called, so that a wrapper would
-    have no effect."""
+    """Return paths like `_select_once`. Raise for a `ModuleList` or `ModuleDict` without a forward pass: a wrapper
+    would have no effect."""
     paths = _select_once(patterns, tree, where)
     for path in paths:
         if isinstance(tree[path], (nn.ModuleList, nn.ModuleDict)) and type(tree[path]).forward is nn.Module.forward:
             raise TesseraError(
-                f"{path} is a list of modules, which has no forward pass",
+                f"{path} is a list or dictionary of modules, which has no forward pass",
                 where=where,
                 fix=f"name its members: {path}.{{*}}",
                 code="layout.module-list",

@@ -92,7 +92,7 @@ class _Padded:
     """Pad the output of a stage: torch's schedules need activations of one shape and dtype."""
 
     work: _Loss
-    elements: Sequence[int]  # stage index -> number of rows after padding
+    elements: Sequence[int]  # stage index -> size of the first dimension after padding
     dtype: torch.dtype
 
     def __call__(self, stage: StageModule, carry: Tensor | None, mb: int) -> Tensor:
@@ -101,7 +101,7 @@ class _Padded:
             return out
         missing = self.elements[stage.number] - out.shape[0]
         assert missing >= 0, (
-            f"stage {stage.number} sends {out.shape[0]} elements, more than {self.elements[stage.number]}"
+            f"stage {stage.number} sends {out.shape[0]} vectors, more than the planned {self.elements[stage.number]}"
         )
         out = F.pad(out, (0, 0, 0, missing)) if missing else out
         return out.to(self.dtype)
@@ -140,8 +140,8 @@ class PipelineEngine:
 
     @torch.no_grad()
     def encode(self, task: Task, microbatches: Sequence[Batch]) -> list[Batch]:
-        """Return micro-batches with the outputs of frozen encoders. If only the first stage has the encoders, it sends
-        the outputs to the other stages."""
+        """Return micro-batches with the outputs of frozen encoders. If a frozen component is placed on one stage, the
+        first stage encodes and sends the outputs to the other stages."""
         if all(part.position is None for part in self.plan.memory.frozen.values()):
             return task.encode(microbatches)
         assert self.pp_group is not None, "several ranks"
@@ -218,7 +218,7 @@ class PipelineEngine:
         self.tied.settle(optimizer)
 
     def collect(self, optimizer: Optimizer) -> None:
-        """Do nothing: the optimizer updates the weights of the module, not copies of them."""
+        """Do nothing: the optimizer updates tied weights and their copies alike."""
 
     def _reduce(self, losses: Sequence[Losses], counts: dict[str, Tensor] | None, counted: bool = True) -> LossTotals:
         """Sum losses over ranks. Ranks without the last stage add zeros, and get the result as well."""

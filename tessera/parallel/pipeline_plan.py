@@ -214,7 +214,10 @@ def _units(model_plan: ModelPlan, module: nn.Module) -> list[_Unit]:
 
 
 def _check_complete(module: nn.Module, modules: Sequence[str]) -> None:
-    """Raise for parameters outside of all units: every stage would have a copy and train it separately."""
+    """Raise if two modules of units share a parameter, and assert that each parameter is in a unit.
+
+    Otherwise several stages would train copies of it separately.
+    """
     homes: dict[nn.Parameter, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         home = next((path for path in modules if name.startswith(path + ".")), None)
@@ -242,8 +245,8 @@ def _copies(model_plan: ModelPlan, module: nn.Module, stages: Sequence[StagePlan
 def _unsplit(model_plan: ModelPlan, stages: Sequence[StagePlan]) -> tuple[int, ...]:
     """Return the stages whose backward is not split into input and weight gradients.
 
-    These are all stages if `splits_at_functions` is False. Otherwise it is a last stage that uses one weight as
-    embedding and as head: torch would compute the backward of that stage twice.
+    These are all stages if `splits_at_functions` is False. Otherwise it is the last stage, if its head reads the
+    weight of another module: torch would compute the backward of that stage twice.
     """
     if not splits_at_functions():
         return tuple(range(len(stages)))

@@ -190,7 +190,7 @@ def _play(orders: Sequence[Sequence[Action]], costs: Sequence[float], unsplit: S
                 done[order[at[rank]]] = clock[rank]
                 at[rank] += 1
                 moving = True
-    assert all(at[rank] == len(order) for rank, order in enumerate(orders)), "the order waits for itself"
+    assert all(at[rank] == len(order) for rank, order in enumerate(orders)), "the order of actions has a deadlock"
     return max(clock)
 
 

@@ -258,7 +258,7 @@ class TiedCopies:
 
     @torch.no_grad()
     def settle(self, optimizer: Optimizer) -> None:
-        """Copy weights and optimizer state from the original to the copy: a checkpoint loads only the original."""
+        """Copy weights and optimizer state to copies on the same rank: a checkpoint loads only the original."""
         for first, second in self.pairs:
             local_shard(second).copy_(local_shard(first))
             for key, value in optimizer.state.get(first, {}).items():

@@ -33,12 +33,15 @@ class Workload:
     """Hold the batch sizes of a step that a plan depends on."""
 
     tokens: int = 0  # tokens of one micro-batch
-    elements: Mapping[str, int] = field(default_factory=dict)  # encoder -> its patches in a typical micro-batch
+    elements: Mapping[str, int] = field(default_factory=dict)  # encoder -> length of its input in a typical micro-batch
     rows: int = 1  # rows of one step, over all ranks
     rows_of_microbatch: int = 1
 
     def microbatches(self, axes: Axes) -> int:
-        """Return the number of micro-batches of one rank in a step, rounded down. The loader refuses a remainder."""
+        """Return the number of micro-batches of one rank in a step, rounded down, but at least 1.
+
+        The loader refuses a remainder.
+        """
         return max(1, self.rows // (self.rows_of_microbatch * axes.size(DATA)))
 
 
@@ -97,12 +100,12 @@ class Precision:
     output: torch.dtype | None
     cast_inputs: bool
     modules: Mapping[str, torch.dtype]  # modules that compute in another dtype
-    float32: tuple[str, ...]  # modules with float32 weights in a model that computes in another dtype
+    float32: tuple[str, ...]  # modules with float32 weights in a model of another dtype
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Hold the memory of ranks between steps, in bytes."""
+    """Hold the memory of ranks in bytes, without activations."""
 
     by_position: tuple[MemoryBytes, ...]  # memory of the largest rank at each pipeline position
     whole_gradients: int  # bytes of unsharded gradients with parallel.accumulate: local
@@ -155,8 +158,8 @@ class Plan:
     def gradient_reaches(self, path: str) -> bool:
         """Return whether backward reaches a module.
 
-        It does if any parameter of the encoder that contains the module is trained, or, for a module outside of
-        encoders, if any parameter of the model is trained.
+        It does if any parameter of the encoder or projector that contains the module is trained, or, for a module
+        outside of these, if any parameter of the model is trained.
         """
         part = self._part(path)
         return any(shard.trained for shard in self.param_shards if not part or shard.name.startswith(part + "."))
@@ -170,7 +173,7 @@ class Plan:
         return home(path, filter(None, self.rows)) or ""
 
     def below(self, path: str) -> Plan:
-        """Return the plan for the submodule at `path`, with module names relative to it."""
+        """Return the plan for the submodule at `path`: paths of blocks, recompute and dtypes are relative to it."""
 
         def inside(paths: Iterable[str]) -> dict[str, str]:
             """Map each full path that is inside of the submodule to its path relative to the submodule."""

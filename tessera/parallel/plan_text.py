@@ -74,7 +74,7 @@ def _ranks(layout: Layout) -> str:
 
 
 def _adapters(plan: Plan) -> str:
-    """Return how many layers have an adapter, as text. The stacked experts of one layer count once."""
+    """Return the number of adapters, as text. One of stacked experts counts once, not once per expert."""
     names = [shard.name for shard in plan.param_shards if is_output_factor(shard.name)]
     experts = () if plan.layout.experts is None else plan.layout.experts.stacks
     stacked = sum(home(name, experts) is not None for name in names)
@@ -182,7 +182,7 @@ def _prefetch(layout: Layout) -> str:
 
 
 def _prefetched(layout: Layout, forward: bool) -> str:
-    """Return which blocks the first block prefetches, as text. It is an example: all prefetch the same number."""
+    """Return which blocks are prefetched by the first block that runs, as text: the last block, in backward."""
     count = layout.sharding.prefetch_forward if forward else layout.sharding.prefetch_backward
     if not count:
         return "none" if forward else "one block"

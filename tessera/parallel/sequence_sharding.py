@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ class SequenceSharding:
         return (2 * self.ring if self.ring > 1 else 1) * self.ulysses * self.unit
 
     def ring_ranges(self, length: int, at: int) -> list[Range]:
-        """Return the two chunks that the ulysses ranks at one ring position have together."""
+        """Return the two chunks, without a ring one, that the ulysses ranks at one ring position have together."""
         if self.ring == 1:
             return [(0, length)]
         return [self._part(length, 2 * self.ring, chunk) for chunk in (at, 2 * self.ring - 1 - at)]
@@ -113,6 +113,7 @@ class BatchSharding:
     main: Stream
     split: SequenceSharding
     encoders: tuple[EncoderSharding, ...] = ()
+    sequences: Mapping[str, Stream] = field(default_factory=dict)  # second token sequences, split like the main one
 
 
 def too_short(length: int, minimum: int) -> TesseraError:
@@ -133,31 +134,56 @@ def shard_batch(batch: Batch, plan: BatchSharding, position: int, dp_positions: 
     with one entry per position, such as latents, are not sharded: the task selects this rank's entries.
     """
     tensors, segments = dict(batch.tensors), dict(batch.segments)
-    main = plan.main
-    length = main.elements(batch)
-    ranges = [(0, length)]
     if plan.split.ranks > 1:
-        if length < plan.split.minimum:
-            raise too_short(length, plan.split.minimum)
-        ranges = plan.split.ranges(length, position)
-        for name in main.tensors:
-            if name in tensors:
-                tensors[name] = take(tensors[name], ranges, main.dim)
-        for name in main.positions:
-            if name in tensors:
-                tensors[name], tensors[main.sources(name)] = local_positions(tensors[name], ranges)
-        if main.index:
-            tensors[main.index] = indices(ranges)
-        if main.own_segments:
-            segments[main.own_segments] = Segments.of(lengths_inside(segments[main.segments].lengths, ranges))
+        for name, stream in plan.sequences.items():
+            _note_read(tensors, segments, name, stream, plan.split)
+    ranges = {
+        name: _split_tokens(tensors, segments, stream, plan.split, position)
+        for name, stream in {"": plan.main, **plan.sequences}.items()
+    }
     for encoder in plan.encoders:
         stream = encoder.stream
         slots = tensors.get(stream.slots, torch.empty(0, dtype=torch.int64))
-        tensors[stream.slots], tensors[stream.sources(stream.slots)] = local_positions(slots, ranges)
+        tensors[stream.slots], tensors[stream.sources(stream.slots)] = local_positions(slots, ranges[stream.within])
         _distribute_sequences(tensors, segments, encoder, dp_positions.get(encoder.name, 0))
         if encoder.split is not None:
             _split_sequences(tensors, segments, encoder, encoder.split, position)
     return replace(batch, tensors=tensors, segments=segments)
+
+
+def _split_tokens(
+    tensors: dict[str, Tensor], segments: dict[str, Segments], stream: Stream, split: SequenceSharding, position: int
+) -> list[Range]:
+    """Keep only this rank's part of a token sequence, and return its ranges."""
+    length = tensors[stream.tensors[0]].shape[stream.dim]
+    if split.ranks == 1:
+        return [(0, length)]
+    if length < split.minimum:
+        raise too_short(length, split.minimum)
+    ranges = split.ranges(length, position)
+    _keep(tensors, stream, ranges)
+    for name in stream.positions:
+        if name in tensors:
+            tensors[name], tensors[stream.sources(name)] = local_positions(tensors[name], ranges)
+    if stream.index:
+        tensors[stream.index] = indices(ranges)
+    if stream.own_segments:
+        segments[stream.own_segments] = Segments.of(lengths_inside(segments[stream.segments].lengths, ranges))
+    return ranges
+
+
+def _note_read(
+    tensors: dict[str, Tensor], segments: dict[str, Segments], name: str, stream: Stream, split: SequenceSharding
+) -> None:
+    """Store the order of the hidden states at `Stream.read_at` after the all-gather over context parallel ranks."""
+    positions, length = tensors[stream.read_at], tensors[stream.tensors[0]].shape[stream.dim]
+    by_rank = [local_positions(positions, split.ranges(length, rank))[1] for rank in range(split.ranks)]
+    _note_order(tensors, segments, read_key(name), by_rank, len(positions))
+
+
+def read_key(name: str) -> str:
+    """Return the batch key of the order and the numbers of states that are read of a second token sequence."""
+    return f"{name}.cp"
 
 
 def _distribute_sequences(
@@ -193,7 +219,8 @@ def _split_sequences(
 ) -> None:
     """Keep only this rank's part of every encoder sequence.
 
-    If there are fewer elements than ranks, zeros are appended as another sequence, so that all ranks have elements.
+    If there are fewer than `split.minimum` elements, zeros are appended as another sequence, so that all ranks have
+    elements.
     """
     stream = encoder.stream
     lengths = segments[stream.segments].lengths if stream.segments in segments else ()
@@ -302,7 +329,8 @@ def lengths_inside(lengths: Sequence[int], ranges: Sequence[Range]) -> list[int]
 class RankDataset(RowSource):
     """Wrap a `RowSource` and return this rank's part of each batch. It runs on the host, in the loader's processes.
 
-    Of the ranks that read the same rows, one reports sample ids and counts; on the others they are empty.
+    Of the ranks that read the same rows, one reports sample ids and counts; the others have no ids,
+    and counts of 0.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Tensor parallelism: split parameters of a layer over ranks with DTensor.
 
-Parameters become DTensors. Activations between modules stay plain tensors: of all tokens, or with sequence parallelism
-inside of the decoder, of the tokens of this rank.
+Split parameters become DTensors. Activations between modules stay plain tensors: of all tokens, or with sequence
+parallelism inside of the decoder, of the tokens of this rank.
 """
 
 from __future__ import annotations
@@ -90,6 +90,14 @@ def plan_tensor(
     _check_sizes(section, model_plan, axes, list(_sizes(layers, model_plan, module)))
     decoder = ""
     if section.sequence_parallel:
+        if model_plan.sequences:
+            raise TesseraError(
+                "sequence_parallel shards the tokens of one decoder, and this model has two",
+                where="parallel.sequence_parallel",
+                allowed=["false"],
+                fix="leave parallel.sequence_parallel out; parallel.cp shards the tokens of both",
+                code="layout.sequence-parallel-decoders",
+            )
         decoder = _decoder(styles, axes)
         _check_tokens(section, tokens)
     return TensorPlan(
@@ -109,7 +117,7 @@ def _styles(patterns: Mapping[str, TensorStyle], module: nn.Module) -> dict[str,
         by = [pattern for pattern in patterns if matches(pattern, name)]
         if len(by) != 1:
             raise TesseraError(
-                f"{name} has {len(by) or 'no'} tensor styles: every parameter is matched by exactly one pattern",
+                f"{name} matches {len(by) or 'no'} patterns: every parameter matches exactly one",
                 where="the `tensor` table in the model's plan",
                 allowed=by or None,
                 code="layout.style-count",
@@ -223,7 +231,7 @@ def _check_tokens(section: ParallelSection, tokens: int) -> None:
 
 
 def _decoder(styles: Mapping[str, TensorStyle], axes: Axes) -> str:
-    """Return the innermost module that contains all parameters with style `sequence`."""
+    """Return the innermost module that contains all parameters with style `sequence` outside of encoders."""
     paths = [name.split(".")[:-2] for name, s in styles.items() if s == "sequence" and axes.encoder(name) is None]
     common: list[str] = []
     for level in zip(*paths, strict=False):
@@ -323,14 +331,14 @@ class FeatureTotal(nn.Module):
 class TokenPlacement:
     """Provide forward hooks that gather and shard tokens at layers.
 
-    Between layers, each rank has an equal shard of the tokens if `split` is true, otherwise all tokens.
+    Between layers, each rank has a shard of the tokens if `split` is true, otherwise all tokens.
     """
 
     def __init__(self, mesh: DeviceMesh, split: bool) -> None:
         self.mesh = mesh
         self.placement: Placement = Shard(0) if split else Replicate()
-        # Number of tokens in the current pass. It is constant in training. A prompt may have any number of tokens, and
-        # shards then differ by one token.
+        # Number of tokens in the current pass. It is constant in training. A prompt may have any number of tokens:
+        # the last ranks then have fewer tokens, or none.
         self.total = 0
 
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -23,7 +23,7 @@ _THREAD_TIMEOUT = datetime.timedelta(hours=2)  # time that a rank waits for the 
 
 @dataclass(frozen=True)
 class Failure:
-    """Hold an error to send to other ranks: the exception if it can be pickled safely, otherwise its traceback."""
+    """Hold an error to send to other ranks: its traceback, and the exception if it is a `TesseraError` or `OSError`."""
 
     rank: int
     error: TesseraError | OSError | None

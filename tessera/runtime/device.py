@@ -295,7 +295,10 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the free memory of a device in bytes. Memory that torch's allocator has reserved is not free."""
+    """Return the free memory of a device in bytes; 0 if it is unknown.
+
+    Memory that torch's allocator has reserved is not free.
+    """
     if device.type != "cpu":
         module: Any = torch.get_device_module(device)
         return int(module.mem_get_info(device)[0])

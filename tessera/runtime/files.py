@@ -1,8 +1,8 @@
 """Read untrusted files with limits, and read and write the JSONL files of a run, which are called records.
 
-Only regular files are opened, and each read has a maximum size. A record has one JSON object per line, in the order of
-steps. Readers skip and report a line that cannot be parsed, for example after a power cut. A resume reads a long record
-from its end.
+Only regular files are opened. Files that are read at once have a maximum size. A record has one JSON object per line,
+in the order of steps. Readers skip and report a line that cannot be parsed, for example after a power cut. A
+resume reads a long record from its end.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def check_regular(path: Path) -> os.stat_result:
         status = path.stat()
     except OSError as error:
         raise TesseraError(
-            f"cannot be opened: {error.strerror}", where=str(path), code="environment.cannot-open"
+            f"the file cannot be opened: {error.strerror}", where=str(path), code="environment.cannot-open"
         ) from None
     return _regular(status, path)
 
@@ -70,7 +70,7 @@ def check_inside(path: Path, folder: Path) -> None:
 def keep_inside(path: Path) -> None:
     """Prepare a file of a run for writing: replace a link by a copy of its target, and refuse a pipe or a device.
 
-    A downloaded run folder may contain links to other files of the user.
+    A link without a target is removed. A downloaded run folder may contain links to other files of the user.
     """
     if path.is_symlink():
         if not path.exists():
@@ -125,14 +125,18 @@ def read_text(path: Path, limit: int = MAX_JSON_BYTES) -> str:
     try:
         return read_bytes(path, limit).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise TesseraError(f"not text in UTF-8: {error}", where=str(path), code="environment.not-utf8") from None
+        raise TesseraError(
+            f"the file is not text in UTF-8: {error}", where=str(path), code="environment.not-utf8"
+        ) from None
 
 
 def read_json(path: Path, limit: int = MAX_JSON_BYTES) -> Any:
     try:
         return json.loads(read_text(path, limit))
     except (ValueError, RecursionError) as error:  # ValueError also for an integer of more than 4300 digits
-        raise TesseraError(f"not readable as JSON: {error}", where=str(path), code="environment.not-json") from None
+        raise TesseraError(
+            f"the file is not readable as JSON: {error}", where=str(path), code="environment.not-json"
+        ) from None
 
 
 def read_json_mapping(path: Path, limit: int = MAX_JSON_BYTES) -> dict[str, Any]:

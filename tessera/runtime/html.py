@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, pairwise
 
-HOVERED = 100  # maximum number of tooltips of a line chart
+HOVERED = 100  # maximum number of intervals between the tooltips of a line chart
 COLUMNS = 800  # columns of a line chart; each shows the lowest and the highest point of its range of steps
 Point = tuple[float, float]
 _WIDTH, _HEIGHT = 560, 230  # size of a line chart in SVG units

@@ -56,7 +56,8 @@ def alone(file: Path) -> Iterator[bool]:
 def _taken(file: Path, how: int, make: bool = True) -> int | None:
     """Lock a file and return its descriptor; None if another process holds the lock, or the file is missing.
 
-    `make`: create a missing file.
+    `make`: create a missing file. If the file system has no locks, return the descriptor without a lock, or None if
+    `how` does not wait.
     """
     flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if make else 0)
     while True:

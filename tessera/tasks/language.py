@@ -67,18 +67,23 @@ class LanguageTask(Task):
         return {LABELS: label_count(batch)}
 
     def losses(self, outputs: Outputs, batch: Batch) -> Losses:
-        hidden, head = projection(outputs, LOGITS)
-        weight, labels = head.weight, batch["labels"]
-        # Compute logits of trained positions only: logits are expensive.
-        if "trained" in batch:
-            hidden, labels = take_rows(hidden, batch["trained"]), labels.index_select(0, batch["trained"])
-        # `precision.output` may have cast the hidden states to fp32. The product is computed in the head's dtype.
-        total, _ = linear_cross_entropy(hidden.to(weight.dtype), weight, labels, implementation=self._implementation)
+        total = self.cross_entropy(outputs, LOGITS, batch["labels"], batch.get("trained"))
         terms = [LossTerm(LANGUAGE_LOSS, total, LABELS)]
         for name, output in outputs.items():
             if isinstance(output, AuxiliaryLoss):
                 terms.append(LossTerm(name, output.sum, LABELS, output.weight))
         return Losses(terms)
+
+    def cross_entropy(self, outputs: Outputs, name: str, labels: Tensor, trained: Tensor | None) -> Tensor:
+        """Return the summed cross-entropy of an output. `trained`: positions with a label."""
+        hidden, head = projection(outputs, name)
+        weight = head.weight
+        # Compute logits of trained positions only: logits are expensive.
+        if trained is not None:
+            hidden, labels = take_rows(hidden, trained), labels.index_select(0, trained)
+        # `precision.output` may have cast the hidden states to fp32. The product is computed in the head's dtype.
+        total, _ = linear_cross_entropy(hidden.to(weight.dtype), weight, labels, implementation=self._implementation)
+        return total
 
 
 def embedding_noise(batch: Batch, alpha: float, width: int) -> Tensor:

@@ -18,7 +18,16 @@ from tessera.core.outputs import Outputs, projection
 from tessera.core.spec import Component, FrozenInput, ModelSpec
 from tessera.core.task import Counts, FrozenModule, Losses, LossTerm
 from tessera.errors import TesseraError
-from tessera.nn.codes import CODED, NEXT_CODES, SpeechModel, code_output
+from tessera.nn.codes import (
+    CODED,
+    NEXT_CODES,
+    TEXT_LABELS,
+    TEXT_LOGITS,
+    TEXT_TRAINED,
+    PredictsText,
+    SpeechModel,
+    code_output,
+)
 from tessera.ops.loss import linear_cross_entropy
 from tessera.runtime.distributed import World
 from tessera.runtime.rng import generator
@@ -27,12 +36,17 @@ from tessera.tasks.language import LanguageTask
 FRAMES = "frames"  # key of the number of frames whose other codes are trained on
 CODE_LOSS = "code_loss"
 DEPTH_LOSS = "depth_loss"
+TEXT_LOSS = "text_loss"
+TEXT_TOKENS = "text_tokens"  # key of the number of labelled tokens of a thinker's text
 
 
 class SpeechOptions(Section):
     """Declare `train.task_options` of `SpeechTask`."""
 
     depth_weight: float = Field(1.0, ge=0, le=1e3, description="weight of the loss of all codebooks but the first")
+    text_weight: float | None = Field(
+        None, ge=0, le=1e3, description="weight of the loss of a thinker's text that is trained with its talker: 1.0"
+    )
     depth_frames: float = Field(
         1.0, gt=0, le=1, description="share of the frames whose other codebooks are trained on; less saves memory"
     )
@@ -41,14 +55,19 @@ class SpeechOptions(Section):
 class SpeechTask(LanguageTask):
     """Sum the cross-entropy of the first codes, and that of the other codes of each frame.
 
-    The loss of a frame's other codes is their mean over codebooks, as transformers computes it.
+    The loss of a frame's other codes is their mean over codebooks, as transformers computes it. A model that trains its
+    thinker also has the cross-entropy of the text.
     """
 
     def __init__(
-        self, depth_weight: float = 1.0, depth_frames: float = 1.0, neftune_alpha: float | None = None
+        self,
+        depth_weight: float = 1.0,
+        depth_frames: float = 1.0,
+        neftune_alpha: float | None = None,
+        text_weight: float | None = None,
     ) -> None:
         super().__init__(neftune_alpha)
-        options = {"depth_weight": depth_weight, "depth_frames": depth_frames}
+        options = {"depth_weight": depth_weight, "depth_frames": depth_frames, "text_weight": text_weight}
         self.speech = build(SpeechOptions, options, "train.task_options")
         self._input: FrozenInput | None = None
         self._config: Any = None
@@ -62,7 +81,8 @@ class SpeechTask(LanguageTask):
         return {"depth": self.speech.depth_frames}
 
     def components(self, config: RunConfig, spec: ModelSpec) -> Mapping[str, Component]:
-        return {} if self._input is None else {self._input.name: self._input.component(self._config)}
+        component = None if self._input is None else self._input.component(self._config)
+        return {} if self._input is None or component is None else {self._input.name: component}
 
     def setup(self, components: Mapping[str, FrozenModule], world: World) -> None:
         self._frozen = None if self._input is None else components.get(self._input.name)
@@ -81,6 +101,7 @@ class SpeechTask(LanguageTask):
                 fix="use a family that speaks, such as csm, or train.task: language",
                 code="task.no-codes",
             )
+        self._check_text(module)
         generating = {"train.generate_every": config.train.generate_every, "evaluation.tasks": config.evaluation.tasks}
         for key, value in generating.items():
             if value:
@@ -92,6 +113,23 @@ class SpeechTask(LanguageTask):
                 )
         super().check(config, module)
 
+    def _check_text(self, module: SpeechModel) -> None:
+        """Raise for options that do not fit the text of a model with a trained thinker, or of a model without one."""
+        if not isinstance(module, PredictsText) and self.speech.text_weight is not None:
+            raise TesseraError(
+                f"{type(module).__name__} predicts no text, so there is no loss to weigh",
+                where="train.task_options.text_weight",
+                fix="leave text_weight out; model.config: {trains_thinker: true} of qwen3_omni_talker predicts text",
+                code="task.no-text-loss",
+            )
+        if isinstance(module, PredictsText) and self.options.neftune_alpha is not None:
+            raise TesseraError(
+                "there is no noise on embeddings (NEFTune) for a thinker that is trained with its talker",
+                where="train.task_options.neftune_alpha",
+                fix="leave neftune_alpha out",
+                code="task.no-embedding-noise",
+            )
+
     def prepare(self, batch: Batch) -> Batch:
         share = self.speech.depth_frames
         if share == 1 or CODED not in batch:
@@ -101,7 +139,8 @@ class SpeechTask(LanguageTask):
         return batch.with_tensors(**{name: batch[name][chosen] for name in names})
 
     def counts(self, batch: Batch) -> Counts:
-        return {**super().counts(batch), FRAMES: batch[CODED].shape[0] if CODED in batch else 0}
+        counts = {**super().counts(batch), FRAMES: batch[CODED].shape[0] if CODED in batch else 0}
+        return {**counts, TEXT_TOKENS: batch[TEXT_TRAINED].shape[0]} if TEXT_TRAINED in batch else counts
 
     def losses(self, outputs: Outputs, batch: Batch) -> Losses:
         code, *others = super().losses(outputs, batch).terms
@@ -110,8 +149,17 @@ class SpeechTask(LanguageTask):
                 replace(code, name=CODE_LOSS),
                 *others,
                 LossTerm(DEPTH_LOSS, self._depth_loss(outputs, batch), FRAMES, self.speech.depth_weight),
+                *self._text_loss(outputs, batch),
             ]
         )
+
+    def _text_loss(self, outputs: Outputs, batch: Batch) -> list[LossTerm]:
+        """Return the loss term of the text, if the model predicts it."""
+        if TEXT_LOGITS not in outputs:
+            return []
+        total = self.cross_entropy(outputs, TEXT_LOGITS, batch[TEXT_LABELS], batch[TEXT_TRAINED])
+        weight = 1.0 if self.speech.text_weight is None else self.speech.text_weight
+        return [LossTerm(TEXT_LOSS, total, TEXT_TOKENS, weight)]
 
     def _depth_loss(self, outputs: Outputs, batch: Batch) -> Tensor:
         """Return the sum over frames of the mean cross-entropy of their codes but the first."""

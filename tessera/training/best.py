@@ -20,7 +20,10 @@ BEST_FILE = "best.json"
 
 
 def best_callbacks(config: RunConfig, has_eval: bool, checkpoints: CheckpointManager) -> list[Callback]:
-    """Return the callbacks of `checkpoint.keep_best` and `train.early_stop`; raise if the run has no held-out data."""
+    """Return the callbacks of `checkpoint.keep_best` and `train.early_stop`.
+
+    Raise if one of these keys is set, and the run has neither held-out data nor benchmarks.
+    """
     keep, stop = config.checkpoint.best, config.train.early_stop
     callbacks: list[Callback] = []
     if keep is not None:
@@ -32,9 +35,9 @@ def best_callbacks(config: RunConfig, has_eval: bool, checkpoints: CheckpointMan
     where = "checkpoint.keep_best" if keep is not None else "train.early_stop"
     if not has_eval:
         raise TesseraError(
-            "this key needs a held-out set, and the recipe names none",
+            "this key needs held-out data or benchmarks, and the recipe names none",
             where=where,
-            fix="set data.eval to files with held-out samples",
+            fix="set data.eval to files with held-out samples, or evaluation.tasks to benchmarks",
             code="recipe.no-held-out-data",
         )
     return callbacks

@@ -10,7 +10,7 @@ from tessera.runtime import log
 
 WAITS = 0.05  # the line shows the share of time spent waiting for data if it is at least this
 UNEVEN = 1.1  # the line shows the ratio of the busiest rank's work to the mean if it is at least this
-METRICS = 2  # maximum number of the task's metrics on the line
+METRICS = 3  # maximum number of the task's metrics on the line
 _UNITS = {"tokens": "tok"}
 
 Field = tuple[str, str]  # name and value; the name may be empty
@@ -57,7 +57,10 @@ def styled(fields: Sequence[Field]) -> str:
 
 
 def mean_of(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
-    """Return the mean of each metric over steps with an applied update, and the number of skipped steps."""
+    """Return the mean of each metric over steps with an applied update, and the number of skipped steps.
+
+    Values that are not finite are left out. If there are no others, return the last value instead of a mean.
+    """
     applied = [row for row in rows if not row.get("skipped")]
     means: dict[str, Any] = {}
     for name in names:

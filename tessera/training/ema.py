@@ -17,7 +17,9 @@ from tessera.runtime.torch_internals import foreach_lerp_
 
 
 class Ema(Callback):
-    """Keep an exponential moving average of the trained weights, updated in each step with an applied update.
+    """Keep an exponential moving average of the trained weights, updated every `train.ema.every` steps.
+
+    A step without an applied update is left out.
 
     The average is in fp32, because bf16 would lose relative changes of a thousandth.
     """

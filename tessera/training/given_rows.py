@@ -1,7 +1,7 @@
 """Train on rows that the caller passes as Python objects: they are stored in the run folder and read from there.
 
     RUN/data/train.jsonl, RUN/data/eval.jsonl     the rows
-    RUN/data/media/HASH.png                       images that were passed as PIL objects
+    RUN/data/media/HASH.png, .wav, or no suffix   images, audio and bytes of files that were passed as objects
 
 So rows in memory are packed, ordered and checked like rows of a file, and a resume needs only the run folder.
 """
@@ -150,8 +150,8 @@ class GivenRows:
     def settings(self, folder: Path) -> dict[str, Any]:
         """Return the recipe keys for the stored rows.
 
-        If rows contain paths of media files, the data root is the root of the file system. Otherwise it is the run
-        folder, so that the run can be moved.
+        If rows contain paths of media files, the data root is the root of the file system. Otherwise it is the
+        folder of the rows in the run folder, so that the run can be moved.
         """
         settings: dict[str, Any] = {}
         for split, rows in self.splits.items():
@@ -165,7 +165,7 @@ class GivenRows:
         return [_file(folder, split) for split in self.splits]
 
     def write(self, folder: Path) -> None:
-        """Store the rows in the run folder, and images that were passed as PIL objects in its media folder."""
+        """Store the rows in the run folder, and media that were passed as objects in its media folder."""
         for split, rows in self.splits.items():
             path = _file(folder, split)
             media = _Media(path.parent, _are_outside(rows))
@@ -185,7 +185,7 @@ class GivenRows:
 
 
 class _Media:
-    """Write images and recordings into the folder of the rows. A file is named by a hash, and written once."""
+    """Write images, audio and bytes of files beside the rows. A file is named by a hash, and written once."""
 
     def __init__(self, folder: Path, whole_paths: bool) -> None:
         self._folder, self._whole = folder.absolute(), whole_paths

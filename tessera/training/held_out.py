@@ -44,9 +44,9 @@ BATCH = 16  # number of questions that are answered in one batch
 class HeldOut(Callback):
     """Read the held-out rows, distributed over the data ranks.
 
-    All ranks yield the same number of batches, each of one row. A rank that has no more rows repeats its last row,
-    which then does not count. Worker processes decode media, so that a crash of a decoder does not end the run. The
-    training process itself reads rows without media, and with `data.workers: 0` also rows with media.
+    All ranks yield the same number of batches, each of one row. A rank that has no more rows reads the last
+    held-out row again, which then does not count. Worker processes decode media, so that a crash of a decoder does not
+    end the run. The training process itself reads rows without media, and with `data.workers: 0` also rows with media.
     """
 
     def __init__(self, config: RunConfig, mesh: Mesh, source: RowSource, ranks_here: int) -> None:
@@ -71,7 +71,7 @@ class HeldOut(Callback):
 
 
 class GenerationEval(Callback):
-    """Generate answers to held-out questions every `train.generate_every` steps.
+    """Generate answers to held-out questions every `train.generate_every` steps and after the last step.
 
     Every rank answers the same questions, because all ranks must take part in gathering sharded weights.
     """

@@ -85,7 +85,7 @@ def frozen_source(config: RunConfig, setup: ModelSetup) -> FrozenSource:
 
     A resume reads these from the folder again. They are frozen parameters that came from the folder of a published
     model. Checkpoints store frozen parameters that were initialized from the seed, read from a run, or passed as an
-    object.
+    object. With `checkpoint.store_frozen`, they store all of them.
     """
     path, fresh = config.model.path, fresh_names(config.model, setup.spec)
     in_files = [name for name in _names_in_files(setup) if name not in fresh]

@@ -23,7 +23,9 @@ log = logging.getLogger("tessera")
 
 
 class Meter(Callback):
-    """Write the metrics of each step to `metrics.jsonl`, and a log line with the speed every `every` steps.
+    """Write the metrics of each step to `metrics.jsonl`, and a log line with the speed.
+
+    Log lines are written for the first step, every `every` steps, and for the last step.
 
     Numbers of tokens and samples are summed over all ranks. The main rank writes.
     """

@@ -31,7 +31,8 @@ class MemoryAdvice:
     def explained(self, trainer: TrainerHandle, microbatches: Sequence[Batch]) -> Iterator[None]:
         """Turn an out-of-memory error inside of the `with` block into a `TesseraError`.
 
-        A run with one rank first saves a checkpoint. With several ranks a save is impossible, because the other ranks
+        A run with one rank first saves a checkpoint, if a step is complete and the error is not in an update of the
+        weights. With several ranks a save is impossible, because the other ranks
         wait in a collective until the watchdog ends them.
         """
         try:
@@ -84,7 +85,7 @@ class MemoryAdvice:
 
 
 def describe(batches: Sequence[Batch]) -> str:
-    """Return a text with the numbers of rows, tokens, samples and images of some micro-batches."""
+    """Return a text with the numbers of rows, tokens, samples and media of some micro-batches."""
     counts: dict[str, int] = {}
     for batch in batches:
         for name, value in batch.counts.items():

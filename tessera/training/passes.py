@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -37,9 +37,10 @@ def training_of(module: nn.Module, plan: ModelPlan, trained: Collection[str]) ->
     parts: dict[str, _Part] = {}
     trained_before = False
     paths = [path for path, _ in module.named_modules() if path]
+    inner = [stream.module for stream in plan.sequences.values()]
     for path in (path for unit in plan.units for path in paths if matches(unit.pattern, path)):
         unit = module.get_submodule(path)
-        part = parts.setdefault(path.partition(".")[0], _Part())
+        part = parts.setdefault(_part_of(path, inner), _Part())
         here = {name for name, _ in unit.named_parameters() if f"{path}.{name}" in trained}
         weights, learned, adapters = _weights(unit, here)
         trained_before = trained_before or bool(here)
@@ -55,6 +56,13 @@ def training_of(module: nn.Module, plan: ModelPlan, trained: Collection[str]) ->
             part.reached += weights
             part.units_reached += 1
     return {name: _passes(part) for name, part in parts.items() if part.weights}
+
+
+def _part_of(path: str, inner: Sequence[str]) -> str:
+    """Return the part of the model that a module belongs to. `inner`: modules that have parts themselves."""
+    outer = home(path, inner)
+    before = "" if outer is None else f"{outer}."
+    return before + path.removeprefix(before).partition(".")[0]
 
 
 def _passes(part: _Part) -> Passes:

@@ -249,7 +249,7 @@ class Quarantine(Callback):
         self._unlisted = max(0, in_all - len(self._from_index))
         self._max_bad_share, self._guarded = max_bad_share, guarded
         self._samples = 0  # number of samples that this rank has read, repeated ones included
-        self._used = 0  # number of samples that were trained on
+        self._used = 0  # number of samples that this rank has read and that are usable
         self._unusable: set[str] = set()
         self._listed: dict[str, str] = {}  # id of each listed sample -> code of the reason
         self._read = 0  # number of bytes of `quarantine.jsonl` that this rank has read

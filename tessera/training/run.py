@@ -154,8 +154,8 @@ def resume(
     optimizer_before = (saved.get("optim") or {}).get("name", config.optim.name)
     if optimizer_before != config.optim.name:
         notes.append(
-            f"optim.name was {optimizer_before} and is {config.optim.name} now: of the state in the checkpoint it "
-            "takes what both have"
+            f"optim.name was {optimizer_before} and is {config.optim.name} now: only the state that both "
+            "optimizers have is restored from the checkpoint"
         )
     return _run(config, resume=True, overwrite=False, callbacks=callbacks, objects=objects, notes=notes)
 

@@ -65,8 +65,8 @@ log = logging.getLogger("tessera")
 def writable(folder: Path, *, starting: bool = False) -> Iterator[None]:
     """Turn errors about a full disk or missing permissions in the run folder into a `TesseraError`.
 
-    Errors about files in other folders are raised unchanged. `starting`: whether the folder is being created; then
-    every OSError is turned into a `TesseraError`.
+    Errors about files in other folders are raised unchanged, except for a full disk. `starting`: whether the folder is
+    being created; then every OSError is turned into a `TesseraError`.
     """
     try:
         yield
@@ -185,7 +185,7 @@ class RunFolder:
                 shutil.copytree(self.path / REPLACED / name, self.path / name)
 
     def _recover(self) -> None:
-        """After a process was killed while it replaced a run, restore that run and remove files of the new run."""
+        """Restore a run that was to be replaced, if there is one, and remove files of the new run."""
         self._check_links()
         if (self.path / REPLACED).exists():
             _move(self._entries(), self.path / f"{_TRASH}{secrets.token_hex(4)}")
@@ -217,7 +217,8 @@ def _move(paths: Sequence[Path], folder: Path) -> None:
 def check_fresh(folder: Path, overwrite: bool) -> None:
     """Raise if the folder cannot take a new run.
 
-    It cannot if a run uses it, if it contains a run and `overwrite` is off, or if it contains anything but a run.
+    It cannot if a run uses it, or if it contains a run and `overwrite` is off. With `overwrite`, the folder must have a
+    `run.json` and must not contain the working folder.
     """
     if expected_rank() == 0:  # other ranks would mistake the lock of their main rank for that of another run
         FolderLock(folder).refuse_running()

@@ -104,7 +104,7 @@ class FrozenSetup:
 
     component: Component
     module: nn.Module
-    plan: Plan | None  # how a sharded frozen model is split over ranks; None: not sharded
+    plan: Plan | None  # how a model with stage "split" is split over ranks; None: another stage
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ def unsharded(plan: DescribedPlan) -> DescribedPlan:
 
 
 def _check_keys(config: RunConfig, spec: ModelSpec, module: nn.Module, plan: Plan, objects: Objects) -> None:
-    """Raise if a key outside of `parallel` does not fit the model or its layout."""
+    """Raise if keys of the optimizer or of evaluation do not fit the model or its layout."""
     parameter_groups(module, config.optim, [shard.name for shard in plan.param_shards if shard.trained])
     if config.parallel.offload and objects.optimizer is None:
         check_offload(config.optim)
@@ -198,8 +198,8 @@ def _check_keys(config: RunConfig, spec: ModelSpec, module: nn.Module, plan: Pla
     if answers and plan.layout.axes.size(CONTEXT) > 1 and not isinstance(spec, GenerationSpec):
         raise TesseraError(
             "answers cannot be generated with parallel.cp above 1: growing prompts are not split over ranks",
-            where="train.generate_every",
-            fix="set train.generate_every=0, or parallel.cp=1",
+            where="train.generate_every, evaluation.tasks",
+            fix="leave train.generate_every and evaluation.tasks out, or set parallel.cp=1",
             code="layout.generation-with-cp",
         )
 
@@ -283,7 +283,8 @@ def _encoded_ahead(
 ) -> tuple[int, int] | None:
     """Return how many steps frozen encoders encode at a time, and the bytes of these encoded rows on a rank.
 
-    Rows are assumed to have their full length. Return None if each step is encoded separately.
+    Rows are assumed to have their full length. Return None if each step is encoded separately, or if the
+    family has no example row.
     """
     if task.encode_steps == 1 or spec.example is None:
         return None
@@ -323,7 +324,7 @@ def _frozen_setup(
     name: str, component: Component, config: RunConfig, spec: ModelSpec, model_config: Any, world_size: int
 ) -> FrozenSetup:
     """Return a frozen model on the meta device. With `stage="split"` it is sharded like the trained model, and
-    stored in the compute type of the run."""
+    stored in bfloat16 if the run computes in bfloat16, otherwise in the dtype of the trained weights."""
     if component.trained:
         raise TesseraError(
             f"the component {name} of the task is marked as trained, but only the main model can be trained",

@@ -1,4 +1,4 @@
-"""Stop a run on signals: it finishes the step and saves."""
+"""Stop a run on signals: it finishes the step, and saves unless `checkpoint.at_end` is off."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from tessera.errors import TesseraError, first_line
 from tessera.runtime.files import parse_row, read_json_mapping, replace_file
 
 IDS = "trackers.json"  # file in the run folder with the id of the run in each tracker, by name of the tracker
-FINISH_S = 60.0  # at its end, a run waits this long for all of its trackers
+FINISH_S = 60.0  # at its end, a run waits at most this long for all of its trackers
 _ID = re.compile(r"[\w-]{1,64}")
 log = logging.getLogger("tessera")
 

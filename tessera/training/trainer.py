@@ -214,7 +214,7 @@ class Trainer:
         return True
 
     def request_stop(self, reason: str) -> None:
-        """Request that the run finishes this step, saves and ends. Signal handlers and callbacks may call this."""
+        """Finish this step, save (`checkpoint.at_end`) and end. Signal handlers and callbacks may call this."""
         self.stop_reason = reason
         self._wait.end()
 

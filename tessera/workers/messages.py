@@ -2,8 +2,8 @@
 
 The shared memory is anonymous (memfd): nothing remains if a process is killed, and the size of /dev/shm does not
 matter. A message needs one file descriptor for a moment, however many tensors it contains. Tensors that share a storage
-arrive as separate tensors. No other part of the library uses pickles. These pass only between a program and its own
-processes, over private sockets, and are never written to disk.
+arrive as separate tensors. These pickles pass only between a program and its own processes, over private
+sockets, and are never written to disk.
 """
 
 from __future__ import annotations

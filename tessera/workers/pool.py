@@ -26,7 +26,7 @@ Note = Callable[[int], None]
 PoolWork = Callable[[Any, Note], Any]  # (item, note) -> result; must call `note(n)` before it reads sample n
 
 _SMALL = 1 << 14  # bytes that a socket can buffer while the receiver does not read
-_SERVERS = 3  # number of killed servers after which the pool raises
+_SERVERS = 3  # number of killed servers that the pool replaces; then it raises
 _TRIES = 3  # attempts for an item whose workers end, but not during the work on it
 
 

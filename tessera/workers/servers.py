@@ -89,7 +89,7 @@ def _pool_server(fds: Sequence[int]) -> None:
 def _serve(
     control: socket.socket, child: Callable[[Sequence[int]], None], client: int | None = None, report_exits: bool = True
 ) -> None:
-    """Fork and kill children on request, until the other side of `control` is closed. Then kill all children."""
+    """Fork and kill children on request, until the client closes its end of `control`. Then kill all children."""
     awake, wake = socket.socketpair()
     for end in (awake, wake):
         end.setblocking(False)

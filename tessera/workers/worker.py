@@ -227,7 +227,10 @@ def load_main(main: MainModule | None, module: str, name: str) -> None:
 
 
 def _has_side_effects(path: Path) -> bool:
-    """Return whether importing a file does more than define classes, functions and constants."""
+    """Return whether importing a file does more than define classes, functions and constants.
+
+    A file that tests `__name__` is assumed to do nothing else when it is imported.
+    """
     try:
         body = ast.parse(path.read_text(encoding="utf-8")).body
     except (OSError, SyntaxError, ValueError):

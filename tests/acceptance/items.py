@@ -202,6 +202,7 @@ ITEMS: list[Item] = [
                 "the example `fsdp2_config.yaml` as printed",
                 _by(
                     "compat/test_compat_fsdp2.py::test_the_printed_file_is_the_native_recipe_on_qwen2_vl",
+                    "compat/test_compat_fsdp2.py::test_the_printed_file_trains_qwen2_vl_like_the_native_recipe",
                 ),
             ),
             (
@@ -461,14 +462,15 @@ ITEMS: list[Item] = [
             (
                 "Qwen-Omni",
                 _lacks(
-                    "the thinkers and the talker of Qwen3-Omni are trained; the talker of Qwen2.5-Omni is not, because "
-                    "the tokenizer of its speech was not published",
+                    "the thinkers and the talker of Qwen3-Omni are trained, alone or together; the talker of "
+                    "Qwen2.5-Omni is not, because the tokenizer of its speech was not published",
                     "contract/test_vision_language_folders.py::test_transformers_reads_what_we_write",
                     "contract/test_omni_parallel.py::test_layouts_train_like_one_process",
                     "contract/test_omni_parallel.py::test_micro_batches_of_one_kind_train_like_one_process",
                     "compat/test_omni_jobs.py::test_a_job_of_qwen2_5_omni_trains_from_its_shards",
                     "compat/test_omni_jobs.py::test_a_job_of_qwen3_omni_trains_by_flags_and_by_yaml",
                     "contract/test_talker_numerics.py::test_logits_losses_and_gradients_are_those_of_transformers",
+                    "contract/test_omni_joint_numerics.py::test_logits_losses_and_gradients_are_those_of_transformers",
                 ),
             ),
             (

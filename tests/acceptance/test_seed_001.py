@@ -119,6 +119,7 @@ def test_18_variables_of_a_launch_script_are_explained(chats: Path, tmp_path: Pa
     assert all(f"{name}={value}: " in told.output for name, value in exported.items())
 
 
+@pytest.mark.slow
 def test_22_go_on_with_another_learning_rate(chats: Path, tmp_path: Path) -> None:
     run = tessera.train(chat_recipe(chats, tmp_path, steps=2))
     again = tessera.resume(run.folder, {"train.steps": 4, "optim.lr": 5e-4, "train.global_batch": 8})
@@ -127,6 +128,7 @@ def test_22_go_on_with_another_learning_rate(chats: Path, tmp_path: Path) -> Non
     assert rates[-1] == pytest.approx(5e-4)
 
 
+@pytest.mark.slow
 def test_27_statistics_of_every_module_are_recorded_over_steps(tmp_path: Path) -> None:
     recipe = chat_recipe(write_chat_set(tmp_path), tmp_path / "runs")
     entries = read_recording(record(recipe, out=tmp_path / "recording", steps="1-2", rounding=0)).ranks[0].entries

@@ -450,6 +450,7 @@ def check_layouts(world: int, layouts: tuple[Layout, ...], folder: Path, kind: s
             assert apart <= limit * float(weight.abs().max()), (layout.name, name)
 
 
+@pytest.mark.slow
 def test_04_two_ranks_train_as_one(tmp_path: Path) -> None:
     check_layouts(2, TWO_RANKS, tmp_path, "gpt")
 

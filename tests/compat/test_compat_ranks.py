@@ -144,6 +144,7 @@ def train_both(rank: int, world: int, folder: str) -> tuple[list[float], list[fl
     return [row["loss"] for row in rows if row["kind"] == "train"], [row["loss"] for row in native.metrics]
 
 
+@pytest.mark.slow
 def test_the_job_of_the_migration_guide_trains_as_a_recipe_does(tmp_path: Path) -> None:
     (tmp_path / "fsdp2_config.yaml").write_text(EXAMPLE)
     guide, native = run_ranks(train_both, 2, str(tmp_path))[0]

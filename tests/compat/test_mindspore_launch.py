@@ -170,6 +170,7 @@ def test_msrun_of_the_workspace_starts_torchrun() -> None:
             torchrun_command(bad)
 
 
+@pytest.mark.slow
 def test_ranks_of_msrun_run_under_torchrun(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -98,6 +98,11 @@ def ranks(value: int) -> tuple[str, str]:
     return "--cfg.target_parallel_config.tp_size", str(value)
 
 
+@pytest.mark.parametrize(
+    "folder",
+    ["cogvideox", *(pytest.param(name, marks=pytest.mark.slow) for name in ("wan", "hunyuan_video"))],
+    indirect=True,
+)
 def test_there_and_back_over_other_layouts(folder: tuple[str, Path], tmp_path: Path) -> None:
     family, source = folder
     shards = convert(family, "hf_to_mm", source, tmp_path / "mm")

@@ -149,6 +149,7 @@ def test_a_job_of_qwen2_5_omni_trains_from_its_shards(omni: Path, place: Path) -
     assert json.loads(Path("back/config.json").read_text())["model_type"] == "qwen2_5_omni"
 
 
+@pytest.mark.slow  # the job of Qwen2.5-Omni goes the same way
 def test_a_job_of_qwen3_omni_trains_by_flags_and_by_yaml(omni3: Path, place: Path) -> None:
     """The weights are those of ExpertMergeDcpConverter, whose output the job of the FSDP2 trainer loads."""
     expected = load_file(omni3 / "model.safetensors")
@@ -193,7 +194,7 @@ def test_a_job_of_qwen3_omni_trains_by_flags_and_by_yaml(omni3: Path, place: Pat
 @pytest.mark.parametrize(
     ("tp", "llm", "vit", "audio"),
     [
-        (1, "[[1,3]]", "[[3,0]]", "[[2,1]]"),
+        pytest.param(1, "[[1,3]]", "[[3,0]]", "[[2,1]]", marks=pytest.mark.slow),
         (2, "[[1,1],[1,1]]", "[[3,0],[0,0]]", "[[1,1],[1,0]]"),
     ],
 )

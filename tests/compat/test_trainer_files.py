@@ -281,6 +281,7 @@ def test_odd_values_never_end_in_a_traceback(tmp_path: Path) -> None:
             assert isinstance(done.exception, (type(None), SystemExit, tessera.TesseraError)), (keys, done.exception)
 
 
+@pytest.mark.slow
 def test_a_recipe_of_another_trainers_file_runs_dry(tmp_path: Path) -> None:
     recipe, _, _ = migrated(written(tmp_path, "ds.json", json.dumps(ZERO3)))
     changes = {"model": {"family": "qwen2_vl", "preset": "quickstart"}, "data": {"length": 64}}

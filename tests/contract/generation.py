@@ -26,7 +26,7 @@ class GenerationFamily(ABC):
 
     spec: ModelSpec
     configs: Mapping[str, Mapping[str, Any]]
-    slow: Collection[str] = ()  # configs for `make test-all`
+    quick: Collection[str]  # configs for `make test`
     grids: Sequence[Grid] = ((2, 2, 3), (1, 3, 2))
     weight_scale: float = 0.2  # of the weights that are drawn for comparisons
 

@@ -47,7 +47,7 @@ SHAPES = (
 class Glm4v(Grids):
     spec: ClassVar[ModelSpec] = SPEC
     shapes: ClassVar[tuple[Shape, ...]] = SHAPES
-    quick: ClassVar[Sequence[int]] = (0, 2, 3)
+    quick: ClassVar[Sequence[int]] = (0, 3)
     first_word: ClassVar[int] = 3
     between: ClassVar[Callable[..., tuple[np.ndarray, np.ndarray]] | None] = staticmethod(bicubic_positions)
 

@@ -58,8 +58,8 @@ class InternVL(VisionLanguageFamily):
     spec: ClassVar[ModelSpec] = SPEC
     shapes: ClassVar[Sequence[Any]] = SHAPES
     folders: ClassVar[Sequence[int]] = range(6)
-    quick: ClassVar[Sequence[int]] = (0, 1, 3, 5)
-    quick_folders: ClassVar[Sequence[int]] = (0, 1, 5)
+    quick: ClassVar[Sequence[int]] = (0, 5)
+    quick_folders: ClassVar[Sequence[int]] = (5,)
 
     def config(self, number: int, **changes: Any) -> InternVLConfig:
         words, eyes, tied = SHAPES[number]

@@ -79,7 +79,7 @@ class Flux(JointFamily):
         "double alone": {**_tiny, "num_single_layers": 0, "num_attention_heads": 3, "axes_dims_rope": [2, 4, 6]},
         "single alone": {**_tiny, "num_layers": 0, "in_channels": 24, "out_channels": 8},
     }
-    slow = ("double alone",)  # HunyuanVideo has such a case
+    quick = ("dev", "single alone")
 
     def images(self, config: Any) -> list[list[Grid]]:
         # With guidance, the first sample has a reference image, as in Kontext.
@@ -133,7 +133,7 @@ class QwenImage(JointFamily):
         "edit": {**_tiny, "num_layers": 3},
         "time of references": {**_tiny, "num_attention_heads": 4, "zero_cond_t": True},
     }
-    slow = ("wide",)
+    quick = ("edit",)
 
     def images(self, config: Any) -> list[list[Grid]]:
         if config.zero_cond_t or config.num_layers == 3:
@@ -182,7 +182,7 @@ class StableDiffusion3(JointFamily):
         "3.5 large": {**_tiny, "qk_norm": "rms_norm", "pos_embed_max_size": 7},
         "channels": {**_tiny, "in_channels": 5, "patch_size": 3, "sample_size": 9, "num_layers": 1},
     }
-    slow = ("3.5 large",)  # one of the three layers of "3.5 medium" is such a layer
+    quick = ("3.5 medium", "channels")
 
     def outputs(self, reference: Any, config: Any, batch: Batch) -> list[Tensor]:
         outputs, patch = [], (1, config.patch_size, config.patch_size)

@@ -213,8 +213,8 @@ class Llava(VisionLanguageFamily):
     spec: ClassVar[ModelSpec] = SPEC
     shapes: ClassVar[tuple[Shape, ...]] = SHAPES
     folders: ClassVar[Sequence[int]] = range(6)
-    quick: ClassVar[Sequence[int]] = (0, 1, 3, 5)
-    quick_folders: ClassVar[Sequence[int]] = (0, 1, 3)
+    quick: ClassVar[Sequence[int]] = (0, 3)
+    quick_folders: ClassVar[Sequence[int]] = (0, 3)
     alone: ClassVar[Sequence[int]] = (0, 3)
 
     def config(self, number: int, **changes: Any) -> LlavaConfig:

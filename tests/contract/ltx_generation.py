@@ -30,7 +30,7 @@ class LTXVideo(GenerationFamily):
         "token times": {**_tiny, "num_attention_heads": 2, "cross_attention_dim": 20, "num_layers": 3},
     }
 
-    slow = ("wide",)
+    quick = ("patches", "token times")
 
     def batch(self, config: Any, generator: torch.Generator) -> Batch:
         batch = cross_batch(self.grids, config.in_channels, ([5, 9], config.caption_channels), generator)

@@ -64,8 +64,8 @@ class Qwen3Omni(Omni, qwen3_vl_cases.Qwen3VL):
     spec: ClassVar[ModelSpec] = SPEC
     shapes: ClassVar[tuple[Shape, ...]] = SHAPES
     folders: ClassVar[Sequence[int]] = (0, 1, 2, 3)
-    quick: ClassVar[Sequence[int]] = (0, 2, 3)
-    quick_folders: ClassVar[Sequence[int]] = (0, 1)
+    quick: ClassVar[Sequence[int]] = (0, 3)
+    quick_folders: ClassVar[Sequence[int]] = (1,)
     alone: ClassVar[Sequence[int]] = (0,)
 
     def config(self, number: int, **changes: Any) -> Qwen3OmniConfig:

@@ -51,8 +51,8 @@ class Qwen3VL(Grids):
     spec: ClassVar[ModelSpec] = SPEC
     shapes: ClassVar[tuple[Shape, ...]] = SHAPES
     folders: ClassVar[Sequence[int]] = (0, 1, 4, *EXPERTS)
-    quick: ClassVar[Sequence[int]] = (0, 2, 6, 8)
-    quick_folders: ClassVar[Sequence[int]] = (0, 1, 6)
+    quick: ClassVar[Sequence[int]] = (0, 6)
+    quick_folders: ClassVar[Sequence[int]] = (1, 6)
     alone: ClassVar[Sequence[int]] = (0, 6)
     between: ClassVar[Callable[..., tuple[np.ndarray, np.ndarray]] | None] = staticmethod(bilinear_positions)
 

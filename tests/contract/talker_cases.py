@@ -137,8 +137,11 @@ SPEECH_WORDS = ["<|endoftext|>", "<tts_pad>", "<tts_bos>", "<tts_eos>", *QWEN3_O
 ROLES = ("user", "assistant", "system")
 
 
-def config_with_words(folder: Path, words: Sequence[str], number: int = 0, media: bool = False) -> TalkerConfig:
-    """Write a tokenizer, and return a configuration whose ids are those of its tokens. `media`: see `hearing`."""
+def config_with_words(
+    folder: Path, words: Sequence[str], number: int = 0, media: bool = False, joint: bool = False
+) -> TalkerConfig:
+    """Write a tokenizer, and return a configuration whose ids are those of its tokens. `media`: see `hearing`. `joint`:
+    the thinker is trained, too."""
     write_words(folder, 320, SPEECH_WORDS, [*ROLES, *words])
     tokenizer = load_tokenizer(folder)
 
@@ -148,7 +151,9 @@ def config_with_words(folder: Path, words: Sequence[str], number: int = 0, media
 
     named = {"im_start": "<|im_start|>", "im_end": "<|im_end|>", **{name: name for name in ROLES}}
     named |= {f"tts_{name}": f"<tts_{name}>" for name in ("pad", "bos", "eos")}
-    more = hearing(number) if media else {"thinker": config_of(number).thinker.model_dump()}
+    more = hearing(number) if media or joint else {"thinker": config_of(number).thinker.model_dump()}
+    if joint:
+        more |= {"reads_media": False, "trains_thinker": True}
     thinker = more["thinker"]
     thinker["text"]["vocab_size"] = 320
     thinker |= {name: id_of(word) for name, word in Qwen3OmniConfig.token_fields.items()}
@@ -253,6 +258,7 @@ class Heard:
     mask: Tensor  # [L]
     states: Tensor  # [L, W]
     positions: Tensor  # [3, T]
+    trained: bool = False  # whether gradients of the talker reach the thinker
 
 
 def beginning(
@@ -260,11 +266,13 @@ def beginning(
 ) -> Beginning:
     talker, ids = model.talker, torch.tensor([list(tokens)])
     embed = model.thinker.get_input_embeddings()
-    words = embed(ids).detach()
+    trained = heard is not None and heard.trained
+    words = embed(ids) if trained else embed(ids).detach()
     mask = torch.zeros(len(tokens), dtype=torch.bool) if heard is None else heard.mask
     states = words[0] if heard is None else heard.states
     special = torch.tensor([[config.tts_bos_token_id, config.tts_eos_token_id, config.tts_pad_token_id]])
-    bos, eos, pad = talker.text_projection(embed(special).detach()).chunk(3, dim=1)
+    special_words = embed(special) if trained else embed(special).detach()
+    bos, eos, pad = talker.text_projection(special_words).chunk(3, dim=1)
     starts = [n for n, token in enumerate(tokens) if token == config.im_start_token_id]
     users = [
         model._get_talker_user_parts(start, end, mask[None], states[None], words)

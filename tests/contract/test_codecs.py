@@ -86,7 +86,8 @@ def test_unusable_codes_and_folders_are_refused(tmp_path: Path) -> None:
     assert error.value.code == "media.no-codec"
     about = tmp_path / "codec" / "config.json"
     written = about.read_text()
-    for wrong in ({"hidden_size": "x"}, {"codebook_size": 63}, {"upsampling_ratios": [0]}, {"hidden_act": "none"}):
+    wrong_values = ({"hidden_size": "x"}, {"codebook_size": 63}, {"upsampling_ratios": [0]}, {"hidden_act": "none"})
+    for wrong in (*wrong_values, {"num_quantizers": 10**9}, {"num_hidden_layers": -1}):
         about.write_text(json.dumps({**json.loads(written), **wrong}))
         with pytest.raises(TesseraError) as error:
             load_codec(tmp_path / "codec")

@@ -20,10 +20,10 @@ from tests.toys.chat_set import write_chat_set
 
 TORCHVISION = importlib.util.find_spec("torchvision") is not None
 WITH_VIDEO = [name for name in CASES if name not in (*LANGUAGE, "llava 1.5")]
-# Qwen2.5-VL has the processor of Qwen2-VL, and the others differ from a neighbour by their layers alone.
-REPEATED = ("qwen2_vl", "qwen2_5_omni", "qwen3_vl experts", "qwen3", "qwen3 experts")
+# Text, an image of tiles, and a folder of everything; tests of a family compare its answers and its processor, too.
+QUICK = ("qwen2", "internvl", "qwen3_omni")
 SAMPLES = 3  # with no image, with one and with two
-FOLDERS = [pytest.param(name, marks=[pytest.mark.slow] if name in REPEATED else []) for name in CASES]
+FOLDERS = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in CASES]
 
 
 @pytest.fixture(scope="module")

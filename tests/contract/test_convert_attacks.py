@@ -21,6 +21,7 @@ from small_folders import small_folder
 import tessera
 from tessera.checkpoint.publish import made_from
 from tessera.cli.main import main
+from tests.quick import quick
 
 WEIGHTS, INDEX, RANK = "model.safetensors", "model.safetensors.index.json", "mm/release/mp_rank_0{}/model_optim_rng.pt"
 HALVES = tuple(f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
@@ -311,7 +312,7 @@ def typed(words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     return said.err
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", quick(CASES, *list(CASES)[::3]))
 def test_it_is_refused_and_nothing_changes(
     name: str, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -136,6 +136,7 @@ def test_prompts_end_with_the_text_to_speak() -> None:
     [
         (Message("system", (text("hello"),)), "data.role-without-voice"),
         (Message("assistant", (text("hello"),), "Ana"), "data.speaker-without-number"),
+        (Message("assistant", (text("hello"),), "\u0661"), "data.speaker-without-number"),  # a digit of another script
         (Message("assistant", (text("hello"), Part("codes", np.zeros((2, 3), dtype=int)))), "data.other-codebooks"),
         (Message("user", (Part("image", None), text("hello"))), "media.kind-not-supported"),
     ],

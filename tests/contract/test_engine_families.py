@@ -48,7 +48,7 @@ def mixed_turns(name: str, shape: int, prompts: int, count: int) -> list[Turn]:
     return [turns[number] for number in sorted(range(count), key=at.__getitem__)]
 
 
-ALIKE = ("llama", "qwen2", "qwen2_vl", "qwen2_5_omni")  # decoders like that of another family in `make test`
+QUICK = ("qwen3 with experts", "internvl", "qwen3_omni")  # the others have the decoder or the encoders of one of these
 
 
 def compare(turns: Sequence[Turn], run: Run, record: Recorder) -> None:
@@ -80,7 +80,7 @@ def compare_one_rank(name: str, shape: int, prompts: int, count: int, record: Re
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in ALIKE else []) for name in FAMILIES]
+    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in FAMILIES]
 )
 def test_requests_at_random_times_get_the_tokens_of_transformers(name: str, record_property: Recorder) -> None:
     compare_one_rank(name, 0, 7, 14, record_property)

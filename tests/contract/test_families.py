@@ -26,6 +26,7 @@ from tessera.nn.codes import CODED, CODES, NEXT_CODES, code_output
 from tessera.ops.loss import linear_cross_entropy
 from tessera.training.setup import build_meta_model
 from tests.errors import raises
+from tests.quick import quick
 
 # Families without presets run other people's classes; `test_third_party.py` is theirs.
 # Those that generate images or videos have `test_generation_families.py`.
@@ -38,11 +39,12 @@ PRESETS = [(name, preset) for name in NAMES for preset in FAMILIES.get(name).pre
 
 
 def built(presets: list[tuple[str, str]]) -> Iterator[Any]:
-    """Every kind of model of each family: its tiny ones, its first published one, and one with experts. Presets that
-    only have other sizes take long to build and are for `make test-all`."""
+    """The tiny models of every family, one of a published size and one with experts. Others of published sizes take
+    long to build and are for `make test-all`."""
     seen: set[tuple[str, str]] = set()
     for name, preset in presets:
-        kind = (name, "tiny" + preset if "quickstart" in preset else "experts" if "-a" in preset else "published")
+        tiny = "quickstart" in preset
+        kind = (name, preset) if tiny else ("a published size", "experts" if "-a" in preset else "")
         yield pytest.param((name, preset), id=f"{name}-{preset}", marks=[pytest.mark.slow] if kind in seen else [])
         seen.add(kind)
 
@@ -244,7 +246,9 @@ def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
     return total / count
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", quick(NAMES, "csm", "internvl", "llama", "qwen2_audio", "qwen2_vl", "qwen3", "whisper")
+)
 def test_flops_agree_with_the_counter_of_torch(name: str) -> None:
     spec, config, model = materialized(name, attention="eager")
     assert spec.flops is not None
@@ -283,7 +287,7 @@ PARTLY: dict[str, tuple[str, dict[str, Any]]] = {
     "lora, qwen3": ("qwen3", {"lora": {"rank": 4}}),
 }
 # Another test, another case or another family counts the same.
-REPEATED = ("all", "text alone", "projector alone", "lora, language", "lora, qwen3")
+REPEATED = ("all", "frozen encoder", "text alone", "projector alone", "lora, language", "lora, qwen3")
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from tessera.config.run_config import ModelSection
 from tessera.core.batch import Batch
 from tessera.models import FAMILIES, resolve
 from tests.close import assert_as_close, distance, queries_for_keys, with_moved_weights
+from tests.quick import quick
 from tests.toys.save_folder import save_folder
 
 
@@ -88,7 +89,7 @@ def test_the_configuration_is_that_of_diffusers(name: str, case: str) -> None:
     assert type(config).from_hf({key: value for key, value in theirs.items() if key[0] != "_"}) == config
 
 
-@pytest.mark.parametrize("name", GENERATION)
+@pytest.mark.parametrize("name", quick(GENERATION, "cogvideox", "flux", "wan"))
 def test_a_saved_folder_loads_in_diffusers_and_here_and_predicts_the_same(name: str, tmp_path: Path) -> None:
     family = GENERATION[name]
     config, reference, batch = drawn(name, next(iter(family.configs)))

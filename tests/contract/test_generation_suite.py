@@ -140,6 +140,7 @@ def test_ranks_share_the_samples_of_a_benchmark(wan: Path, prompts: Path, tmp_pa
         assert np.abs(pixels[0] - pixels[1]).max() <= 1, "a rounding of the sums over ranks moves a pixel by one"
 
 
+@pytest.mark.slow
 def test_the_protocol_of_a_benchmark_tells_models_apart(wan: Path, prompts: Path, tmp_path: Path) -> None:
     clip = write_clip(tmp_path / "clip")
     same, other = tmp_path / "same", tmp_path / "other" / wan.name

@@ -18,6 +18,7 @@ from tessera.core.batch import Batch
 from tessera.models.glm4v import SPEC
 from tessera.models.glm4v.processor import GLM4V
 from tessera.models.transformers.library import load_image_processor
+from tests.quick import quick
 
 VOCAB = 300
 WORDS = ("<|endoftext|>", "</answer>", *GLM4V.special_words())
@@ -69,7 +70,7 @@ SHOWN: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", SHOWN)
+@pytest.mark.parametrize("name", quick(SHOWN, "several", "clip"))
 def test_greedy_answers_are_those_of_transformers(name: str, exported: Path) -> None:
     """Its own image processor sees pictures, and frames that have the right size, one by one."""
     images, media = load_image_processor(exported), SHOWN[name]
@@ -94,6 +95,7 @@ def test_the_folder_names_what_ends_an_answer(exported: Path) -> None:
     assert set(told) == set(loaded.processor.stop_tokens)  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_the_tool_that_compares_agrees(exported: Path, tmp_path: Path) -> None:
     rows = []
     for number in range(3):

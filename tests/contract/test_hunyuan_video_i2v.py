@@ -203,6 +203,7 @@ def test_training_on_features_is_training_with_frames_in_captions(tmp_path: Path
     assert len(set(losses[0])) == 3
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_the_empty_caption_of_a_sample_is_read_with_its_own_frame(tmp_path: Path) -> None:
     write_hunyuan_video_i2v(tmp_path, "token_replace")

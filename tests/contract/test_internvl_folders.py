@@ -98,6 +98,7 @@ def test_the_hub_layout_is_the_preset() -> None:
     assert InternVLConfig.from_hf(HUB) == preset_of("internvl", "3-1b")
 
 
+@pytest.mark.slow
 def test_published_sizes_have_as_many_parameters_as_their_cards_say() -> None:
     """In billions: the encoder, and the text with a head of its own."""
     for preset, (eyes, words) in {

@@ -21,6 +21,7 @@ from tessera.models.processing.tokenizer import load_tokenizer
 from tessera.models.transformers.library import load_image_processor
 from tessera_compat.mindspeed_mm.convert import run
 from tests.errors import raises
+from tests.quick import quick
 from tests.toys.chat_set import chat_recipe, write_chat_set
 
 
@@ -48,6 +49,7 @@ def same(first: Path, other: Path) -> None:
             assert (first / name).read_bytes() == (other / name).read_bytes(), name
 
 
+@pytest.mark.parametrize("folder", quick(["qwen2", "internlm2"], "internlm2"), indirect=True)
 def test_it_computes_what_its_hugging_face_form_computes_and_goes_back(folder: Path, tmp_path: Path) -> None:
     kind = json.loads((folder / "config.json").read_text())["llm_config"]["model_type"]
     hub = tessera.convert(folder, tmp_path / "hf", prove="always")  # transformers computes the same logits from it
@@ -86,6 +88,7 @@ def test_mm_convert_takes_it_and_gives_it_back(kind: str, tmp_path: Path, monkey
     assert tessera.load(hub, device="cpu")[1].processor is not None
 
 
+@pytest.mark.slow
 def test_a_run_begins_from_it_and_ends_in_either_form(qwen2: Path, tmp_path: Path) -> None:
     recipe = chat_recipe(write_chat_set(tmp_path / "chats", samples=4), tmp_path, steps=1)
     recipe |= {"model": {"path": str(qwen2)}}

@@ -92,6 +92,7 @@ def test_more_layouts_train_like_one_process(tmp_path: Path) -> None:
     train_like_one_process(with_model(MORE, tmp_path), tmp_path)
 
 
+@pytest.mark.slow  # Qwen2.5-VL is told the same
 def test_what_does_not_split_is_told() -> None:
     """25 heads whose queries are normalised together stay whole on each rank, and the rest of the encoder is split."""
     _, config = resolve(ModelSection(family="internvl", preset="3-78b"))

@@ -138,6 +138,7 @@ def test_mistakes_are_explained(folder: Path, tmp_path: Path) -> None:
         InternVLProcessor.load(short, folder).encode(conversation("image"), [picture(32, 32)])
 
 
+@pytest.mark.slow
 def test_an_exported_folder_gives_identical_greedy_tokens(processor: InternVLProcessor, tmp_path: Path) -> None:
     folder = export(SPEC, CASE.config, processor, tmp_path)
     tokenizer, images = AutoTokenizer.from_pretrained(folder), load_image_processor(folder)

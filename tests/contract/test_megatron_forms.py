@@ -20,6 +20,7 @@ from tessera_compat.shards.files import LATEST
 from tessera_compat.shards.form import EvenSplit
 from tessera_compat.shards.resplit import resplit
 from tests.errors import raises
+from tests.quick import quick
 
 # Layers of the small models: 2 or 3 vision, 2 text. Stages without layers of a part are allowed.
 CASES = [
@@ -60,6 +61,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return small_folder(request.param, tmp_path_factory.mktemp("hf"))
 
 
+@pytest.mark.parametrize("folder", quick(CASES, "qwen2_vl"), indirect=True)
 def test_through_shards_of_two_layouts_and_back(folder: Path, tmp_path: Path) -> None:
     vision, text = layers_of(folder)
     two_by_four: dict[str, Any] = {"tp": 2, "vit": [uneven(vision, 4)], "llm": [uneven(text, 4)]}
@@ -82,23 +84,21 @@ def test_through_shards_of_two_layouts_and_back(folder: Path, tmp_path: Path) ->
     assert side_files <= {path.name for path in (tmp_path / "c").iterdir()}
 
 
-def test_experts_over_expert_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("encoder_first", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_experts_over_expert_ranks(encoder_first: bool, tmp_path: Path) -> None:
     """A single number behind the tensor rank is of the experts; a first stage without a decoder changes no number."""
     folder = small_folder("qwen3_vl experts", tmp_path / "hf")
     vision, text = layers_of(folder)
-    encoder_first: dict[str, Any] = {"vit": [vision, 0, 0], "llm": [0, 1, text - 1]}
-    cases: list[tuple[dict[str, Any], list[str]]] = [
-        ({"tp": 2, "ep": 2}, [f"mp_rank_{tp:02d}_{ep:03d}" for tp in range(2) for ep in range(2)]),
-        ({"ep": 2} | encoder_first, [f"mp_rank_00_{pp:03d}_{ep:03d}" for pp in range(3) for ep in range(2)]),
-    ]
-    expected = hub_weights(folder)
-    for number, (layout, names) in enumerate(cases):
-        shards, back = tmp_path / f"shards{number}", tmp_path / f"back{number}"
-        tessera.convert(folder, shards, to="mm", layout=layout)
-        assert sorted(path.name for path in (shards / "release").iterdir()) == names
-        tessera.convert(shards, back, to="hf", like=folder, prove="never")
-        actual = hub_weights(back)
-        assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    layout: dict[str, Any] = {"tp": 2, "ep": 2}
+    names = [f"mp_rank_{tp:02d}_{ep:03d}" for tp in range(2) for ep in range(2)]
+    if encoder_first:
+        layout = {"ep": 2, "vit": [vision, 0, 0], "llm": [0, 1, text - 1]}
+        names = [f"mp_rank_00_{pp:03d}_{ep:03d}" for pp in range(3) for ep in range(2)]
+    tessera.convert(folder, tmp_path / "shards", to="mm", layout=layout)
+    assert sorted(path.name for path in (tmp_path / "shards" / "release").iterdir()) == names
+    tessera.convert(tmp_path / "shards", tmp_path / "back", to="hf", like=folder, prove="never")
+    actual, expected = hub_weights(tmp_path / "back"), hub_weights(folder)
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 def test_names_and_orders_are_those_of_the_other_system(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-@pytest.mark.parametrize("form", ["mm", "dcp"])
+@pytest.mark.parametrize("form", ["mm", pytest.param("dcp", marks=pytest.mark.slow)])
 def test_a_head_of_its_own_is_not_dropped_where_config_json_ties_it(tied: Path, tmp_path: Path, form: Any) -> None:
     untied = shutil.copytree(tied, tmp_path / "untied")
     config = (untied / "config.json").read_text().replace('"tie_word_embeddings": true', '"tie_word_embeddings": false')

@@ -100,6 +100,7 @@ def with_model(name: str, cases: list[Case], folder: Path) -> list[Case]:
 
 
 # Both have the same kind of audio encoder.
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2_5_omni", pytest.param("qwen3_omni", marks=pytest.mark.slow)])
 def test_layouts_train_like_one_process(name: str, tmp_path: Path) -> None:
     train_like_one_process(with_model(name, CASES, tmp_path), tmp_path)

@@ -151,7 +151,9 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small_folder("qwen2", tmp_path_factory.mktemp("plain"))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=[pytest.mark.slow] if form == "nf4" else []) for form in FORMS]
+)
 def test_a_quantized_folder_is_read_as_what_it_means(form: str, plain: Path, tmp_path: Path) -> None:
     folder = tmp_path / "hf"
     folder.mkdir()

@@ -227,7 +227,7 @@ def test_the_thinker_of_a_full_folder_is_read_and_written_alone(tmp_path: Path) 
     same_weights(loaded, again)
 
 
-@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("full", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_who_tunes_the_thinker_of_a_full_folder_is_warned_of_its_talker(
     full: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -249,6 +249,7 @@ def test_who_tunes_the_thinker_of_a_full_folder_is_warned_of_its_talker(
     assert ("hidden states of the thinker" in capsys.readouterr().err) == full
 
 
+@pytest.mark.slow
 def test_an_export_is_compared_with_transformers_on_an_image_and_sound(tmp_path: Path) -> None:
     folder = small_folder("qwen2_5_omni", tmp_path)
     spec, config = resolve(ModelSection(path=folder))

@@ -95,7 +95,10 @@ def test_windows_are_dealt_with_their_frames(ranks: int) -> None:
     ("preset", "changes", "tp", "error"),
     [
         ("7b", {}, 8, "layout.tp-not-divisor 28"),
-        ("72b", {"vision.intermediate_size": 3420}, 8, "layout.tp-not-divisor 3420 vision.blocks.0.mlp"),
+        pytest.param(
+            *("72b", {"vision.intermediate_size": 3420}, 8, "layout.tp-not-divisor 3420 vision.blocks.0.mlp"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_does_not_split_is_told(preset: str, changes: dict[str, Any], tp: int, error: str) -> None:

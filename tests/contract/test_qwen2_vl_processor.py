@@ -142,6 +142,7 @@ def test_text_behind_a_video_goes_on_past_its_last_moment(processor: Qwen2VLProc
     assert ours.positions[:, int(image[-1]) + 1].tolist() == [int(ours.positions[:, image].max()) + 1] * 3
 
 
+@pytest.mark.slow
 def test_from_a_file_to_batches(processor: Qwen2VLProcessor, tmp_path: Path) -> None:
     """The whole road with this processor: index, packing, worker process, and a picture that fails when decoded."""
     rows = []

@@ -166,6 +166,7 @@ def test_more_features_than_layers_are_an_error() -> None:
         resolve(ModelSection(family="qwen3_omni", preset="30b-a3b", config={"text": {"num_hidden_layers": 2}}))
 
 
+@pytest.mark.slow
 def test_the_thinker_of_a_full_folder_is_read_and_written_alone(tmp_path: Path) -> None:
     """Bitwise. Weights of the talker and of the vocoder stay in their folder."""
     family = Qwen3Omni()
@@ -202,6 +203,7 @@ def test_the_thinker_of_a_full_folder_is_read_and_written_alone(tmp_path: Path) 
     assert spec.untrained_parts(tmp_path / "alone") is None
 
 
+@pytest.mark.slow
 def test_an_export_is_compared_with_transformers_on_an_image_and_sound(tmp_path: Path) -> None:
     folder = small_folder("qwen3_omni", tmp_path)
     spec, config = resolve(ModelSection(path=folder))

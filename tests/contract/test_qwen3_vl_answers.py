@@ -55,7 +55,7 @@ EIGHT = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16
 BOUNDS = {"min_pixels": 64, "max_pixels": 1024, "video_min_pixels": 64, "video_max_pixels": 4096}
 
 
-@pytest.mark.parametrize("experts", [None, EIGHT])
+@pytest.mark.parametrize("experts", [None, pytest.param(EIGHT, marks=pytest.mark.slow)])
 def test_greedy_answers_are_those_of_transformers(experts: dict[str, Any] | None, tmp_path: Path) -> None:
     words = write_words(tmp_path / "words", VOCAB, WORDS, ["what is in this picture", "a cat <0.0 seconds>"])
     config = SPEC.config.model_validate({**SETTINGS, "text": {**TEXT, "experts": experts}})

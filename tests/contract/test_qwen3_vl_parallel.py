@@ -89,6 +89,7 @@ def same(row: dict[str, float]) -> bool:
     return max(row.get(kind, 0.0) for kind in KINDS) < LIMIT and row["bytes"] < 0.01
 
 
+@pytest.mark.slow  # the decoders of `tests/dist` have experts, too
 @pytest.mark.parametrize("name", [case.name for case in USUAL])
 def test_a_layout_trains_like_one_process(name: str, usual: Any) -> None:
     assert same(usual[name]), usual[name]
@@ -131,6 +132,7 @@ def filled(rank: int, world: int, folder: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_stacked_experts_are_read_into_parts(tmp_path: Path) -> None:
     """Cut along the experts a rank reads its own rows alone; cut along their features it reads all."""
     _, config = resolve(ModelSection(family="qwen3_vl", preset="quickstart-moe", config=SPARSE["model.config"]))

@@ -114,6 +114,7 @@ def check_conditions(folder: Path, data: Path, pipeline: Any, references: int, p
         assert 0.5 < height * width / OPTIONS["reference_pixels"] < 2
 
 
+@pytest.mark.slow
 def test_training_reads_captions_with_images_as_diffusers_does(world: tuple[Path, Any]) -> None:
     folder, pipeline = world
     check_conditions(folder / "model", folder / "edits.jsonl", pipeline, 1, OPTIONS["reference_pixels"])

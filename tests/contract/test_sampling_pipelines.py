@@ -114,7 +114,7 @@ WAN: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }
 
 
-SOME = ("from text", "from an image")
+SOME = ("from an image",)
 
 
 @pytest.mark.parametrize("name", [name if name in SOME else pytest.param(name, marks=pytest.mark.slow) for name in WAN])
@@ -185,6 +185,7 @@ def test_hunyuan_video_continues_an_image_as_diffusers_does(tmp_path: Path, cond
     sampled_alike(pipeline, tmp_path, as_drawn, theirs, ours)
 
 
+@pytest.mark.slow  # the edits take the same steps
 def test_qwen_image_samples_the_pixels_of_diffusers(tmp_path: Path) -> None:
     pipeline = write_qwen_image(tmp_path)
     sampled_alike(pipeline, tmp_path, as_tokens, {"true_cfg_scale": 4.0}, {"guidance": 4.0})

@@ -127,6 +127,7 @@ def test_a_conversion_hands_every_file_on(published: tuple[Path, dict[str, bytes
     check(tessera.convert(tmp_path / "out", tmp_path / "again", prove="never"), theirs)
 
 
+@pytest.mark.slow
 def test_a_run_keeps_them_through_a_resume_on_another_machine(
     published: tuple[Path, dict[str, bytes]], data: Path, tmp_path: Path
 ) -> None:

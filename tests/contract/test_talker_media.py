@@ -40,7 +40,7 @@ from tessera.models.qwen3_omni_talker import SPEC
 from tessera.models.qwen3_omni_talker.config import TalkerConfig
 from tessera.models.qwen3_omni_talker.processor import MediaTalkerProcessor, TalkerProcessor, TalkerSample
 from tessera.models.qwen3_omni_talker.sequence import SpokenTurns, TalkerIds
-from tessera.models.qwen3_omni_talker.thinker import HEARD, HEARD_FROM, STATES, WORDS, as_question, encode
+from tessera.models.qwen3_omni_talker.thinker import HEARD, HEARD_FROM, WORDS, as_question, encode
 from tests.close import assert_as_close
 from tests.errors import raises
 
@@ -205,8 +205,9 @@ def test_the_processor_places_media_where_transformers_does(tmp_path: Path) -> N
     batch = processor.collate([[item]], len(item.tokens) + 4)
     thinker = frozen_module(SPEC.frozen_input.component(config), SPEC, config, None)  # type: ignore[union-attr]
     encoded = encode(thinker, batch)
-    assert encoded[STATES].shape == (len(item.heard), config.thinker.text.hidden_size)
-    assert encoded[WORDS].shape[0] == len(item.tokens) + 4
+    assert encoded[WORDS].shape == (len(item.tokens) + 4, config.thinker.text.hidden_size)
+    words = thinker.text.embed(batch["tokens"])  # type: ignore[union-attr]
+    assert (encoded[WORDS] != words).any(1).nonzero().flatten().tolist() == item.heard.tolist()
     assert not [name for name in encoded.tensors if name.startswith("thinker.")]
 
 

@@ -47,8 +47,20 @@ def write_media(folder: Path, codebooks: int, codes: int) -> Path:
     return path
 
 
-def with_model(cases: list[Case], folder: Path, media: bool = False) -> list[Case]:
-    config = config_with_words(folder / "words", WORDS, media=media)
+def write_mixed(folder: Path, codebooks: int, codes: int) -> Path:
+    """The conversations of `write_media`. A third of them has no speech."""
+    path = write_media(folder, codebooks, codes)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows[::3]:
+        row["messages"][-1]["content"] = row["messages"][-1]["content"][:1]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def with_model(cases: list[Case], folder: Path, media: bool = False, joint: bool = False) -> list[Case]:
+    config = config_with_words(folder / "words", WORDS, media=media, joint=joint)
+    media = media or joint
+    write = write_mixed if joint else write_media if media else write_rows
     sizes = (config.num_code_groups, config.depth.vocab_size)
     model: dict[str, Any] = {
         "family": "qwen3_omni_talker",
@@ -57,9 +69,7 @@ def with_model(cases: list[Case], folder: Path, media: bool = False) -> list[Cas
         "freeze": [] if media else ["hidden_projection"],
     }
     more = {
-        "data.train": str(
-            write_media(folder / "media", *sizes) if media else write_rows(folder / "rows.jsonl", *sizes)
-        ),
+        "data.train": str(write(folder / ("media" if media else "rows.jsonl"), *sizes)),
         "data.processor": {"min_pixels": 64, "max_pixels": 1024} if media else {},
         "data.length": 192 if media else 64,
         "train.task_options": {"depth_frames": 0.25, "depth_weight": 0.5},
@@ -83,3 +93,24 @@ def test_layouts_train_like_one_process_with_media_in_some_questions(tmp_path: P
     cases = [TENSOR, FSDP, PIPELINE, ULYSSES, RING]
     # Gradients agree to 1e-6 on every machine; weights that AdamW divides by small gradients, to 2e-5 on one.
     train_like_one_process(with_model(cases, tmp_path, media=True), tmp_path, weights_apart=4)
+
+
+ENCODERS = {"vision": [3, 0], "audio": [2, 0]}
+# The layers of the thinker, then those of the talker.
+BETWEEN = Case(
+    "pp 2, between thinker and talker", 2, {"pp": 2, "layers": {**ENCODERS, "thinker": [5, 0], "text": [0, 2]}}
+)
+IN_THINKER = Case("pp 2, in the thinker", 2, {"pp": 2, "layers": {**ENCODERS, "thinker": [3, 2], "text": [0, 2]}})
+IN_TALKER = Case("pp 2, in the talker", 2, {"pp": 2, "layers": {**ENCODERS, "thinker": [5, 0], "text": [1, 1]}})
+IN_ENCODERS = Case(
+    "pp 2, in an encoder",
+    2,
+    {"pp": 2, "layers": {"vision": [3, 0], "audio": [1, 1], "thinker": [0, 5], "text": [0, 2]}},
+)
+SHARED = Case("ring 2, encoders shared", 2, {"cp": 2, "ulysses": 1, "encoders": {"vision": {"cp": 2}}})
+
+
+@pytest.mark.slow
+def test_layouts_train_a_thinker_and_its_talker_like_one_process(tmp_path: Path) -> None:
+    cases = [TENSOR, FSDP, EXPERTS, ULYSSES, RING, SHARED, BETWEEN, IN_THINKER, IN_TALKER, IN_ENCODERS]
+    train_like_one_process(with_model(cases, tmp_path, joint=True), tmp_path, weights_apart=4)

@@ -108,6 +108,7 @@ def client(folder: Path) -> Iterator[Any]:
     service.close()
 
 
+@pytest.mark.slow
 def test_chat_completions_are_spoken(client: Any) -> None:
     body = {
         "messages": [{"role": "user", "content": "red blue"}],

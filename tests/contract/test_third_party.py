@@ -132,7 +132,7 @@ def load_into(module: nn.Module, table: Any, folder: Path) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "whisper" else []) for name in NAMES]
+    "name", [pytest.param(name, marks=[] if name == "qwen3" else [pytest.mark.slow]) for name in NAMES]
 )
 def test_what_is_trained_goes_back_to_the_library(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
     run = tessera.train(
@@ -167,7 +167,7 @@ def test_what_is_trained_goes_back_to_the_library(name: str, folders: dict[str, 
     ("kind", "labels", "named"),
     [
         pytest.param("Qwen3", 1, True, marks=pytest.mark.slow),
-        ("Qwen3", 3, True),
+        pytest.param("Qwen3", 3, True, marks=pytest.mark.slow),
         pytest.param("Qwen3", 3, False, marks=pytest.mark.slow),
         ("Gemma", 1, False),
     ],
@@ -234,6 +234,7 @@ def test_an_adapted_class_reads_and_writes_the_files_of_the_library_s_class(fold
     assert model.weights().rule_for("model.norm.weight") is not None
 
 
+@pytest.mark.slow
 def test_mistakes_about_classes() -> None:
     with raises("model.unknown-class") as caught:
         choose_class({"model_type": "x", "architectures": ["Qwen3ForCausalLMM"]}, None)

@@ -161,6 +161,7 @@ def test_samples_that_share_a_row_do_not_see_each_other(name: str, class_case: A
         assert abs(total([texts]) - sum(total([[item]]) for item in texts)) <= limit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ONE)
 def test_a_batch_of_text_has_a_blank_image_and_its_gradients_are_zero(name: str, class_case: Any) -> None:
     folder, data = class_case(name)

@@ -52,7 +52,7 @@ def test_single_samples(name: str, number: int, media: str) -> None:
     compare(name, number, 3, [media], padding=5)
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("implementation", [pytest.param("eager", marks=pytest.mark.slow), "sdpa"])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_attention_gives_the_same_logits(name: str, implementation: str) -> None:
     family = VISION_LANGUAGE[name]
@@ -95,7 +95,7 @@ def test_cached_decoding_equals_the_full_forward(name: str, number: int) -> None
         assert relative(logits, full[ends - 1 - steps + number]) < family.tolerance
 
 
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("training", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("name", "number"), ALONE)
 def test_an_idle_encoder_changes_nothing_and_gets_zero_gradients(name: str, number: int, training: bool) -> None:
     family = VISION_LANGUAGE[name]

@@ -61,7 +61,7 @@ def write_original(folder: Path, config: Any, model: nn.Module, kind: str) -> No
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=[pytest.mark.slow] if case in ("image", "token times") else []) for case in ORIGINALS],
+    [pytest.param(case, marks=[] if case == "first and last" else [pytest.mark.slow]) for case in ORIGINALS],
 )
 def test_folders_of_the_makers_are_read_and_converted_both_ways(case: str, tmp_path: Path) -> None:
     published = {"image_dim": 1280} if WAN.config(case).image_dim else {}

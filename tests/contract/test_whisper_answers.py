@@ -75,7 +75,7 @@ def without_end(rows: list[list[int]]) -> list[list[int]]:
 @pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"suppress_tokens": SUPPRESSED, "begin_suppress_tokens": FIRST}],
+    [pytest.param({}, marks=pytest.mark.slow), {"suppress_tokens": SUPPRESSED, "begin_suppress_tokens": FIRST}],
     ids=["all tokens", "suppressed"],
 )
 def test_transcripts_are_those_of_transformers(number: int, settings: dict[str, Any], tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_long_recordings_are_those_of_transformers(number: int, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-@pytest.mark.parametrize("seconds", [2.5, pytest.param(1, marks=[pytest.mark.slow])], ids=["windows", "one window"])
+@pytest.mark.parametrize("seconds", [pytest.param(2.5, marks=[pytest.mark.slow]), 1], ids=["windows", "one window"])
 def test_detected_languages_are_those_of_transformers(number: int, seconds: float, tmp_path: Path) -> None:
     folder = folder_of(tmp_path, number, max_initial_timestamp_index=10, suppress_tokens=SUPPRESSED)
     clips, timed = sounds(number, 2, seconds), seconds > SECONDS
@@ -121,6 +121,7 @@ def test_detected_languages_are_those_of_transformers(number: int, seconds: floa
         assert "<|" not in text, "the language is not part of the transcript"
 
 
+@pytest.mark.slow
 def test_each_recording_has_its_own_language(tmp_path: Path) -> None:
     """Rows whose prompt names a language keep it; the languages of the others do not depend on their neighbours."""
     folder = folder_of(tmp_path, 0, suppress_tokens=SUPPRESSED)
@@ -155,7 +156,7 @@ def test_time_stamps_of_later_windows_count_from_the_beginning(tmp_path: Path) -
     assert processor.decode(tokens) == f"<|0.00|>{texts[0]}<|0.80|><|0.80|><|0.90|>{texts[1]}<|1.20|>"
 
 
-@pytest.mark.parametrize("seconds", [0.7, 2.2], ids=["one window", "windows"])
+@pytest.mark.parametrize("seconds", [0.7, pytest.param(2.2, marks=pytest.mark.slow)], ids=["one window", "windows"])
 def test_a_recording_is_transcribed_without_a_question(seconds: float, tmp_path: Path) -> None:
     pytest.importorskip("av")
     folder = folder_of(tmp_path / "model", 0, suppress_tokens=SUPPRESSED)

@@ -40,6 +40,7 @@ def with_model(cases: list[Case], folder: Path) -> list[Case]:
     return [of_model(case, model, **more) for case in cases]
 
 
+@pytest.mark.slow
 def test_layouts_train_like_one_process(tmp_path: Path) -> None:
     train_like_one_process(with_model(CASES, tmp_path), tmp_path)
 

@@ -59,6 +59,7 @@ def in_python(folder: Path, clip: Any, **options: Any) -> str:
     return answer
 
 
+@pytest.mark.slow
 def test_transcripts_are_those_of_python(client: TestClient, folder: Path) -> None:
     with ThreadPoolExecutor(3) as threads:
         answers = list(threads.map(lambda file: transcribe(client, file, language="de").json(), FILES))

@@ -74,6 +74,7 @@ def test_a_recording_that_cannot_be_decoded_is_left_out(length: int, tmp_path: P
     assert {row["code"] for row in rows} == {"media.damaged-file"}
 
 
+@pytest.mark.slow
 def test_peft_reads_adapters_of_encoder_and_decoder(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, 2)
     targets = ["audio.blocks.{*}.attn.{q,v}", "text.layers.{*}.cross.{q,o}", "text.layers.{*}.mlp.up"]
@@ -92,7 +93,7 @@ def test_peft_reads_adapters_of_encoder_and_decoder(tmp_path: Path) -> None:
         torch.testing.assert_close(adapted(**inputs).logits, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("number", range(len(SHAPES)))
 def test_folders_go_both_ways(number: int, dtype: torch.dtype, tmp_path: Path) -> None:
     spec, config, reference, model = pair(number, dtype)
@@ -117,6 +118,7 @@ def test_folders_go_both_ways(number: int, dtype: torch.dtype, tmp_path: Path) -
         assert torch.equal(tensor, reference.state_dict()[name]), name
 
 
+@pytest.mark.slow
 def test_published_sizes_are_those_of_transformers() -> None:
     """The sizes that the authors published, as `config.json` of their folders has them."""
     for preset, millions in (("tiny", 37.8), ("base", 72.6), ("small", 241.7), ("large-v3", 1543.5)):

@@ -77,7 +77,7 @@ class CogVideoX(GenerationFamily):
         "1.5": {**_rope, "patch_size_t": 2, "patch_bias": False, "in_channels": 8, "ofs_embed_dim": 6},
     }
 
-    slow = ("plain norms",)
+    quick = ("sines", "1.5")
 
     def grids_of(self, config: Any) -> Sequence[Grid]:
         return (config.grid, config.grid) if config.use_learned_positional_embeddings else self.grids
@@ -142,7 +142,7 @@ class HunyuanVideo(GenerationFamily):
         },
         "double alone": {**_tiny, "num_single_layers": 0, "patch_size_t": 2, "patch_size": 1, "mlp_ratio": 2.0},
     }
-    slow = ("first frame as channels",)
+    quick = ("first frame in place", "double alone")
     trained = CogVideoX.trained
 
     def batch(self, config: Any, generator: torch.Generator) -> Batch:
@@ -190,7 +190,7 @@ class HunyuanVideo15(GenerationFamily):
         "patches": {**_tiny, "patch_size": 2, "patch_size_t": 2, "mlp_ratio": 3.0, "num_layers": 1},
         "larger": {**_tiny, "num_refiner_layers": 2, "target_size": 960},
     }
-    slow = ("text alone", "patches", "larger")  # a layer of 2048 x 2048 is in all of them
+    quick = ("image",)  # a layer of 2048 x 2048 is in all of them
     trained = CogVideoX.trained
 
     def batch(self, config: Any, generator: torch.Generator) -> Batch:

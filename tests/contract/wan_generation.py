@@ -34,7 +34,7 @@ class Wan(GenerationFamily):
         "first and last": {**_TINY, **_IMAGES, "pos_embed_seq_len": 10, "num_layers": 1},
         "token times": {**_TINY, "in_channels": 48, "out_channels": 48},
     }
-    slow = ("wide",)
+    quick = ("image", "token times")
 
     def batch(self, config: Any, generator: torch.Generator) -> Batch:
         images = config.image_dim

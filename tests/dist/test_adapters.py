@@ -70,10 +70,8 @@ STACKED: dict[str, Any] = {
     "rslora": True,
 }
 DOWN: dict[str, Any] = {"targets": [f"{EXPERTS}.down_proj"], "rank": 3, "alpha": 2}
-EXPERT_LAYOUTS: list[Layout] = [
-    ("experts, ep 2, recompute", 2, {"ep": 2, "recompute": [LAYERS]}, STACKED, {**MOE, **TWO_ROWS}),
-]
 MORE_EXPERTS: list[Layout] = [
+    ("experts, ep 2, recompute", 2, {"ep": 2, "recompute": [LAYERS]}, STACKED, {**MOE, **TWO_ROWS}),
     ("experts, fsdp 2", 2, {}, STACKED, MOE),
     ("experts, tp 2, sequence", 2, SEQUENCE, STACKED, MOE),
     ("experts, tp 2", 2, {"tp": 2}, STACKED, MOE),
@@ -119,10 +117,10 @@ def measure_layouts(layouts: list[Layout], folder: Path, more: dict[str, Any]) -
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
-    return measure_layouts([*LAYOUTS, *EXPERT_LAYOUTS], tmp_path_factory.mktemp("lora"), {})
+    return measure_layouts(LAYOUTS, tmp_path_factory.mktemp("lora"), {})
 
 
-@pytest.mark.parametrize("name", [layout[0] for layout in (*LAYOUTS, *EXPERT_LAYOUTS)])
+@pytest.mark.parametrize("name", [layout[0] for layout in LAYOUTS])
 def test_adapters_train_as_in_one_process(name: str, measured: Any) -> None:
     assert good(measured[name]), measured[name]
 
@@ -174,6 +172,7 @@ def measure_pairs(layouts: list[Layout], folder: Path) -> dict[str, dict[str, fl
     return measure_layouts(layouts, folder, pair_settings(write_pair_set(folder / "pairs")))
 
 
+@pytest.mark.slow
 def test_preferences_train_as_in_one_process(tmp_path: Path) -> None:
     results = measure_pairs(PAIRS[1:], tmp_path)
     assert {name: row for name, row in results.items() if not good(row)} == {}

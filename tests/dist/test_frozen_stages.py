@@ -141,6 +141,7 @@ def test_steps_that_are_encoded_together_are_sent_on_as_well(folder: Path) -> No
     assert (second["bytes"], second["calls"]) == (0, 0)
 
 
+@pytest.mark.slow  # diffusers is slow to import
 def test_a_plan_counts_encoders_on_the_first_stage_alone(folder: Path) -> None:
     plan = build_meta_model(load_config(recipe(folder, "plan", 2)), 2).plan
     assert {part.position for part in plan.memory.frozen.values()} == {0}

@@ -89,7 +89,7 @@ def alone(data: Path, victim: Any, tmp_path_factory: pytest.TempPathFactory) -> 
 CASES = [
     pytest.param("rollback", 2, {}, marks=pytest.mark.slow),
     pytest.param("skip", 2, {"tp": 2}, marks=pytest.mark.slow),
-    ("rollback", 2, {"pp": 2}),
+    pytest.param("rollback", 2, {"pp": 2}, marks=pytest.mark.slow),
     pytest.param("skip", 2, {}, marks=pytest.mark.slow),
     pytest.param("rollback", 2, {"tp": 2}, marks=pytest.mark.slow),
     pytest.param("skip", 2, {"pp": 2}, marks=pytest.mark.slow),

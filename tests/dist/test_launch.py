@@ -110,6 +110,7 @@ def have_ended(processes: list[Process], patience: float = 60) -> bool:
     return not any(process.alive() for process in processes)
 
 
+@pytest.mark.slow
 def test_ranks_of_a_killed_launcher_end_while_they_start(tmp_path: Path) -> None:
     launcher = start("train", recipe(tmp_path), "--nproc", 2)
     ranks = await_ranks(launcher, 2)

@@ -29,6 +29,7 @@ from tessera_compat.mindspeed_mm.mixins import FSDP2Mixin, MultiModalModule
 from tests.dist.layout_cases import MEMORY, MIXED
 from tests.dist.layouts import LIMIT, Case, Record, good, measure_selected, params, recipe_of, relative
 from tests.dist.spawn import RankError, run_ranks
+from tests.quick import quick
 from tests.toys.chat_set import write_chat_set
 
 ROWS = [*MEMORY, *MIXED]
@@ -107,7 +108,7 @@ def ordered(
     return alone, run_ranks(train_ordered_each, 2, [name for name in IDLE if name in wanted], data, folder / "two")
 
 
-@pytest.mark.parametrize("name", ["plain", "prefetch", pytest.param("offload", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", quick(IDLE, "prefetch"))
 def test_idle_encoders_never_hang_and_equal_one_process(name: str, ordered: Any) -> None:
     (_, expected, right), ranks = ordered
     (first, losses, gradients), (second, _, _) = (rank[name] for rank in ranks)

@@ -82,6 +82,7 @@ def test_the_steps_have_text_alone_in_their_middle(tmp_path: Path) -> None:
     assert any(0 in step[1:-1] and any(step) for step in pictures), pictures
 
 
+@pytest.mark.slow
 def test_evaluation_and_the_watch_know_all_stages(tmp_path: Path) -> None:
     """Three held-out rows on two data ranks: the last one is repeated and must not count twice."""
     data = write_chat_set(tmp_path / "data")

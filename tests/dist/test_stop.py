@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tessera.data.loader.loader import Loader
 from tessera.training.run import train
 from tests.dist.spawn import run_ranks
@@ -62,6 +64,7 @@ def stopped(rank: int, world: int, recipe: dict[str, Any], waiting: str) -> tupl
     return run.stopped, run.checkpoint.name, ended - Path(waiting).stat().st_mtime
 
 
+@pytest.mark.slow
 def test_ranks_of_which_one_waits_for_data_stop_and_save_in_time(tmp_path: Path) -> None:
     recipe = chat_recipe(write_chat_set(tmp_path / "chat", samples=4), tmp_path, steps=50, global_batch=2)
     recipe["data"]["eval"] = []

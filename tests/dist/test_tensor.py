@@ -102,6 +102,7 @@ def write_tokens(rank: int, world: int, pairs: list[tuple[dict[str, Any], dict[s
     return results
 
 
+@pytest.mark.slow
 def test_generating_gives_the_tokens_of_one_process_on_every_rank() -> None:
     (alone,) = run_ranks(write_tokens, 1, [({}, {}), ({}, UNTIED)])
     assert len({token for rows in alone for row in rows for token in row}) > 2

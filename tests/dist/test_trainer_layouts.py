@@ -143,6 +143,7 @@ def check_splits(results: Found, reference: Any, moved: Any) -> None:
         assert samples_by_step(own_folder) == samples_by_step(folder)
 
 
+@pytest.mark.slow
 def test_any_split_gives_the_same_gradients_and_losses(data: Path, reference: Any, moved: Any, tmp_path: Path) -> None:
     check_splits(train_splits(SPLITS, data, tmp_path), reference, moved)
 
@@ -152,6 +153,7 @@ def test_more_splits_give_the_same_gradients_and_losses(data: Path, reference: A
     check_splits(train_splits(MORE_SPLITS, data, tmp_path), reference, moved)
 
 
+@pytest.mark.slow
 def test_four_then_one_then_two_ranks_see_the_same_samples_and_losses(
     data: Path, tmp_path: Path, reference: Any
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import struct
 import zlib
@@ -35,6 +36,7 @@ def exif(turn: int) -> Image.Exif:
     return record
 
 
+@functools.cache
 def pictures() -> dict[str, bytes]:
     rgb = Image.fromarray(scene())
     grey = rgb.convert("L")

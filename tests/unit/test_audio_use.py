@@ -139,6 +139,7 @@ def test_transcripts_of_librispeech_train_adapters(folder: Path, tmp_path: Path)
     assert losses[-1] < 0.8 * losses[0]
 
 
+@pytest.mark.slow  # seconds of training
 def test_rows_in_memory_and_answers_that_are_played(folder: Path, tmp_path: Path) -> None:
     """Decoded audio of a data set is stored with the run, whose report plays the recordings of held-out questions."""
     sounds = [tone(1, RATE, 300 + 100 * number) for number in range(4)]

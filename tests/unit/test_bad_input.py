@@ -297,6 +297,7 @@ def test_a_pickle_as_weights_is_never_opened(run: Any, recipe: Path, tmp_path: P
     assert not (tmp_path / "canary").exists()
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_is_found_and_the_one_before_is_used(run: Any, recipe: Path, tmp_path: Path) -> None:
     assert run("train", recipe, "checkpoint.every=1")[0] == 0
     checkpoints = tmp_path / "runs/chat/checkpoints"
@@ -355,6 +356,7 @@ def largest_file(size: int) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, handler)
 
 
+@pytest.mark.slow
 def test_a_full_disk_during_save_loses_nothing(run: Any, recipe: Path, tmp_path: Path) -> None:
     assert run("train", recipe, "train.steps=1")[0] == 0
     with largest_file(100_000):

@@ -20,6 +20,7 @@ from tessera.runtime.modules import clean_name
 from tessera.training.init_weights import initial_weights
 from tessera.training.setup import build_meta_model
 from tests.errors import raises
+from tests.quick import quick
 
 CPU = torch.device("cpu")
 LORA: dict[str, Any] = {"rank": 4, "alpha": 4}
@@ -98,7 +99,7 @@ def offloaded(quantize: str | None, half: bool) -> tuple[list[float], dict[str, 
 
 @pytest.mark.parametrize(
     ("quantize", "half"),
-    [(None, False), (None, True), ("nf4", False), ("nf4", True)],
+    quick([(None, False), (None, True), ("nf4", False), ("nf4", True)], (None, False), ("nf4", True)),
 )
 def test_losses_and_gradients_are_the_same_bit_for_bit(quantize: str | None, half: bool) -> None:
     plain = run(recipe(lora={"quantize": quantize}, half=half))

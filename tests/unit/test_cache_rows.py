@@ -81,7 +81,7 @@ def alone(name: str, seed: int) -> list[tuple[Request, list[int]]]:
         pytest.param(name, size, id=f"{name}-{kind}", marks=[pytest.mark.slow] if slow else [])
         for name in MODELS
         for kind, size in (("paged", PAGED), ("slotted", SLOTTED))
-        for slow in [kind == "slotted" and name != "images and audio"]
+        for slow in [name != "images and audio"]
     ],
 )
 @torch.no_grad()

@@ -173,11 +173,12 @@ def save_in_background_and_die(folder: Path, number: int) -> None:
     manager.finish_background()
 
 
-def test_a_kill_at_any_point_of_the_write_loses_that_save_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", [9, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_kill_at_any_point_of_the_write_loses_that_save_alone(every: int, tmp_path: Path) -> None:
     points: list[str] = []
     CheckpointManager(tmp_path / "points", 2, fault=points.append).save(2, tensors(2), {}, "")
     assert len(points) > 20
-    for number in range(0, len(points), 3):
+    for number in range(0, len(points), every):
         folder = tmp_path / str(number)
         save(folder, 1)
         assert in_child(save_in_background_and_die, folder, number) == -signal.SIGKILL
@@ -239,6 +240,7 @@ def test_training_goes_on_while_a_save_is_written(data: Path, tmp_path: Path, mo
     assert run.checkpoint.name == "step-00000004"
 
 
+@pytest.mark.slow
 def test_a_failed_save_ends_the_run_only_at_its_end(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -254,6 +256,7 @@ def test_a_failed_save_ends_the_run_only_at_its_end(
         tessera.train(recipe(data, tmp_path / "b"))
 
 
+@pytest.mark.slow
 def test_weights_alone_can_be_loaded_and_trained_from_and_not_resumed(data: Path, tmp_path: Path) -> None:
     run = tessera.train(recipe(data, tmp_path / "a", weights_only=True))
     assert run.checkpoint is not None

@@ -156,12 +156,13 @@ def points_of_a_save(folder: Path) -> list[str]:
     return seen
 
 
-def test_killed_at_any_point_a_whole_checkpoint_remains(tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
+def test_killed_at_any_point_a_whole_checkpoint_remains(every: int, tmp_path: Path) -> None:
     points = points_of_a_save(tmp_path / "dry")
     assert len(points) > 40
     assert len(set(points)) > 35
     outcomes = set()
-    for number in range(len(points)):
+    for number in range(0, len(points), every):
         folder = tmp_path / f"kill-{number}"
         shutil.copytree(tmp_path / "dry", folder)
         shutil.rmtree(folder / "step-00000002")

@@ -30,6 +30,7 @@ from tessera.models.transformers.library import checked_processor
 from tessera.models.transformers.marks import BEGIN, END, Encoding, generation_marks, marked, with_marks, without_marks
 from tessera.models.transformers.rendering import TemplateLimit, render
 from tests.errors import raises
+from tests.quick import quick
 from tests.toys.text_classes import tokenizer
 from tests.toys.vision_classes import CLASSES, write_class
 
@@ -394,7 +395,9 @@ EXPLODING = {
 }
 
 
-@pytest.mark.parametrize("kind", EXPLODING)
+@pytest.mark.parametrize(
+    "kind", quick(EXPLODING, "takes too long", "memory, by a method", "calls itself, in a macro", "writes more than")
+)
 def test_a_template_that_explodes_is_refused_at_the_start(
     kind: str, with_template: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,6 +28,7 @@ from tessera.tasks.dpo import DpoTask
 from tessera.tasks.returns_loss import ReturnsLossTask
 from tessera.tasks.transformers import TransformersTask
 from tests.errors import raises
+from tests.quick import quick
 
 BASE: dict[str, Any] = {
     "model": {"family": "qwen2_vl", "lora": {"targets": [{"modules": "x"}]}},
@@ -84,7 +85,8 @@ nonsense = st.recursive(
 )
 
 
-# The same examples on every machine; raise max_examples and leave out `derandomize` to look for more.
+# The same examples on every machine; raise max_examples and leave out `derandomize` to look for more. `make test` takes
+# fewer (`tests/conftest.py`).
 thrown = settings(deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 
 
@@ -119,13 +121,13 @@ def accepted_or_told(make: Any) -> RunConfig | None:
     return config
 
 
-@settings(thrown, max_examples=100)
+@thrown
 @given(key=st.sampled_from(sorted(KEYS)), value=nonsense)
 def test_anything_under_any_key_of_a_mapping_is_taken_or_told(key: str, value: Any) -> None:
     accepted_or_told(lambda: load_config(BASE, {key: value}))
 
 
-@settings(thrown, max_examples=100)
+@thrown
 @given(
     key=st.sampled_from(sorted(KEYS)),
     text=st.one_of(
@@ -244,7 +246,7 @@ def test_a_number_of_5000_digits_is_told_with_its_place(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------- documented words
 
 
-@pytest.mark.parametrize("key", sorted(WORDS))
+@pytest.mark.parametrize("key", quick(sorted(WORDS), *sorted(WORDS)[::3]))
 def test_every_documented_word_can_be_said_in_shell_and_file(key: str, tmp_path: Path) -> None:
     file = tmp_path / "recipe.yaml"
     for word in WORDS[key]:
@@ -347,7 +349,7 @@ def test_no_key_is_advised_that_is_refused_next() -> None:
 OPTION_KEYS = [(VideoOptions, name) for name in VideoOptions.model_fields] + [(TextOptions, "system")]
 
 
-@settings(thrown, max_examples=100)
+@thrown
 @given(option=st.sampled_from(OPTION_KEYS), value=nonsense)
 def test_options_of_processors_are_taken_or_told(option: tuple[type[Section], str], value: Any) -> None:
     kind, name = option
@@ -358,7 +360,7 @@ def test_options_of_processors_are_taken_or_told(option: tuple[type[Section], st
     assert all(math.isfinite(number) for number in numbers_in(options.model_dump()))
 
 
-@settings(thrown, max_examples=100)
+@thrown
 @given(
     option=st.sampled_from(
         [
@@ -381,7 +383,7 @@ def test_options_of_tasks_are_taken_or_told(option: tuple[Any, str], value: Any)
     assert all(math.isfinite(number) for number in numbers_in(vars(task)))
 
 
-@settings(thrown, max_examples=100)
+@thrown
 @given(
     name=st.one_of(st.text(max_size=12), st.sampled_from(["", ".", "..", "...x", ":", "a:", ":a", "a b", "os", "1.2"]))
 )
@@ -410,7 +412,7 @@ FAMILY_KEYS = [
 ]
 
 
-@settings(thrown, max_examples=100)
+@thrown
 @given(chosen=st.sampled_from(FAMILY_KEYS), value=nonsense)
 def test_fields_of_models_are_taken_or_told(chosen: tuple[str, str], value: Any) -> None:
     from tessera.models import resolve

@@ -297,9 +297,9 @@ def seen(folder: Path) -> list[list[str]]:
 @pytest.mark.parametrize(
     ("options", "train"),
     [
-        ({"dataset": f"{TOYS}:Digits", "arguments": {"noise": 0.1}}, {}),
+        pytest.param({"dataset": f"{TOYS}:Digits", "arguments": {"noise": 0.1}}, {}, marks=pytest.mark.slow),
         ({"loader": f"{TOYS}:digit_loader"}, {"global_batch": 2, "micro_batch": 1}),
-        ({"dataset": f"{TOYS}:DigitStream"}, {}),
+        pytest.param({"dataset": f"{TOYS}:DigitStream"}, {}, marks=pytest.mark.slow),
     ],
     ids=["dataset", "loader", "stream"],
 )

@@ -118,6 +118,7 @@ def test_findings(rows: Path) -> None:
     assert {"Recordings of a sample", "Text of a second of sound"} <= {one.title for one in decoded.histograms}
 
 
+@pytest.mark.slow
 def test_page_draws_and_plays_recordings(rows: Path, tmp_path: Path) -> None:
     processor = two_encoder_processor(tmp_path / "tokenizer", ["user assistant twenty-six characters long"] * 9)
     diagnosis = examine([SourceSection(path=rows)], processor, length=256, workers=0, samples=30)

@@ -42,7 +42,7 @@ def check(folder: Path, seed: int, count: int, batch: int) -> list[dict[str, Any
 
 
 def test_damaged_files_are_read_or_refused(zoo: Path) -> None:
-    check(zoo, seed=1, count=300, batch=300)
+    check(zoo, seed=1, count=80, batch=80)
 
 
 @pytest.mark.slow

@@ -143,7 +143,7 @@ def test_no_pixel_is_decoded_and_none_is_written(tmp_path: Path, monkeypatch: py
     for name, options in {"a.jpg": {}, "b.png": {}, "c.webp": {}, "d.gif": {}, "e.tiff": {}}.items():
         Image.fromarray(noise).save(tmp_path / name, **options)
     names = ["a.jpg", "b.png", "c.webp", "d.gif", "e.tiff"]
-    path = write_jsonl(tmp_path / "l.jsonl", [seen(names[i % 5], id=str(i)) for i in range(400)])
+    path = write_jsonl(tmp_path / "l.jsonl", [seen(names[i % 5], id=str(i)) for i in range(100)])
 
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError("a pixel was decoded")
@@ -151,10 +151,10 @@ def test_no_pixel_is_decoded_and_none_is_written(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(ImageFile.ImageFile, "load", never)
     monkeypatch.setattr(Image.Image, "load", never)
     index = build(path, length=4000, cache_folder=tmp_path / "cache", workers=0)
-    assert len(index) == 400
+    assert len(index) == 100
     assert set(index.column("images").tolist()) == {1}
     written = sum(file.stat().st_size for file in (tmp_path / "cache").rglob("*") if file.is_file())
-    assert written < 400 * 100 + 8192
+    assert written < 100 * 100 + 8192
 
 
 def test_progress_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -208,7 +208,7 @@ def test_a_row_that_never_lets_go_is_a_bad_row(tmp_path: Path) -> None:
     assert "1.5 s" in bad.reason
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_by_policy_the_first_bad_row_is_named(tmp_path: Path, workers: int) -> None:
     rows = [row("q", "a", id=f"s{i}") for i in range(3000)]
     rows[200] = row("SLOW", "", id="first")  # done after those that follow
@@ -230,6 +230,7 @@ def test_by_policy_the_first_bad_row_is_named(tmp_path: Path, workers: int) -> N
         build(path, processor=TroubleProcessor(), on_bad_sample="fail", cache_folder=tmp_path / "cache")
 
 
+@pytest.mark.slow
 def test_bad_rows_beyond_the_list_are_counted(tmp_path: Path) -> None:
     count = MAX_BAD + 500
     path = write_jsonl(tmp_path / "l.jsonl", [row("q", "a"), *(row("q", "", id=f"b{i}") for i in range(count))])
@@ -275,6 +276,7 @@ def test_killed_in_the_middle_it_goes_on(tmp_path: Path, workers: int) -> None:
     assert not list(cache.glob("*.parts"))
 
 
+@pytest.mark.slow
 def test_a_damaged_chunk_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, cache, tally = many(tmp_path, 3000), tmp_path / "cache", tmp_path / "tally"
     whole = build(path, processor=TroubleProcessor(), workers=0)
@@ -364,6 +366,7 @@ def cached(path: Path, cache: Path) -> tuple[SplitIndex, list[list[int]]]:
     return index, [table[row].tolist() for row in range(len(table))]
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_anywhere_in_a_cache_changes_nothing_but_the_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -401,6 +404,7 @@ def test_a_cache_without_a_hash_is_made_again_and_anyone_may_read_it(tmp_path: P
     assert file.stat().st_mode == path.stat().st_mode
 
 
+@pytest.mark.slow
 def test_what_travels_to_a_worker_is_small_and_the_same(tmp_path: Path) -> None:
     path = many(tmp_path, 2000)
     index = build(path, cache_folder=tmp_path / "cache", length=30, workers=0)

@@ -136,7 +136,7 @@ def compressed_header() -> bytes:
     return struct.pack(">I4s4sI", 16, b"ftyp", b"qt  ", 0) + struct.pack(">I4s", 8 + len(inner), b"moov") + inner
 
 
-def bombs() -> dict[str, bytes]:
+def bombs(lie: bool) -> dict[str, bytes]:
     files = {
         "image-size.png": png(60_000, 60_000, png_chunk(b"IDAT", packed())),
         "image-size.jpg": jpeg(65_500, 65_500),
@@ -158,7 +158,8 @@ def bombs() -> dict[str, bytes]:
     if features.check("webp"):
         files |= {"image-size.webp": webp(16_000, 16_000), "video-size.webp": webp(16_000, 16_000)}
     if features.check("avif"):
-        files |= {"image-size.avif": avif((16_000, 16_000)), "image-lie.avif": avif((40, 28), (9000, 7000))}
+        files |= {"image-size.avif": avif((16_000, 16_000))}
+        files |= {"image-lie.avif": avif((40, 28), (9000, 7000))} if lie else {}
     return files
 
 
@@ -174,12 +175,14 @@ def harmless() -> dict[str, bytes]:
     }
 
 
-def test_bombs_take_no_memory(tmp_path: Path) -> None:
+# To write the picture that is larger than it says takes as long as all others together.
+@pytest.mark.parametrize("lie", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_bombs_take_no_memory(lie: bool, tmp_path: Path) -> None:
     pytest.importorskip("av")
     folder, sound = tmp_path / "bombs", tmp_path / "sound"
     folder.mkdir()
     sound.mkdir()
-    refused, read = bombs(), harmless()
+    refused, read = bombs(lie), harmless()
     for name, data in {**refused, **read}.items():
         (folder / name).write_bytes(data)
     with (folder / "image-endless.webp").open("wb") as file:  # claims nothing, and is 8 GiB of nothing

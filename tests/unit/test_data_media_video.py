@@ -20,6 +20,7 @@ from tessera.data.media.read import MediaSampling, decode, probe
 from tessera.data.media.video_frames import VideoSampling
 from tessera.errors import TesseraError
 from tests.errors import raises
+from tests.quick import quick
 from tests.toys import media_zoo
 from tests.toys.media_zoo import saved, scene
 
@@ -148,7 +149,9 @@ def everything(data: bytes) -> list[np.ndarray]:
 SAMPLINGS = [VideoSampling(frames=n, multiple=1) for n in (1, 2, 5, 40)] + [VideoSampling(), VideoSampling(fps=9)]
 
 
-@pytest.mark.parametrize("name", sorted(media_zoo.CLIPS))
+@pytest.mark.parametrize(
+    "name", quick(sorted(media_zoo.CLIPS), "h264.mp4", "h264-open.mkv", "mpeg2.ts", "mpeg4-b.avi", "vp9.webm")
+)
 def test_frames_are_those_of_decoding_everything(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     av = pytest.importorskip("av")
     if media_zoo.CLIPS[name][1] not in av.codecs_available:
@@ -312,7 +315,7 @@ def test_a_moving_png_with_another_still(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(media_zoo.SOUNDS))
-@pytest.mark.parametrize("rate", [16_000, 24_000])
+@pytest.mark.parametrize("rate", [16_000, pytest.param(24_000, marks=pytest.mark.slow)])
 def test_sound(tmp_path: Path, name: str, rate: int) -> None:
     av = pytest.importorskip("av")
     if media_zoo.SOUNDS[name][1] not in av.codecs_available:

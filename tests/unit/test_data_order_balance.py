@@ -48,7 +48,9 @@ def work_of_rows(table: RowTable, samples: Samples, length: int) -> np.ndarray:
     return np.array(results)
 
 
-@pytest.mark.parametrize("weights", [None, (1.0, 1.0), (9.0, 1.0)])
+@pytest.mark.parametrize(
+    "weights", [None, *(pytest.param(weights, marks=pytest.mark.slow) for weights in ((1.0, 1.0), (9.0, 1.0)))]
+)
 def test_rows_have_equal_work_and_little_padding(weights: tuple[float, ...] | None) -> None:
     samples = mixed(30_000, weights=weights)
     plain = row_table(samples, PackingConfig(8192, balance=False))

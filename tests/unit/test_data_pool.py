@@ -251,6 +251,7 @@ class EndsItsServer:
         return item
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_while_it_starts_is_replaced(tmp_path: Path) -> None:
     with Pool(EndsItsServer(tmp_path / "two", 2), 1) as pool:
         assert [result for _, result in pool.map(range(3))] == [0, 1, 2]
@@ -471,6 +472,7 @@ GUARDED = """
 """
 
 
+@pytest.mark.slow
 def test_a_script_is_not_run_again_and_leaves_no_orphans(tmp_path: Path) -> None:
     with _start(tmp_path, SCRIPT) as program:
         assert program.stdout is not None

@@ -30,6 +30,7 @@ from tessera.data.sources.source import Source, open_source
 from tessera.data.tables import Tables, write_tables
 from tessera.errors import TesseraError
 from tests.errors import raises
+from tests.quick import quick
 
 
 def opened(path: Path, cache_folder: Path | None = None, **section: Any) -> Source:
@@ -424,7 +425,7 @@ PARQUET_FORMS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", PARQUET_FORMS)
-@pytest.mark.parametrize("place", ["struct", "own", "list", "text"])
+@pytest.mark.parametrize("place", quick(["struct", "own", "list", "text"], "struct", "list"))
 def test_parquet_rows_of_spilled_groups_are_those_of_the_file(
     tmp_path: Path, options: dict[str, Any], place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -531,6 +532,7 @@ def test_a_dictionary_of_parquet_is_not_copied_for_every_row(tmp_path: Path, mon
     assert [file.load(number) for number in (0, 1, 99)] == [scanned[number] for number in (0, 1, 99)]
 
 
+@pytest.mark.slow
 def test_parquet_that_lies(tmp_path: Path) -> None:
     rows = [row("a" * 50, "b", id=f"r{i}") for i in range(400)]
     whole = write_parquet(tmp_path / "a.parquet", rows, row_group_size=100, compression="none").read_bytes()

@@ -19,6 +19,7 @@ from tessera.parallel.comm_estimate import estimate_communication
 from tessera.parallel.communication import CommVolume, merge_volumes, readable
 from tessera.tools.dry_run import estimate_error, main, run_role
 from tests.dist.spawn import fork_context
+from tests.quick import quick
 
 LAYERS = ["text.layers.{*}", "vision.blocks.{*}"]
 TEXT = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -133,7 +134,7 @@ def test_a_plan_tells_stages_waiting_and_bytes() -> None:
     assert "send" in text
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda", "npu"])
+@pytest.mark.parametrize("device", quick(["cpu", "cuda", "npu"], "cuda"))
 def test_compiled_blocks_are_run_dry_for_any_device(device: str) -> None:
     wanted = {**recipe(compile=LAYERS), "train": {"steps": 1, "device": device}}
     assert run_role(load_config(wanted), 1, 0).total > 0

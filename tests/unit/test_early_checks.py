@@ -18,6 +18,7 @@ from tessera.tasks import TASKS
 from tessera.training.early_checks import check_evaluated, check_model_names, check_path, check_run_names
 from tessera.weights.layouts import no_such_folder
 from tests.errors import raises
+from tests.quick import quick
 
 RECIPE = "model: {family: qwen2, preset: quickstart}\ndata: {train: {path: data.jsonl}}\ntrain: {steps: 2}\n"
 
@@ -45,7 +46,13 @@ def test_names_that_are_found_without_an_import_are_those_that_can_be_used() -> 
         built_ins.check("my_package.my_module:NAME")
 
 
-@pytest.mark.parametrize("words", [["train", "RECIPE", "train.task=grpo"], ["resume", "nowhere"], ["chat", "nowhere"]])
+@pytest.mark.parametrize(
+    "words",
+    quick(
+        [["train", "RECIPE", "train.task=grpo"], ["resume", "nowhere"], ["chat", "nowhere"]],
+        ["train", "RECIPE", "train.task=grpo"],
+    ),
+)
 def test_a_wrong_name_is_refused_without_torch(recipe: Path, tmp_path: Path, words: list[str]) -> None:
     code = "import sys; from tessera.cli.main import main\ntry: main()\nfinally: print('torch' in sys.modules)"
     argv = [str(recipe) if word == "RECIPE" else word for word in words]

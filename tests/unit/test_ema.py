@@ -58,7 +58,7 @@ def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Follow,
     return follow, tessera.train(recipe(data, tmp_path_factory.mktemp("whole")), callbacks=[follow])
 
 
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("every", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_it_is_the_average_that_was_asked_for(
     data: Path, tmp_path: Path, every: int, whole: tuple[Follow, tessera.Run]
 ) -> None:
@@ -111,6 +111,7 @@ class StepTally(Tally):
     """The same callback under another name."""
 
 
+@pytest.mark.slow
 def test_state_that_no_callback_takes_up_is_named(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -164,6 +165,7 @@ def test_answers_are_given_on_the_way(data: Path, tmp_path: Path, capsys: pytest
     assert "Held-out answers" in page
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_the_trained_model(data: Path, tmp_path: Path) -> None:
     settings = recipe(data, tmp_path, decay=0.9)
     settings["train"] |= {"generate_every": 6, "generate_samples": 3, "generate_tokens": 4}

@@ -25,6 +25,7 @@ from tessera.engine.thread import EngineThread
 from tessera.nn.cache import KVCache
 from tests.close import distance, rounding, size
 from tests.errors import raises
+from tests.quick import quick
 from tests.toys.engine_models import BareModel, Counter, new_tokens
 from tests.unit import test_cache_rows as rows
 
@@ -65,7 +66,7 @@ def mixed(name: str, count: int = 6) -> tuple[Any, list[Request], list[tuple[int
 # ---------------------------------------------------------------------------------------------- real models
 
 
-@pytest.mark.parametrize("name", rows.MODELS)
+@pytest.mark.parametrize("name", quick(rows.MODELS, "text with experts"))
 def test_tokens_are_those_of_each_request_alone(name: str) -> None:
     model, requests, alone = mixed(name)
     assert len(set(alone)) > 3
@@ -80,7 +81,7 @@ def test_tokens_are_those_of_each_request_alone(name: str) -> None:
     assert narrow.stats().blocks_used == 0
 
 
-@pytest.mark.parametrize("name", rows.MODELS)
+@pytest.mark.parametrize("name", quick(rows.MODELS, "images and audio"))
 def test_preempted_requests_continue_with_the_same_tokens(name: str) -> None:
     spec, config, model = rows.model_of(name)
     prompts = [rows.request(spec, config, 12, number, 1).prompt for number in range(3)]

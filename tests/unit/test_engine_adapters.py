@@ -28,7 +28,9 @@ def adapters(banked: Banked, folder: Path) -> dict[str, Path]:
     }
 
 
-@pytest.mark.parametrize("banked", [vision_language(), mixture()], ids=["images", "experts"])
+@pytest.mark.parametrize(
+    "banked", [vision_language(), pytest.param(mixture(), marks=pytest.mark.slow)], ids=["images", "experts"]
+)
 def test_each_request_gives_the_tokens_of_its_merged_adapter(banked: Banked, tmp_path: Path) -> None:
     """Requests join and leave; some have equal prompts and images; adapters come and go."""
     folders = adapters(banked, tmp_path)

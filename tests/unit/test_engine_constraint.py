@@ -30,6 +30,7 @@ from tessera.models.processing.conversation import ConversationProcessor
 from tessera.models.processing.tokenizer import ChatEncoder, train_tokenizer
 from tessera.server.tools import constraint_for
 from tests.errors import raises
+from tests.quick import quick
 from tests.toys.chat_service import write_model
 
 pytest.importorskip("llguidance")
@@ -78,7 +79,7 @@ PERSON = {
 }
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0, 2.0])
+@pytest.mark.parametrize("temperature", quick([0.0, 1.0, 2.0], 1.0))
 def test_json_schema(temperature: float) -> None:
     for seed in range(4):
         person = json.loads(answer(Constraint("json_schema", json.dumps(PERSON)), seed, temperature))
@@ -256,7 +257,7 @@ def test_forced_calls_of_tools_can_be_compiled_and_follow_the_schema(choice: Any
     assert (call["name"], call["arguments"]["n"] in range(1, 10)) == ("count", True)
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", quick(HOSTILE, *list(HOSTILE)[::4]))
 def test_hostile_constraints_are_refused_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, text, reason = HOSTILE[name]
     monkeypatch.setattr("tessera.engine.constraint._SECONDS", 1)

@@ -22,6 +22,7 @@ from tessera.engine.sampler import (
     token_keys,
 )
 from tests.errors import raises
+from tests.quick import quick
 
 CPU = torch.device("cpu")
 JSON = Constraint("json_object")
@@ -74,7 +75,7 @@ OPTIONS = (
 )
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", quick(OPTIONS, OPTIONS[0], OPTIONS[6], OPTIONS[7]))
 def test_distributions_equal_those_of_transformers(options: dict[str, Any]) -> None:
     process = pytest.importorskip("transformers.generation.logits_process")
     logits = 2 * torch.randn(32, generator=torch.Generator().manual_seed(5))

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import re
+from collections.abc import Iterator
+
+import pytest
 
 from tessera.errors import TesseraError, with_fix
 from tests.error_codes import CODE, PAGE, all_raised, code_texts, page, parsed, raised
 from tests.error_cures import CAUSES, CURES
 from tests.errors import raises
 from tests.syntax import all_nodes
+
+
+@pytest.fixture(scope="module", autouse=True)
+def trees() -> Iterator[None]:
+    """Forget the trees of all sources at the end, and let the garbage collector look at none of their nodes."""
+    gc.disable()
+    yield
+    parsed.cache_clear()
+    gc.enable()
 
 
 def test_every_error_has_a_code_of_a_listed_subject() -> None:

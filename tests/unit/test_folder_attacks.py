@@ -26,6 +26,7 @@ from tessera.models.processing.tokenizer import ChatEncoder, load_tokenizer, tra
 from tessera.runtime.files import read_bytes, read_json
 from tessera.weights.map import WeightMap
 from tests.errors import raises
+from tests.quick import quick
 
 SMALL = {"text": {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8}}
 SHARD, CONFIG = "model.safetensors", "config.json"
@@ -138,16 +139,19 @@ def make(kind: str, path: Path) -> None:
 @pytest.mark.parametrize("kind", ["pipe", "folder", "socket", "device"])
 @pytest.mark.parametrize(
     "name",
-    [
-        SHARD,
-        "part-1.safetensors",
-        "model.safetensors.index.json",
-        CONFIG,
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "chat_template.jinja",
-        "generation_config.json",
-    ],
+    quick(
+        [
+            SHARD,
+            "part-1.safetensors",
+            "model.safetensors.index.json",
+            CONFIG,
+            "tokenizer.json",
+            "tokenizer_config.json",
+            "chat_template.jinja",
+            "generation_config.json",
+        ],
+        *(SHARD, CONFIG, "tokenizer.json"),
+    ),
 )
 def test_what_is_no_regular_file_is_never_opened(folder: Path, kind: str, name: str, tmp_path: Path) -> None:
     """Opening one may wait for ever; a test that hangs here has failed."""
@@ -190,6 +194,7 @@ def test_a_small_file_reserves_little_memory(tmp_path: Path) -> None:
     assert peak < 1 << 20
 
 
+@pytest.mark.slow
 def test_a_regular_expression_without_end_in_a_tokenizer_is_refused(folder: Path) -> None:
     with_split(folder, r"(a+)+$")
     with raises("tokenizer.cannot-encode"):
@@ -232,7 +237,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", HOSTILE)
+@pytest.mark.parametrize("kind", quick(HOSTILE, "padding"))
 def test_a_tokenizer_that_would_end_or_fill_the_process_is_refused(
     kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 import tessera
 from tests.errors import raises
+from tests.quick import quick
 from tests.toys.callbacks import StopAt
 from tests.toys.chat_set import chat_recipe, write_chat_set
 
@@ -48,7 +49,9 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
     return dict(model.module.named_parameters())
 
 
-@pytest.mark.parametrize("model", [{"freeze": ["vision"]}, {"lora": {"rank": 2}}], ids=["freeze", "lora"])
+@pytest.mark.parametrize(
+    "model", quick([{"freeze": ["vision"]}, {"lora": {"rank": 2}}], {"lora": {"rank": 2}}), ids=["freeze", "lora"]
+)
 def test_a_run_without_its_frozen_weights_resumes_bitwise_and_can_be_used(
     data: Path, folder: Path, tmp_path: Path, model: dict[str, Any]
 ) -> None:
@@ -70,6 +73,7 @@ def test_a_run_without_its_frozen_weights_resumes_bitwise_and_can_be_used(
     ).is_dir()  # of a checkpoint alone, too
 
 
+@pytest.mark.slow
 def test_a_folder_that_moved_or_changed_is_named(data: Path, folder: Path, tmp_path: Path) -> None:
     begun_from = Path(shutil.copytree(folder, tmp_path / "base"))
     run = tessera.train(recipe(data, tmp_path, begun_from, steps=2, freeze=["vision"]))

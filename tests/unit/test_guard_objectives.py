@@ -11,6 +11,7 @@ import tessera
 from tessera.core.callback import Callback
 from tessera.runtime.files import read_jsonl
 from tests.dist.layouts import experts_recipe, videos_recipe
+from tests.quick import quick
 from tests.toys.faults import FlipBit
 from tests.toys.pair_set import pair_recipe, write_pair_set
 
@@ -42,7 +43,7 @@ def events(run: tessera.Run) -> list[tuple[int, str, str]]:
     return [(row["step"], row["kind"], row["action"]) for row in rows]
 
 
-@pytest.mark.parametrize("kind", ["preferences", "experts", pytest.param("diffusion", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", quick(["preferences", "experts", "diffusion"], "preferences"))
 def test_only_the_spoiled_step_is_skipped(kind: str, tmp_path: Path) -> None:
     run = tessera.train(recipe(kind, tmp_path), callbacks=[SpoilGradient()])
     assert events(run) == [(BAD, "not finite", "skipped")]

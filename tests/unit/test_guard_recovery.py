@@ -122,6 +122,7 @@ def stopped_and_resumed(data: Path, out: Path, every: int) -> int:
     return step
 
 
+@pytest.mark.slow
 def test_nan_in_every_sample_is_not_blamed_on_one(data: Path, tmp_path: Path) -> None:
     lines = (data / "train.jsonl").read_text().splitlines()
     pictured = [line for number, line in enumerate(lines) if number % 3]
@@ -135,6 +136,7 @@ def test_nan_in_every_sample_is_not_blamed_on_one(data: Path, tmp_path: Path) ->
     assert all(event["samples"] == [] and event["every_sample"] for event in events(tmp_path / "chat"))
 
 
+@pytest.mark.slow
 def test_a_run_whose_every_step_was_skipped_ends_as_failed(data: Path, tmp_path: Path) -> None:
     lines = (data / "train.jsonl").read_text().splitlines()
     pictured = [line for number, line in enumerate(lines) if number % 3]

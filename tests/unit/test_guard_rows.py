@@ -144,6 +144,7 @@ def test_a_loader_is_not_gone_back_in(tmp_path: Path) -> None:
     assert {event["action"] for event in told(run)} == {"skipped"}
 
 
+@pytest.mark.slow
 def test_pairs_go_back_and_on_without_one(tmp_path: Path) -> None:
     settings = pair_recipe(write_pair_set(tmp_path / "pairs"), tmp_path, steps=8, micro_batch=2)
     settings["data"] |= {"kind": "tests.toys.pair_faults", "workers": 0, "options": {"nan_pixels": ["sample-7"]}}

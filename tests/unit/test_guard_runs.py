@@ -60,11 +60,13 @@ def train_steps(run: tessera.Run) -> list[int]:
     return [row["step"] for row in run.metrics if row["kind"] == "train"]
 
 
+@pytest.mark.slow
 def test_a_clean_run_has_nothing_to_tell(clean: tessera.Run) -> None:
     assert events(clean.folder) == []
     assert not (clean.folder / "guard.jsonl").exists()
 
 
+@pytest.mark.slow  # an unreadable sample of pairs is in test_guard_objectives
 def test_a_bad_picture_is_named_and_its_step_skipped(
     data: Path, tmp_path: Path, clean: tessera.Run, victims: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:

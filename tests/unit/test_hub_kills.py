@@ -42,7 +42,7 @@ def run_and_kill(hub: HubServer, when: str | int, *words: object) -> bool:
     return process.returncode != 0
 
 
-@pytest.mark.parametrize("place", ["cache", "folder"])
+@pytest.mark.parametrize("place", ["cache", pytest.param("folder", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("when", ["half of model.safetensors", *SLOW])
 def test_a_killed_download_is_completed(when: str | int, place: str, hub: HubServer, tmp_path: Path) -> None:
     hub.add("org/tiny", dict(MODEL))
@@ -60,6 +60,7 @@ def test_a_killed_download_is_completed(when: str | int, place: str, hub: HubSer
 UPLOAD = f"PUT /upload/{hashlib.sha256(WEIGHTS).hexdigest()}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", [UPLOAD, *SLOW])
 def test_a_killed_push_is_completed(
     when: str | int, hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -279,7 +279,11 @@ def tensor_pickle(shape: list[int], stride: list[int], key: bytes = b"X\x01\0\0\
     "pickled",
     [
         pytest.param(HEAD + b"}" + DOUBLED + b"Ns.", id="a key that takes 2 ** 40 steps to hash"),
-        pytest.param(HEAD + b"})" + b"\x85" * 10**6 + b"Ns.", id="a key that overflows the stack when hashed"),
+        pytest.param(
+            HEAD + b"})" + b"\x85" * 10**6 + b"Ns.",
+            id="a key that overflows the stack when hashed",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(b"\x80\x04(" + DOUBLED + b"\x91.", id="such an element of a set"),
         pytest.param(HEAD + ORDERED + b"]" + DOUBLED + b"N\x86a\x85R.", id="such a key of an ordered dictionary"),
         pytest.param(HEAD + b"}" + SIZE + DOUBLED + b"\x85RNs.", id="such a key by way of a size"),

@@ -85,6 +85,7 @@ def test_the_numbers_are_those_of_bitsandbytes() -> None:
 # ---------------------------------------------------------------------------------------------- a run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", ["nf4", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_a_run_trains_stops_goes_on_and_exports(data: Path, tmp_path: Path, bits: str) -> None:
     lora = {"rank": 4, "quantize": bits}

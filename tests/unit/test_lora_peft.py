@@ -34,6 +34,7 @@ from tessera.models import FAMILIES, resolve
 from tessera.models.processing.tokenizer import train_tokenizer
 from tessera.weights.map import WeightMap
 from tests.errors import raises
+from tests.quick import quick
 from tests.toys.adapters import adapters_of
 from tests.toys.chat_set import SPECIAL
 
@@ -128,7 +129,7 @@ def test_modules_have_their_names_in_the_published_class(family: str) -> None:
 
 
 @pytest.mark.parametrize("rslora", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("family", OWN)
+@pytest.mark.parametrize("family", quick(OWN, "flux"))
 def test_what_we_write_peft_loads(family: str, rslora: bool, tmp_path: Path) -> None:
     spec, config = resolve(ModelSection(family=family, preset="quickstart"))
     model = foreign(config)
@@ -164,7 +165,7 @@ def test_what_we_write_peft_loads(family: str, rslora: bool, tmp_path: Path) -> 
         assert relative(factors.adapter.scale * factors.b @ factors.a, mine[path].scale * b @ a) < TOLERANCE
 
 
-@pytest.mark.parametrize("family", OWN)
+@pytest.mark.parametrize("family", quick(OWN, "qwen3_vl"))
 def test_what_peft_writes_we_load(family: str, tmp_path: Path) -> None:
     spec, config = resolve(ModelSection(family=family, preset="quickstart"))
     model = foreign(config)

@@ -22,7 +22,7 @@ from tessera.tools.dry_run import example_batch
 from tessera.training.setup import build_meta_model
 
 CPU = torch.device("cpu")
-QUICK = ("qwen2_vl", "wan")
+QUICK = ("wan",)
 OTHERS = sorted(set(FAMILIES.names()) - {"module", "transformers", *QUICK})
 
 

@@ -240,6 +240,7 @@ def test_what_a_killed_process_leaves_is_no_recording(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------- commits
 
 
+@pytest.mark.slow
 def test_a_search_that_is_terminated_leaves_no_worktree(tmp_path: Path) -> None:
     def git(*words: str) -> str:
         identity = ["-c", "user.name=a", "-c", "user.email=a@b.c"]

@@ -479,6 +479,7 @@ def test_recording_a_recipe_writes_the_recording_alone(tmp_path: Path, capsys: p
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_logs_of_compared_trainings_are_files(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     recipe = chat_recipe(write_chat_set(tmp_path), tmp_path / "runs")
     result = parity(recipe, None, {"b.optim.lr": 0.5}, out=tmp_path / "out")

@@ -33,10 +33,10 @@ def recipe(model: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("model", "world", "parallel"),
     [
-        (FOUR_BITS, 1, {}),
-        (FOUR_BITS, 4, {}),
+        pytest.param(FOUR_BITS, 1, {}, marks=pytest.mark.slow),
+        pytest.param(FOUR_BITS, 4, {}, marks=pytest.mark.slow),
         (FOUR_BITS, 4, {"parallel.shard": 2, "precision.compute": "bfloat16"}),
-        (FOUR_BITS, 4, {"parallel.pp": 2}),
+        pytest.param(FOUR_BITS, 4, {"parallel.pp": 2}, marks=pytest.mark.slow),
         (FOUR_BITS, 2, {"parallel.pp": 2, "parallel.layers": {"vision": [3, 0], "text": [1, 3]}}),
         (DIGITS, 2, {}),
     ],

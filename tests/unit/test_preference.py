@@ -337,6 +337,7 @@ class KeepGradients(Callback):
             self.gradients = {n: p.grad.clone() for n, p in trainer.module.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.slow
 def test_any_split_gives_the_same_gradient_and_it_learns(data: Path, tmp_path: Path) -> None:
     records = {}
     for name, micro, steps in (("plain", 1, 2), ("moved", 1, 2), ("twos", 2, 2), ("fours", 4, 20)):

@@ -23,7 +23,7 @@ PRESETS = [
     for preset in FAMILIES.get(name).presets
     if not preset.startswith("quickstart")
 ]
-QUICK = ("qwen2_5_vl", "qwen3_vl", "flux")  # to make the layers of all sizes of all families takes half a minute
+QUICK = ("flux",)  # to make the layers of all sizes of all families takes half a minute
 
 
 def config_of(family: str, preset: str) -> Any:

@@ -163,6 +163,7 @@ def test_a_slow_phase_is_named(
     assert "forward of text.layers.*.attn" in (folder / "table.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_profiled_run_computes_the_same(data: Path, tmp_path: Path) -> None:
     fewer = {"train.steps": 3, "train.global_batch": 1}
     runs = [

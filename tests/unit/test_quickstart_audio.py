@@ -24,6 +24,7 @@ prepare.main(Path(sys.argv[1]), 8, 4, seed=1)
 """
 
 
+@pytest.mark.slow
 def test_spoken_digits_are_read_by_the_model_of_the_recipe(tmp_path: Path) -> None:
     pytest.importorskip("espeakng_loader")
     # A process of its own, because the synthesiser is a library with global state.

@@ -36,6 +36,7 @@ class FailAtStart(Callback):
         raise RuntimeError("planted")
 
 
+@pytest.mark.slow
 def test_files_without_a_name_of_a_run_are_never_removed(data: Path, tmp_path: Path) -> None:
     folder = tmp_path / "chat"
     (folder / "thesis").mkdir(parents=True)

@@ -26,6 +26,7 @@ from tessera.training.run import resume_config
 from tessera.training.run_folder import RunFolder, check_fresh, describe_saving, read_from_old_run
 from tests.dist.spawn import fork_context
 from tests.errors import raises
+from tests.quick import quick
 from tests.toys.chat_set import chat_recipe, write_chat_set
 
 
@@ -73,14 +74,18 @@ class FailAt(Callback):
 
 @pytest.mark.parametrize(
     "override",
-    [
-        {"data.train": [{"path": "no-such-file.jsonl"}]},
+    quick(
+        [
+            {"data.train": [{"path": "no-such-file.jsonl"}]},
+            {"model.config.text.intermediate_size": 96},
+            {"train.seed": 5},
+            {"train.steps": 9, "data.length": 3},
+            {"train.steps": 9, "name": "elsewhere"},
+            {"train.steps": 9, "out": "elsewhere"},
+        ],
         {"model.config.text.intermediate_size": 96},
-        {"train.seed": 5},
         {"train.steps": 9, "data.length": 3},
-        {"train.steps": 9, "name": "elsewhere"},
-        {"train.steps": 9, "out": "elsewhere"},
-    ],
+    ),
     ids=["data that is not there", "another shape", "another seed", "rows too short", "another name", "another place"],
 )
 def test_a_resume_that_fails_leaves_the_run_as_it_was(folder: Path, override: dict[str, Any]) -> None:
@@ -101,6 +106,7 @@ def test_a_run_goes_on_and_is_converted_after_resumes_that_failed(folder: Path, 
     tessera.convert(folder, tmp_path / "hf", prove="never")
 
 
+@pytest.mark.slow
 def test_another_optimizer_is_told_and_takes_what_both_have(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tessera.resume(folder, {"train.steps": 4, "optim.name": "lion"})
     assert "optim.name was adamw and is lion now" in capsys.readouterr().err
@@ -304,6 +310,7 @@ def test_a_second_run_in_the_same_folder_is_refused_and_a_killed_one_goes_on(dat
 # ---------------------------------------------------------------------------------------------- found from anywhere
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_from_any_working_folder_and_after_it_was_moved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -473,7 +480,7 @@ def slow(*values: str) -> Any:
 
 @pytest.mark.parametrize(
     "name",
-    ["metrics.jsonl", slow("report.html"), "ledger/rank-00000.jsonl", slow("logs/rank-00000.log"), "config.yaml.new"],
+    ["metrics.jsonl", *map(slow, ("report.html", "ledger/rank-00000.jsonl", "logs/rank-00000.log", "config.yaml.new"))],
 )
 def test_nothing_is_written_through_a_link_in_a_run_folder(name: str, folder: Path, tmp_path: Path) -> None:
     precious = tmp_path / "precious"
@@ -507,17 +514,17 @@ def test_a_folder_of_a_run_that_is_a_link_out_of_it_is_refused(name: str, tmp_pa
     ("kind", "name"),
     [
         ("pipe", "manifest.json"),
-        ("pipe", "state.json"),
+        slow("pipe", "state.json"),
         slow("pipe", "tensors.json"),
         slow("pipe", "rows"),
-        ("pipe", "run.json"),
-        ("pipe", "metrics.jsonl"),
+        slow("pipe", "run.json"),
+        slow("pipe", "metrics.jsonl"),
         slow("deep", "manifest.json"),
         ("deep", "state.json"),
         slow("deep", "tensors.json"),
         slow("deep", "rows"),
         slow("deep", "run.json"),
-        ("deep", "metrics.jsonl"),
+        slow("deep", "metrics.jsonl"),
     ],
 )
 def test_a_pipe_or_a_bomb_among_the_files_of_a_run_is_never_waited_for(kind: str, name: str, folder: Path) -> None:

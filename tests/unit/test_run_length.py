@@ -168,6 +168,7 @@ def test_a_best_checkpoint_that_is_surpassed_is_removed(data: Path, tmp_path: Pa
     assert [path.name for path in (run.folder / "checkpoints").glob("step-*")] == ["step-00000004"]
 
 
+@pytest.mark.slow
 def test_an_early_stop_and_its_best_step_survive_a_resume(data: Path, tmp_path: Path) -> None:
     values = [0.1, 0.9, 0.5, float("nan"), 0.3, 1.8, 0.2, 0.1]
     stop = {"metric": "score", "patience": 3}

@@ -145,6 +145,7 @@ def test_metrics_that_were_pending_survive_an_error(data: Path, tmp_path: Path) 
     assert steps_on_disk(tmp_path / "chat") == list(range(1, 8))
 
 
+@pytest.mark.slow
 def test_metrics_that_were_pending_survive_a_stop_and_come_once(data: Path, tmp_path: Path) -> None:
     recipe = quick_recipe(data, tmp_path, steps=9, eval_every=3) | {"log": {"every": 50}}
     run = tessera.train(recipe, callbacks=[Stop(5)])

@@ -86,7 +86,7 @@ def media_batch(family: GenerationFamily) -> tuple[Batch, list[torch.Tensor], li
 
 
 @pytest.mark.parametrize("joint", [False, True])
-@pytest.mark.parametrize("kind", [Captions, ZeroPaddedCaptions])
+@pytest.mark.parametrize("kind", [Captions, pytest.param(ZeroPaddedCaptions, marks=pytest.mark.slow)])
 def test_what_is_encoded_online_is_what_features_hold(folder: Path, joint: bool, kind: type[Captions]) -> None:
     family = replace(FAMILY, joint=joint, captions=(kind(length=5),))
     batch, videos, captions = media_batch(family)

@@ -73,6 +73,7 @@ def test_a_run_starts_from_a_run_and_from_a_folder(run: tessera.Run, data: Path,
         assert first < run.metrics[0]["loss"] - 0.1
 
 
+@pytest.mark.slow
 def test_a_run_outlives_the_folder_it_began_from(run: tessera.Run, data: Path, tmp_path: Path) -> None:
     folder = tessera.convert(run.folder, tmp_path / "start", prove="never")
     recipe = chat_recipe(data, tmp_path, steps=2)
@@ -126,6 +127,7 @@ def test_the_package_runs_as_a_program() -> None:
     assert "trian" in wrong.stderr
 
 
+@pytest.mark.slow
 def test_folders_are_named_by_text_or_by_path(run: tessera.Run, data: Path, tmp_path: Path) -> None:
     folder, picture = str(run.folder), data / "pictures/1-0.png"
     assert tessera.report(folder) == tessera.report(run.folder) == run.folder / "report.html"

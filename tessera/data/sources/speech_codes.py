@@ -13,7 +13,7 @@ from tessera.data.sources.container import fail
 from tessera.data.sources.fields import ColumnMap, has, text_of
 
 _SPEECH = ("codes", "audio")  # types of parts
-_SPEAKER_NUMBER = re.compile(r"\d{1,6}")
+_SPEAKER_NUMBER = re.compile(r"[0-9]{1,6}")
 
 
 def codes_part(value: Any, key: str) -> Part:

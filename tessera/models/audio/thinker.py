@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from tessera.core.batch import Batch
 from tessera.models.audio.family import AudioFamily, with_clips
@@ -23,6 +23,8 @@ class ThinkerFamily(AudioFamily, GridFamily):
     A family also derives from the family of its vision encoder, which comes after this class.
     """
 
+    together: ClassVar[str] = ""  # how to train thinker and talker together
+
     def untrained_parts(self, folder: Path) -> str | None:
         fields = folder_layout(folder).config() if (folder / CONFIG_FILE).is_file() else {}
         full: str = self.config.full_model  # type: ignore[attr-defined]
@@ -30,7 +32,7 @@ class ThinkerFamily(AudioFamily, GridFamily):
             return None
         return (
             f"only the thinker of {folder} is trained: its talker reads embeddings and hidden states of the thinker, "
-            "so its speech may not follow the texts of the tuned thinker"
+            f"so its speech may not follow the texts of the tuned thinker{self.together}"
         )
 
     def example(self, config: Any, tokens: int) -> Batch:

@@ -54,7 +54,7 @@ _EXTRACTOR = {
     "overlap": None,
     "processor_class": "CsmProcessor",
 }
-_NUMBERED = re.compile(r"\[\d+\]")
+_NUMBERED = re.compile(r"\[[0-9]+\]")
 
 
 class CSMOptions(Section):
@@ -133,7 +133,7 @@ class CSMProcessor(SpeechProcessor):
             )
         if _NUMBERED.match(text):
             return text
-        if message.speaker and not message.speaker.isdecimal():
+        if message.speaker and not (message.speaker.isascii() and message.speaker.isdecimal()):
             raise TesseraError(
                 f"speaker {message.speaker!r:.40}: this model knows speakers by their numbers",
                 fix="write a number, such as 0, for each voice",

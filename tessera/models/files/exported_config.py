@@ -22,10 +22,11 @@ BASE_CONFIG = "base_config.json"  # copy, in a run folder, of the config.json of
 _TYPE_KEYS = ("dtype", "torch_dtype")
 # Fields that are wrong in an export: its weights are not quantized, and Python code is not copied.
 _UNTRUE = ("quantization_config", "auto_map")
-# Fields that do not change what the model computes: origin of the file, dtype, implementation of attention.
+# Fields that do not change what the model computes: origin of the file, dtype, implementation of attention, and the
+# parts of a full model that a run reads or trains.
 _NO_NUMBERS = frozenset(
     {*_TYPE_KEYS, *_UNTRUE, "transformers_version", "_diffusers_version", "_name_or_path", "_commit_hash", "use_cache"}
-    | {"attention", "_attn_implementation"}
+    | {"attention", "_attn_implementation", "reads_media", "trains_thinker"}
 )
 _MAX_BYTES = 4 << 20
 

@@ -27,6 +27,7 @@ class Qwen3Omni(ThinkerFamily, ChunkAudioFamily, Qwen3VL):
     text_prefix: ClassVar[str] = "model."
     stacked: ClassVar[bool] = False
     renames: ClassVar[tuple[tuple[str, str], ...]] = (*THINKER_NAMES, *RENAMES)
+    together: ClassVar[str] = "; model.family=qwen3_omni_talker with model.config.trains_thinker=true trains both"
     unread: ClassVar[tuple[str, ...]] = ("talker.", "code2wav.")
     pairs: ClassVar[tuple[tuple[str, str], ...]] = (
         *BLOCKS,

@@ -1,4 +1,5 @@
-"""Qwen3-Omni: the talker, which speaks the answers of a thinker. Its folders are those of the full model."""
+"""Qwen3-Omni: the talker, which speaks the answers of a thinker, trained alone or with the thinker. Folders are those
+of the full model."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import Any
 
 from tessera.models.family import preset, quickstart_preset
 from tessera.models.qwen3_omni import PRESETS as THINKERS
-from tessera.models.qwen3_omni_talker.model import TalkerFamily
+from tessera.models.qwen3_omni_talker.joint import OmniFamily
 
 
 def _experts(count: int, chosen: int, width: int, shared: int) -> dict[str, Any]:
@@ -44,7 +45,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "depth": _decoder(_SMALL, vocab_size=64, num_hidden_layers=2),
         "thinker": THINKERS["quickstart"],
         "num_code_groups": 4,
-        "accept_hidden_layer": 2,
+        "accept_hidden_layer": 3,
         "speaker_id": {"ethan": 70, "chelsie": 71},
         **_CODES,
         "im_start_token_id": 503,
@@ -63,4 +64,4 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "speaker_id": {"chelsie": 2301, "ethan": 2302, "aiden": 2303},
     },
 }
-SPEC = TalkerFamily().spec(PRESETS)
+SPEC = OmniFamily().spec(PRESETS)

@@ -140,6 +140,9 @@ class TalkerConfig(Section):
     reads_media: bool = Field(
         False, description="train on questions with images, videos and sound: the layers of the thinker run, too"
     )
+    trains_thinker: bool = Field(
+        False, description="train the thinker, too: on the text of all answers, and through what the talker reads of it"
+    )
     speaker_id: dict[str, int] = Field(default_factory=dict, description="control codes of the voices, by name")
     codec_pad_id: int = Field(2148, ge=0)
     codec_bos_id: int = Field(2149, ge=0)
@@ -172,7 +175,9 @@ class TalkerConfig(Section):
             )
         layers, taps = self.thinker.text.num_hidden_layers, len(self.thinker.vision.deepstack_visual_indexes)
         # At these bounds, releases of transformers differ in what the talker reads.
-        if self.reads_media and not taps < self.accept_hidden_layer < layers:
+        if self.trains_thinker:
+            self._check_training()
+        if (self.reads_media or self.trains_thinker) and not taps < self.accept_hidden_layer < layers:
             raise ValueError(
                 f"accept_hidden_layer {self.accept_hidden_layer} must be more than the {taps} layers that images "
                 f"enter, and less than the {layers} layers of the thinker"
@@ -187,6 +192,15 @@ class TalkerConfig(Section):
         tokens = {name: getattr(self, name) for name in _TOKEN_FIELDS}
         self._check_ids(tokens, self.thinker.text.vocab_size, "tokens of the thinker")
         return self
+
+    def _check_training(self) -> None:
+        if self.reads_media:
+            raise ValueError("trains_thinker: the trained thinker always reads media; leave out reads_media")
+        if self.thinker.text.experts.output_router_logits:
+            raise ValueError(
+                "thinker.text.experts.output_router_logits: a thinker that is trained with its talker has no load "
+                "balancing loss"
+            )
 
     def _check_ids(self, ids: Mapping[str, int], count: int, what: str) -> None:
         for name, number in ids.items():

@@ -1,8 +1,8 @@
 """The talker of Qwen3-Omni: a decoder with experts over speech, beside the text that its thinker writes.
 
 Text enters as the thinker's token embeddings, and media as the hidden states of the thinker in their place. Both are
-computed by the frozen thinker (`thinker.py`) and projected to the width of the talker. At positions with speech or
-control codes, the embeddings of the codes are added.
+computed by the thinker, which is frozen (`thinker.py`) or trained (`joint.py`), and projected to the width of the
+talker. At positions with speech or control codes, the embeddings of the codes are added.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tessera.core.batch import Batch
 from tessera.core.model_plan import ModelPlan, PipelineUnit, Stream, TensorStyle
 from tessera.core.spec import FULL, FrozenInput, ModelSpec, Training
 from tessera.models.qwen3_omni_talker.config import TalkerConfig
-from tessera.models.qwen3_omni_talker.thinker import HEARD, STATES, WORDS, encode, thinker
+from tessera.models.qwen3_omni_talker.thinker import HEARD, WORDS, encode, thinker
 from tessera.models.speech.family import SPEECH_STREAM, SpeechFamily, SpeechShape, depth_rules
 from tessera.models.text.costs import Measures
 from tessera.models.text.decoder import build_text, text_rules, text_shape
@@ -39,7 +39,7 @@ class Talker(SpeechModel):
     """Compute a talker.
 
     Batch: as for `SpeechModel`, with `WORDS` [T, W], the thinker's embeddings of `tokens`. `HEARD` [M] are the
-    positions of media, and `STATES` [M, W] the hidden states of the thinker for them.
+    positions of media, where `WORDS` has hidden states of the thinker.
     """
 
     text_projection: nn.Module | None
@@ -49,15 +49,14 @@ class Talker(SpeechModel):
         assert self.text_projection is not None
         assert self.hidden_projection is not None
         dtype = next(self.text_projection.parameters()).dtype
-        x: Tensor = self.text_projection(batch[WORDS].to(dtype))
-        heard, states = batch.get(HEARD), batch.get(STATES)
-        if heard is None or states is None or not heard.shape[0]:
+        words = batch[WORDS].to(dtype)
+        x: Tensor = self.text_projection(words)
+        heard = batch.get(HEARD)
+        if heard is None or not heard.shape[0]:
             # Keep collectives in step with ranks whose batches have media.
-            blank: Tensor = self.hidden_projection(batch[WORDS][:1].to(dtype))
+            blank: Tensor = self.hidden_projection(words[:1])
             return x + blank * 0
-        sources = batch.get(Stream.sources(HEARD))
-        states = states if sources is None else states.index_select(0, sources)
-        projected: Tensor = self.hidden_projection(states.to(dtype))
+        projected: Tensor = self.hidden_projection(words.index_select(0, heard))
         return x.index_copy(0, heard, projected.to(x.dtype))
 
 
@@ -111,9 +110,10 @@ class TalkerFamily(SpeechFamily):
     def work(
         self, config: TalkerConfig, measures: Measures, training: Training = MappingProxyType({})
     ) -> dict[str, np.ndarray]:
-        """Return the FLOPs of each sample. The input of the projections has no gradient."""
+        """Return the FLOPs of each sample. The input of the projections has no gradient if the thinker is frozen."""
         text, width, passes = config.text, config.thinker.text.hidden_size, training.get("text_projection", FULL)
-        first, last = passes.first * width, passes.weights * text.hidden_size
+        first = (passes.weights if config.trains_thinker else passes.first) * width
+        last = passes.weights * text.hidden_size
         projected = 2 * measures["tokens"].astype(np.float64) * text.intermediate_size * (first + last)
         return {"text": super().work(config, measures, training)["text"] + projected}
 

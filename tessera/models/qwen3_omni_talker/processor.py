@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from tessera.data.media.video_frames import VideoSampling
 from tessera.errors import TesseraError
 from tessera.models.audio.omni_processor import OmniOptions
 from tessera.models.processing.chat import ChatSpan, MediaWords
-from tessera.models.processing.conversation import TextOptions, check_special_tokens, with_system
+from tessera.models.processing.conversation import TextOptions, check_special_tokens, trained_positions, with_system
 from tessera.models.processing.streams import MediaLayout, media_size, token_runs
 from tessera.models.processing.tokenizer import ChatEncoder, load_tokenizer
 from tessera.models.qwen3_omni.processor import QWEN3_OMNI, Qwen3OmniProcessor
@@ -31,11 +32,13 @@ from tessera.models.qwen3_omni_talker.sequence import (
     opening_sequence,
     spoken_sequence,
 )
-from tessera.models.qwen3_omni_talker.thinker import HEARD, HEARD_FROM, as_question
+from tessera.models.qwen3_omni_talker.thinker import HEARD, HEARD_FROM, QUESTION, SPOKEN, as_question
 from tessera.models.speech.family import CODED_FRAMES
 from tessera.models.speech.generation import SpeechPrompts
 from tessera.models.speech.processor import SpeechProcessor, SpokenSample
 
+_SILENT = ("tokens", "trained", CODED_FRAMES)  # measures of the speech of a sample that are 0 without speech
+_UNIT = 64  # tokens by whose multiple the thinker's sequence of a micro-batch is padded
 _PENALTY = 1.05  # repetition penalty of the first codes, as transformers' `generate` has it
 _SPEAKER = Field("", description="voice of answers that name none; default: the first of the model")
 
@@ -74,7 +77,8 @@ class TalkerProcessor(SpeechProcessor):
         """Load the processor from a folder with tokenizer.json. `options`: keys of `data.processor`."""
         chosen: TalkerOptions | MediaTalkerOptions
         ids, sizes = TalkerIds.of_model(config), (config.depth.vocab_size,) * config.num_code_groups
-        if config.reads_media:
+        media = config.reads_media or config.trains_thinker
+        if media:
             chosen = build(MediaTalkerOptions, options, "data.processor")
             of_thinker = {name: value for name, value in options.items() if name != "speaker"}
             thinker = Qwen3OmniProcessor.load(config.thinker, folder, **of_thinker)
@@ -89,8 +93,9 @@ class TalkerProcessor(SpeechProcessor):
         _check_roles(encoder, {"user": ids.user, "assistant": ids.assistant}, folder)
         ids.speaker(chosen.speaker)
         common = (encoder, template, sampling, chosen.train_on, True, sizes)
-        if config.reads_media:
-            return MediaTalkerProcessor(*common, ids=ids, speaker=chosen.speaker, thinker=thinker)
+        if media:
+            kind = OmniTrainingProcessor if config.trains_thinker else MediaTalkerProcessor
+            return kind(*common, ids=ids, speaker=chosen.speaker, thinker=thinker)
         return TalkerProcessor(*common, ids=ids, speaker=chosen.speaker)
 
     def fingerprint_fields(self) -> list[Any]:
@@ -187,6 +192,22 @@ class MediaTalkerProcessor(TalkerProcessor):
         spoken = self._spoken(sample, tokens)
         if not layouts:
             return spoken
+        heard_from = _indices(runs)
+        end = int(heard_from.max()) + 1  # later tokens change nothing, because attention is causal
+        read = self.thinker._encode(question, of_media, of_sizes, layouts, spans)
+        read = replace(read, tokens=read.tokens[:end], labels=read.labels[:end], positions=read.positions[:, :end])
+        return self._hearing(TalkerSample, spoken, tokens, runs, layouts, read)
+
+    def _hearing(
+        self,
+        kind: type[TalkerSample],
+        spoken: SpokenSample,
+        tokens: Sequence[int],
+        runs: Sequence[tuple[int, int]],
+        layouts: Sequence[MediaLayout],
+        read: Encoded,
+    ) -> TalkerSample:
+        """Return a sample with what the thinker reads of it. `runs`: tokens of media in the conversation."""
         positions = {index: at for at, index in enumerate(SpokenTurns.of(tokens, self.ids).read)}
         if any(start not in positions for start, _ in runs):
             raise TesseraError(
@@ -195,10 +216,7 @@ class MediaTalkerProcessor(TalkerProcessor):
                 code="data.media-outside-question",
             )
         here = [(positions[start], count) for start, count in runs]
-        heard_from = torch.cat([torch.arange(start, start + count) for start, count in runs])
-        end = int(heard_from.max()) + 1  # later tokens change nothing, because attention is causal
-        read = self.thinker._encode(question, of_media, of_sizes, layouts, spans)
-        return TalkerSample(
+        return kind(
             spoken.id,
             spoken.tokens,
             spoken.labels,
@@ -207,9 +225,9 @@ class MediaTalkerProcessor(TalkerProcessor):
             spoken.counts,
             spoken.codes,
             spoken.targets,
-            replace(read, tokens=read.tokens[:end], labels=read.labels[:end], positions=read.positions[:, :end]),
-            torch.cat([torch.arange(start, start + count) for start, count in here]),
-            heard_from,
+            read,
+            _indices(here),
+            _indices(runs),
         )
 
     def _rendered(self, question: Sample, sizes: Sequence[MediaSize]) -> tuple[list[MediaLayout], list[ChatSpan]]:
@@ -222,24 +240,118 @@ class MediaTalkerProcessor(TalkerProcessor):
 
     def _pack(self, rows: Sequence[Sequence[Encoded]], lengths: Sequence[int], whole: bool = False) -> Batch:
         batch = super()._pack(rows, lengths, whole)
-        questions: list[Encoded] = []
-        heard, heard_from = [], []
-        start = before = 0
-        for row, length in zip(rows, lengths, strict=True):
-            at = start
-            for item in row:
-                if isinstance(item, TalkerSample) and item.question is not None:
-                    heard.append(item.heard + at)
-                    heard_from.append(item.heard_from + before)
-                    questions.append(item.question)
-                    before += len(item.question.tokens)
-                at += len(item.tokens)
-            start += length
+        questions, heard = _questions(rows, lengths)
         if not questions:
             return batch
         read = as_question(self.thinker._pack([[item] for item in questions], [len(q.tokens) for q in questions]))
-        tensors = {**read.tensors, HEARD: torch.cat(heard), HEARD_FROM: torch.cat(heard_from)}
-        return replace(batch.with_tensors(**tensors), segments={**batch.segments, **read.segments})
+        return replace(batch.with_tensors(**read.tensors, **heard), segments={**batch.segments, **read.segments})
+
+
+@dataclass
+class ConversationSample(TalkerSample):
+    """Hold a sample whose text is trained on, too. Without speech, the talker's sequence is empty."""
+
+    @property
+    def length(self) -> int:
+        return max(len(self.tokens), 0 if self.question is None else len(self.question.tokens))
+
+
+@dataclass(frozen=True, eq=False)
+class OmniTrainingProcessor(MediaTalkerProcessor):
+    """Turn conversations, with speech or without, into batches that train the thinker and the talker.
+
+    A row has room for `length` tokens of the thinker and as many of the talker. Only the talker's are padded to it.
+    """
+
+    def fingerprint_fields(self) -> list[Any]:
+        return [*super().fingerprint_fields(), "trains_thinker"]
+
+    def training_on(self, roles: Sequence[str], *, last_only: bool = False) -> Self:
+        thinker = self.thinker.training_on(roles, last_only=last_only)
+        return replace(super().training_on(roles, last_only=last_only), thinker=thinker)
+
+    def measure(self, sample: Sample, sizes: Sequence[MediaSize]) -> dict[str, int]:
+        read = self.thinker.measure(_without_speech(sample), _of_media(sample, sizes))
+        spoken = super().measure(sample, sizes) if _speaks(sample) else dict.fromkeys(_SILENT, 0)
+        return {
+            **read,
+            **{f"{QUESTION}{name}": value for name, value in read.items()},
+            **{f"{SPOKEN}{name}": spoken[name] for name in ("tokens", "trained")},
+            CODED_FRAMES: spoken[CODED_FRAMES],
+            **{name: max(read[name], spoken[name]) for name in ("tokens", "trained")},
+        }
+
+    def encode(self, sample: Sample, media: Sequence[Any], sizes: Sequence[MediaSize] | None = None) -> SpokenSample:
+        question, of_media = _without_speech(sample), _of_media(sample, media)
+        of_sizes = [media_size(item) for item in of_media] if sizes is None else _of_media(sample, sizes)
+        layouts, spans = self._rendered(question, of_sizes)
+        tokens, _, runs = self.encoder.encode(spans, token_runs(layouts))
+        read = self.thinker._encode(question, of_media, of_sizes, layouts, spans)
+        if not _speaks(sample):
+            nothing = torch.empty(0, dtype=torch.int64)
+            codes = torch.empty(self.codebooks, 0, dtype=torch.int64)
+            positions = torch.empty(self.axes, 0, dtype=torch.int64)
+            return ConversationSample(
+                sample.id, nothing, nothing, positions, {}, read.counts, codes, codes, read, nothing, nothing
+            )
+        spoken = self._spoken(sample, tokens)
+        both = {name: read.counts[name] + spoken.counts[name] for name in ("tokens", "trained")}
+        spoken = replace(spoken, counts={**read.counts, **both})
+        return self._hearing(ConversationSample, spoken, tokens, runs, layouts, read)
+
+    def collate(self, rows: Sequence[Sequence[Encoded]], length: int) -> Batch:
+        batch = super().collate([[item for item in row if len(item.tokens)] for row in rows], length)
+        questions, heard = _questions(rows, [length] * len(rows))
+        total, room = sum(len(question.tokens) for question in questions), length * len(rows)
+        # Padded, so that context parallel ranks can split it evenly, and to be never empty.
+        padded = min(room, max(1, -(-total // _UNIT)) * _UNIT)
+        read = self.thinker._pack([questions], [padded])
+        read = as_question(read.with_tensors(trained=trained_positions(read["labels"])))
+        counts = Counter(batch.counts)
+        for row in rows:
+            for item in row:
+                if not len(item.tokens):
+                    counts.update(item.counts)
+        return replace(
+            batch.with_tensors(**read.tensors, **heard),
+            segments={**batch.segments, **read.segments},
+            counts=dict(counts),
+        )
+
+    def _pack(self, rows: Sequence[Sequence[Encoded]], lengths: Sequence[int], whole: bool = False) -> Batch:
+        return SpeechProcessor._pack(self, rows, lengths, whole)  # `collate` adds the conversations
+
+
+def _questions(
+    rows: Sequence[Sequence[Encoded]], lengths: Sequence[int]
+) -> tuple[list[Encoded], dict[str, torch.Tensor]]:
+    """Return the conversations that the thinker reads for these rows, and the tensors `HEARD` and `HEARD_FROM`."""
+    questions: list[Encoded] = []
+    nothing = torch.empty(0, dtype=torch.int64)
+    heard, heard_from = [nothing], [nothing]
+    start = before = 0
+    for row, length in zip(rows, lengths, strict=True):
+        at = start
+        for item in row:
+            if isinstance(item, TalkerSample) and item.question is not None:
+                heard.append(item.heard + at)
+                heard_from.append(item.heard_from + before)
+                questions.append(item.question)
+                before += len(item.question.tokens)
+            at += len(item.tokens)
+        start += length
+    return questions, {HEARD: torch.cat(heard), HEARD_FROM: torch.cat(heard_from)}
+
+
+def _indices(runs: Sequence[tuple[int, int]]) -> Tensor:
+    """Return the indices of all tokens in runs of (start, length)."""
+    return torch.cat([torch.empty(0, dtype=torch.int64), *(torch.arange(at, at + count) for at, count in runs)])
+
+
+def _speaks(sample: Sample) -> bool:
+    """Return whether the last message is an answer with speech."""
+    answer = sample.messages[-1]
+    return answer.role == "assistant" and any(part.kind == "codes" for part in answer.parts)
 
 
 def _without_speech(sample: Sample) -> Sample:

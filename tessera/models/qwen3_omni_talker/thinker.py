@@ -1,4 +1,5 @@
-"""The frozen thinker of a talker: its token embeddings, and for media its layers below `accept_hidden_layer`."""
+"""The thinker of a talker. Frozen: its token embeddings, and for media its layers below `accept_hidden_layer`. Trained:
+all of it."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tessera.core.batch import Batch, Segments
+from tessera.core.model_plan import Stream
 from tessera.core.spec import Component
 from tessera.models.qwen3_omni.config import Qwen3OmniConfig
 from tessera.models.qwen3_omni.model import Qwen3Omni
@@ -17,11 +19,14 @@ from tessera.nn.layers import TokenEmbedding
 from tessera.nn.multimodal import MultimodalModel
 from tessera.weights.map import Rule, WeightMap
 
-WORDS = "thinker_embeddings"  # batch tensor [T, W]: the thinker's embeddings of the tokens
-STATES = "thinker_states"  # batch tensor [M, W]: hidden states of the thinker for the tokens of media
+# batch tensor [T, W]: the thinker's embeddings of the tokens and, for tokens of media, its hidden states
+WORDS = "thinker_embeddings"
 HEARD = "heard"  # batch tensor [M]: positions of the talker that read these hidden states
 HEARD_FROM = "heard_from"  # batch tensor [M]: positions of the thinker with these hidden states
+SPOKEN = "talker."  # prefix of measures of the talker's sequence, beside those of the thinker's with `QUESTION`
 QUESTION = "thinker."  # prefix of batch tensors and segments with the conversations that the thinker reads
+# Prefixes of what a thinker reads: names of a conversation, and orders of encoder outputs that ranks share.
+_READ = (QUESTION, "vision.", "audio.")
 _OTHERS = ("talker.", "code2wav.")  # prefixes of tensors that are not the thinker's
 _EMBEDDING = "thinker.model.embed_tokens.weight"
 
@@ -56,15 +61,58 @@ class ThinkerLayers(MultimodalModel):
     def forward(self, batch: Batch) -> dict[str, Tensor]:  # type: ignore[override]
         assert self.text is not None
         words: Tensor = self.text.embed(batch["tokens"])
-        question = _question(batch)
+        question = question_of(batch)
         # Without media, layers run on a blank conversation: other ranks wait for them in collectives.
         states = super().forward(_blank(words.device) if question is None else question)
         assert isinstance(states, Tensor), "a model without a head returns hidden states"
-        return {WORDS: words, **({} if question is None else {STATES: states.index_select(0, batch[HEARD_FROM])})}
+        if question is not None:
+            words = with_states(words, states.index_select(0, batch[HEARD_FROM]), batch)
+        return {WORDS: words}
 
 
-def thinker(config: TalkerConfig) -> Component:
-    """Return the frozen thinker. The first pipeline stage has it: the later stages read hidden states of the talker."""
+class TrainedThinker(MultimodalModel):
+    """Compute the text of a thinker. `accept`: number of layers whose hidden states the talker reads."""
+
+    accept: int
+
+    @staticmethod
+    def of(model: MultimodalModel, accept: int) -> TrainedThinker:
+        paths = [path for e in model.encoders for path in (e.stream.module, e.stream.projector)]
+        modules = {path: model.get_submodule(path) for path in paths}
+        assert model.text is not None
+        assert model.head is not None
+        thinker = TrainedThinker(model.encoders, modules, model.text, model.head, model.initializer_range)
+        thinker.accept = accept
+        return thinker
+
+    @property
+    def computes(self) -> bool:
+        """Return whether this pipeline stage has encoders or layers. The last stage may have the head alone."""
+        return self.encodes or (self.text is not None and any(layer is not None for layer in self.text.layers))
+
+    def begin(self, question: Batch, carry: Tensor | None) -> tuple[Tensor, bool]:
+        """Return the embeddings of a conversation and True, or features for the next stage and False."""
+        return self._embedded(question, carry, [])
+
+    def think(self, question: Batch, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Run the layers of this stage. Return their hidden states, and those that the talker reads if the stage
+        computes them."""
+        assert self.text is not None
+        last = self.accept - 1
+        read = (last,) if self.text.layers[last] is not None else ()
+        hidden = self.text(x, question["positions"], question.segments["text"], None, read)
+        assert isinstance(hidden, Tensor), "there is no balance loss"
+        if not read:
+            return hidden, None
+        hidden, states = hidden.chunk(2, dim=-1)
+        return hidden, states
+
+
+def thinker(config: TalkerConfig) -> Component | None:
+    """Return the frozen thinker; None if it is trained. The first pipeline stage has it: the later stages read hidden
+    states of the talker."""
+    if config.trains_thinker:
+        return None
     return Component(_build, weights={"hf": _weights}, trained=False, stage="first")
 
 
@@ -75,17 +123,25 @@ def encode(module: nn.Module, batch: Batch) -> Batch:
     return replace(batch, tensors={**tensors, **module(batch)}, segments=segments)
 
 
+def with_states(words: Tensor, states: Tensor, batch: Batch) -> Tensor:
+    """Return token embeddings with hidden states of the thinker in place of media."""
+    sources = batch.get(Stream.sources(HEARD))
+    states = states if sources is None else states.index_select(0, sources)
+    return words.index_copy(0, batch[HEARD], states.to(words.dtype))
+
+
 def as_question(batch: Batch) -> Batch:
     """Return the tensors and segments of conversations under the names that a talker's batch has them by."""
     tensors = {f"{QUESTION}{name}": tensor for name, tensor in batch.tensors.items()}
     return Batch(tensors, {f"{QUESTION}{name}": bounds for name, bounds in batch.segments.items()})
 
 
-def _question(batch: Batch) -> Batch | None:
+def question_of(batch: Batch) -> Batch | None:
+    """Return the conversations that the thinker reads; None if the batch has none."""
     if f"{QUESTION}tokens" not in batch:
         return None
-    tensors = {name: tensor for name, tensor in batch.tensors.items() if name.startswith(QUESTION)}
-    segments = {name: bounds for name, bounds in batch.segments.items() if name.startswith(QUESTION)}
+    tensors = {name: tensor for name, tensor in batch.tensors.items() if name.startswith(_READ)}
+    segments = {name: bounds for name, bounds in batch.segments.items() if name.startswith(_READ)}
     return Batch(
         {name.removeprefix(QUESTION): tensor for name, tensor in tensors.items()},
         {name.removeprefix(QUESTION): bounds for name, bounds in segments.items()},

@@ -22,6 +22,7 @@ from tessera.runtime.log import without_bars
 from tessera.weights.layouts import FolderLayout
 
 _LONGEST = 2000  # frames of one call: 160 s at 12.5 frames per second
+_MOST_PARTS = 4096  # limit of numbers such as that of layers or codebooks
 _MARGIN = 8  # frames before a chunk that the convolutions of a codec read at most
 
 
@@ -241,9 +242,13 @@ def _classes(names: tuple[str, str]) -> tuple[Any, Any]:
 
 
 def _settings(config_class: Any, values: Mapping[str, Any]) -> Any:
-    """Return the configuration of a codec. Raise ValueError for values that transformers refuses."""
+    """Return the configuration of a codec. Raise ValueError for values that transformers refuses, or would build
+    modules from for hours."""
     from huggingface_hub.errors import StrictDataclassError
 
+    for name, value in values.items():
+        if name.startswith("num_") and isinstance(value, (int, float)) and not 0 <= value <= _MOST_PARTS:
+            raise ValueError(f"{name} = {value!r:.40} is not between 0 and {_MOST_PARTS}")
     try:
         return config_class.from_dict(dict(values))
     except StrictDataclassError as error:

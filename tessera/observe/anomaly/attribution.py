@@ -32,7 +32,7 @@ MOST = 0.8  # share of the excess loss or gradient that the reported samples mus
 
 
 class GuardStop(TesseraError):
-    """End the run because `guard.policy` or `guard.limit` demands it, or because its weights are damaged."""
+    """End the run: `guard.policy` or `guard.limit` demands it, its weights are damaged, or no update was applied."""
 
     exit_code = 3
 
@@ -170,7 +170,10 @@ class Attributor:
         return trace_step(self.module, self.engine, self.task, microbatches)
 
     def _bad_module(self, trace: ActivationTrace) -> str:
-        """Return the first module of any rank with bad outputs; if none has, a parameter with a bad gradient."""
+        """Return the first module of any rank with bad outputs or gradients of outputs.
+
+        If none has, return a parameter with a bad gradient, or "the loss".
+        """
         modules = [module for module in Ranks.current().on_all(lambda: first_bad(trace.records)) if module is not None]
         if modules:
             return min(modules, key=lambda module: module[0])[1]
@@ -274,7 +277,7 @@ def first_bad(records: Sequence[TensorRecord]) -> tuple[int, str] | None:
 def dominant(excess: Sequence[float]) -> list[int]:
     """Return the indices of the largest values whose sum is at least the share `MOST` of the total.
 
-    Return no indices if this takes more than half of the values: then no single sample is the cause.
+    Return no indices if this takes more than half of several values: then no single sample is the cause.
     """
     total = math.fsum(value for value in excess if value > 0)
     if not total > 0:

@@ -139,8 +139,8 @@ class RunningLimit:
     """Compute the limit above which a loss or a gradient norm is a spike.
 
     The limit is computed from the level of recent values and from their usual rises above it. Spikes are included:
-    otherwise, after a lasting change of level, every step would be a spike. A single value changes neither the level
-    nor the limit.
+    otherwise, after a lasting change of level, every step would be a spike. A single value hardly changes the level
+    and the limit.
 
     `ordinary`: values up to this are never spikes; for gradient norms, `optim.clip_norm`.
     """
@@ -198,7 +198,10 @@ class RunningLimit:
 
 
 class DivergenceDetector:
-    """Detect a divergence: the loss fell below the run's first loss, then rises above it and stays there."""
+    """Detect a divergence: the loss fell below the run's first loss, then rises above it and stays there.
+
+    A loss that stays far above that of step 1 is a divergence even if it never fell.
+    """
 
     def __init__(self) -> None:
         self.best = float("inf")

@@ -1,7 +1,7 @@
 """Check every step before its update reaches the weights, and treat bad steps by `guard.policy`.
 
-The policies are described in docs/how-to/survive-bad-steps.md. Two rules hold for all of them: numbers that are not
-finite never reach the weights, and a run that would succeed without the guard succeeds with it.
+The policies are described in docs/how-to/survive-bad-steps.md. Two rules hold for all of them except `off`:
+numbers that are not finite never reach the weights, and a run that would succeed without the guard succeeds with it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Guard(OptimizerStep):
         self._normal: dict[str, float] = {}  # largest absolute value of each parameter when it was last checked
         self._moved = 0.0  # sum of learning rates since `_normal` was measured: limits how far weights moved
         self._never_finite: dict[str, Damage] = {}  # tensors that were not finite when the run began
-        self._first_buffers: dict[str, Tensor] = {}  # buffers at the start of the run, by name
+        self._first_buffers: dict[str, Tensor] = {}  # buffers at the start of this session, by name
         # Number of bad steps by action: skipped, clipped, went back, stopped, reported.
         self._counts: dict[str, int] = {}
 

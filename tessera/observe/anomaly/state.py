@@ -17,7 +17,7 @@ from tessera.core.callback import RewindHandle
 from tessera.runtime.collective import Ranks
 from tessera.runtime.modules import local_shard
 
-GROWTH = 100.0  # weights that grow by this factor between two checks are damaged
+GROWTH = 100.0  # weights that grow by more than this factor between two checks are damaged, unless updates explain it
 FLOOR = 0.01  # growth is measured from at least this value: some tensors begin at zero
 STEPS = 10.0  # an update moves a weight by at most this many learning rates; Adam moves it by about one
 

@@ -41,7 +41,7 @@ details.long[open] summary span{display:none}details.long summary i{color:var(--
 
 
 def answers_section(run: RecordedRun) -> str:
-    """Return a section with answers to held-out samples: wrong answers first, then a selection of correct answers."""
+    """Return a section with a selection of the answers to held-out samples, wrong answers first."""
     if not run.answers:
         return ""
     wrong = [row for row in run.answers if not row["correct"]][: MOST_ANSWERS // 2]
@@ -65,7 +65,7 @@ def accuracy_by_group(answers: Iterable[Mapping[str, Any]]) -> list[tuple[str, i
 
 
 def previews_section(folder: Path) -> str:
-    """Return a section with previews of a generation model: a row for each prompt, with an image for each step."""
+    """Return a section with previews of a generation model: a row of images for each prompt and seed."""
     rows = [row for row in read_jsonl(folder / "previews.jsonl") if step_of(row) is not None]
     steps = sorted({row["step"] for row in rows})
     if not steps:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from tessera.observe.report.recorded import RecordedRun, smooth
 from tessera.runtime import html
 
-_FEW_POINTS = 40  # a curve of up to this many points is drawn as dots
+_FEW_POINTS = 40  # a held-out curve of up to this many points is drawn as dots
 
 
 def charts_of(run: RecordedRun) -> list[str]:

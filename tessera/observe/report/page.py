@@ -164,7 +164,7 @@ def _step_time(seconds: float) -> str:
 
 
 def _sessions(sessions: Sequence[RunSession]) -> str:
-    """Return a table of sessions: time, steps, hardware and versions."""
+    """Return a table of the last 50 sessions: time, steps, hardware and versions."""
     if not sessions:
         return ""
     rows = [

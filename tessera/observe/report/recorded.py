@@ -83,7 +83,7 @@ def read_run(folder: str | Path) -> RecordedRun:
 
 
 def smooth(points: Sequence[html.Point]) -> list[html.Point]:
-    """Return an exponential moving average whose window is a thirtieth of the points, but at most ten points."""
+    """Return an exponential moving average whose window is a thirtieth of the points, but two to ten points."""
     weight = 1 - 1 / min(10.0, max(2.0, len(points) / 30))
     out: list[html.Point] = []
     total = norm = 0.0  # division by the norm removes the bias of the first points towards zero

@@ -63,7 +63,7 @@ _COMPUTES = (
     "torch/distributed/pipelining/stage.py",
     "torch/distributed/pipelining/microbatch.py",
 )
-DISAGREE_S = 20.0  # ranks that wait in different collectives for this many seconds are out of step
+DISAGREE_S = 20.0  # ranks that wait in different collectives for so many seconds, or `stall_s`, are out of step
 # The phases of a step in order. The phase "reporting" belongs to the previous step.
 STEP_PHASES = (
     "reporting",
@@ -125,7 +125,7 @@ def collective_of(thread: int) -> str:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Describe what a rank is doing. Each rank sends its heartbeat twice a second."""
+    """Describe what a rank is doing. Each rank sends its heartbeat at least twice a second."""
 
     rank: int
     count: int  # sequence number of this heartbeat

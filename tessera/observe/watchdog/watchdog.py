@@ -1,4 +1,4 @@
-"""End all ranks with one clear line when one of them died, stopped, stalled or fell out of step.
+"""End all ranks with one clear line when one of them died, failed, stopped, stalled or fell out of step.
 
 A collective that waits for a lost rank cannot be interrupted, and the main thread is inside it. So each rank has two
 more threads: one exchanges heartbeats and verdicts over its own connection to the rendezvous store, the other one
