@@ -1,12 +1,14 @@
-"""Speed of fine-tuning Whisper on one device: Tessera through its Trainer, and `transformers` as it comes.
+"""Speed of fine-tuning Whisper on one device: Tessera through its Trainer, and `transformers` through its own.
 
     python bench/whisper.py                                    # Whisper large-v3 on an accelerator
     python bench/whisper.py --preset quickstart --device cpu   # the same on a CPU, with a tiny model
 
-Both train on the same recordings, 16 in a step, with transcripts of 32 tokens, in bfloat16. Weights are random: speed
-does not depend on them as long as they are finite. The recordings fill the window of the encoder, and transformers gets
-their features and labels ready-made, so that only its step is timed. Prints one line of JSON: milliseconds of both, how
-many times faster Tessera is (`ratio`), and the memory of a step, planned and measured.
+Both train on 16 recordings in a step, with transcripts of 32 tokens. Weights are random: speed does not depend on them
+as long as they are finite. The recordings fill the window of the encoder, and transformers gets their features and
+labels ready-made, so that data do not limit it. Prints a line of JSON for each precision: weights in float32 with
+computation in bfloat16 (the default of Tessera; `bf16=True` of `Seq2SeqTrainer`), and all in bfloat16. `trainer` is the
+step of `Seq2SeqTrainer` with its defaults, `loop` that of the same model in a loop without the Trainer's work, and
+`ratio` how many times faster Tessera is than either. `memory`: of a step, planned and measured.
 """
 
 from __future__ import annotations
@@ -35,8 +37,14 @@ RECORDINGS, TOKENS, RATE = 16, 32, 16_000
 LENGTH = RECORDINGS * TOKENS
 # The host looks at the device once in so many steps, in both cases: a look at every step would be timed with it.
 EVERY, WARM_UP, STEPS = 4, 8, 20
-BF16 = {"weights": "bfloat16", "reduce": "bfloat16"}
-LAYERS = ["audio.blocks.{*}", "text.layers.{*}"]
+PRECISIONS = {"float32": {}, "bfloat16": {"weights": "bfloat16", "reduce": "bfloat16"}}  # by dtype of the weights
+FORMS: dict[str, dict[str, Any]] = {"compiled": {"compile": True}, "plain": {}}
+# One group of weights instead of one for each block: fewer calls on the host, more memory. All groups in bfloat16 are
+# the weights themselves.
+FORMS_OF = {
+    "float32": {**FORMS, "compiled, one group": {"compile": True, "wrap": [], "reshard_after_forward": False}},
+    "bfloat16": FORMS,
+}
 WORDS = ["<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|translate|>", "<|transcribe|>", "<|notimestamps|>"]
 
 
@@ -83,67 +91,126 @@ def facts(seconds: list[float], losses: list[float], device: str) -> dict[str, A
     }
 
 
-def measure_ours(preset: str, device: str, folder: Path, compiled: bool) -> dict[str, Any]:
-    recipe = {
-        "name": f"bench-{compiled}",
+def recipe(preset: str, device: str, folder: Path, weights: str, form: str) -> dict[str, Any]:
+    return {
+        "name": f"bench-{weights}",
         "out": str(folder / "runs"),
         "model": model_section(preset, folder),
-        "data": {"train": str(folder / "train.jsonl"), "length": LENGTH, "workers": 4},
-        "parallel": {"compile": compiled},
-        "precision": BF16,
+        # Balanced rows leave some room: two rows of 16 recordings would become three.
+        "data": {"train": str(folder / "train.jsonl"), "length": LENGTH, "workers": 4, "balance": False},
+        "parallel": FORMS_OF[weights][form],
+        "precision": PRECISIONS[weights],
         "train": {"steps": STEPS, "global_batch": 1, "device": device},
         "checkpoint": {"at_end": False},
         "log": {"every": EVERY},
     }
-    rows = [row for row in tessera.train(recipe, overwrite=True).metrics if "step_seconds" in row]
+
+
+def measure_ours(preset: str, device: str, folder: Path, weights: str, form: str) -> dict[str, Any]:
+    run = tessera.train(recipe(preset, device, folder, weights, form), overwrite=True)
+    rows = [row for row in run.metrics if "step_seconds" in row]
     timed = [row for row in rows if row["step"] > WARM_UP]
     result = facts([row["step_seconds"] for row in timed], [row["loss"] for row in rows], device)
     return {**result, "data_wait": round(statistics.median(row["data_wait"] for row in timed), 4)}
 
 
-def measure_reference(preset: str, device: str, folder: Path) -> dict[str, Any]:
+def reference(preset: str, device: str, folder: Path, weights: str) -> tuple[Any, Any, dict[str, torch.Tensor]]:
+    """Return transformers' model, its configuration here, and features and labels of a step."""
     from transformers import WhisperConfig, WhisperForConditionalGeneration
 
     _, config = resolve(ModelSection.model_validate(model_section(preset, folder)))
     fields = {name: value for name, value in config.to_hf().items() if name != "architectures"}  # type: ignore[attr-defined]
-    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_dtype(getattr(torch, weights))
     with torch.device(device):
         model = WhisperForConditionalGeneration._from_config(WhisperConfig(**fields), attn_implementation="sdpa")
     torch.set_default_dtype(torch.float32)
     model.train()
     model.config.use_cache = False
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     audio, end = config.audio, config.text.eos_token_id  # type: ignore[attr-defined]
-    features = torch.randn(RECORDINGS, audio.num_mel_bins, 2 * audio.max_source_positions, dtype=torch.bfloat16)
-    labels = torch.randint(0, end, (RECORDINGS, TOKENS - 1))
+    features = torch.randn(RECORDINGS, audio.num_mel_bins, 2 * audio.max_source_positions)
+    inputs = {"input_features": features, "labels": torch.randint(0, end, (RECORDINGS, TOKENS - 1))}
+    return model, config, inputs
+
+
+def measure_loop(preset: str, device: str, folder: Path) -> dict[str, Any]:
+    model, _, inputs = reference(preset, device, folder, "bfloat16")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    inputs["input_features"] = inputs["input_features"].bfloat16()
     if devices.is_accelerator(device):
-        features, labels = features.pin_memory(), labels.pin_memory()
-    seconds, losses = [], []
-    began = time.perf_counter()
-    for step in range(STEPS):
-        loss = model(
-            input_features=features.to(device, non_blocking=True), labels=labels.to(device, non_blocking=True)
-        ).loss
+        inputs = {name: tensor.pin_memory() for name, tensor in inputs.items()}
+    clock, losses = Clock(), []
+    for step in range(1, STEPS + 1):
+        loss = model(**{name: tensor.to(device, non_blocking=True) for name, tensor in inputs.items()}).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.detach())
-        if step == 0 or (step + 1) % EVERY == 0:
-            float(losses[-1])  # wait for the device
-            now = time.perf_counter()
-            seconds.append((now - began) / min(EVERY, step + 1))
-            began = now
-    return facts(seconds[1 + WARM_UP // EVERY :], [float(loss) for loss in losses], device)
+        clock.tick(step)
+    return facts(clock.timed, [float(loss) for loss in losses], device)
 
 
-def measure_memory(preset: str, device: str, compiled: bool) -> dict[str, Any]:
-    settings = {
-        "data.length": LENGTH,
-        "precision.weights": "bfloat16",
-        "precision.reduce": "bfloat16",
-        "parallel.compile": compiled,
-    }
+class Clock:
+    """Time every `EVERY` steps, after the device has finished them."""
+
+    def __init__(self) -> None:
+        self.began, self.last = time.perf_counter(), 0
+        self.timed: list[float] = []  # of steps after the warm-up
+
+    def tick(self, step: int) -> None:
+        if step % EVERY:
+            return
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        now = time.perf_counter()
+        if step > WARM_UP:
+            self.timed.append((now - self.began) / (step - self.last))
+        self.began, self.last = now, step
+
+
+def measure_trainer(preset: str, device: str, folder: Path, weights: str) -> dict[str, Any]:
+    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainerCallback, WhisperFeatureExtractor
+
+    model, config, inputs = reference(preset, device, folder, weights)
+    extractor = WhisperFeatureExtractor(feature_size=config.audio.num_mel_bins)
+    rows = [{"input_features": x.numpy(), "labels": y} for x, y in zip(*inputs.values(), strict=True)]
+    clock = Clock()
+
+    class Tick(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            clock.tick(state.global_step)
+
+    def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = extractor.pad([{"input_features": sample["input_features"]} for sample in samples], return_tensors="pt")
+        labels = [sample["labels"] for sample in samples]
+        batch["labels"] = torch.nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=-100)
+        batch["input_features"] = batch["input_features"].to(model.dtype)
+        return dict(batch)
+
+    on_device = devices.is_accelerator(device)
+    arguments = Seq2SeqTrainingArguments(
+        output_dir=str(folder / "trainer"),
+        per_device_train_batch_size=RECORDINGS,
+        max_steps=STEPS,
+        learning_rate=1e-5,
+        bf16=on_device and weights == "float32",
+        use_cpu=not on_device,
+        dataloader_num_workers=4,
+        remove_unused_columns=False,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    trainer = Seq2SeqTrainer(
+        model=model, args=arguments, train_dataset=rows * STEPS, data_collator=collate, callbacks=[Tick()]
+    )
+    return facts(clock.timed, [trainer.train().training_loss], device)
+
+
+def measure_memory(preset: str, device: str, weights: str, form: str) -> dict[str, Any]:
+    precision = {f"precision.{key}": value for key, value in PRECISIONS[weights].items()}
+    parallel = {f"parallel.{key}": value for key, value in FORMS_OF[weights][form].items()}
+    settings = {"data.length": LENGTH, **parallel, **precision}
     return plan_memory.measure("whisper", preset, settings, device)
 
 
@@ -152,16 +219,19 @@ def main(preset: str, device: str) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         write_set(preset, folder)
-        forms = {"compiled": True, "plain": False} if devices.is_accelerator(where) else {"plain": False}
-        ours = {name: apart(measure_ours, preset, where, folder, compiled) for name, compiled in forms.items()}
-        reference = apart(measure_reference, preset, where, folder)
-        memory = {name: apart(measure_memory, preset, where, compiled) for name, compiled in forms.items()}
-    times = [result["ms"] for result in ours.values() if "ms" in result]
-    fastest = min(times, default=None)
-    ratio = round(reference["ms"] / fastest, 3) if fastest and "ms" in reference else None
-    line = {"preset": preset, "device": where, "torch": torch.__version__, "ms": fastest}
-    line |= {"transformers_ms": reference.get("ms"), "ratio": ratio, "memory": memory}
-    print(json.dumps({**line, "ours": ours, "transformers": reference}), flush=True)
+        for weights in PRECISIONS:
+            forms = FORMS_OF[weights] if devices.is_accelerator(where) else ["plain"]
+            ours = {form: apart(measure_ours, preset, where, folder, weights, form) for form in forms}
+            theirs = {"trainer": apart(measure_trainer, preset, where, folder, weights)}
+            if weights == "bfloat16":
+                theirs["loop"] = apart(measure_loop, preset, where, folder)
+            memory = {form: apart(measure_memory, preset, where, weights, form) for form in forms}
+            fastest = min((result["ms"] for result in ours.values() if "ms" in result), default=None)
+            ratio = {
+                name: round(result["ms"] / fastest, 2) for name, result in theirs.items() if fastest and "ms" in result
+            }
+            line = {"preset": preset, "device": where, "torch": torch.__version__, "weights": weights, "ms": fastest}
+            print(json.dumps({**line, "ratio": ratio, "memory": memory, "ours": ours, **theirs}), flush=True)
 
 
 if __name__ == "__main__":

@@ -90,40 +90,6 @@ def _item_error(error: Exception) -> Exception:
     return error
 
 
-def answer_texts(
-    model: LoadedModel,
-    processor: LoadedProcessor,
-    items: Iterable[T],
-    sample: Callable[[T], tuple[Sample, Path]],
-    max_new_tokens: int,
-    *,
-    total: int,
-    at_once: int = 64,
-    sampling: Sampling = GREEDY,
-) -> Iterator[tuple[T, str]]:
-    """Yield each item with the answer to its question, in order. Raise the error of an item that fails.
-
-    `sample`: returns the question of an item, and the root folder of its media. `total`: how many items there are.
-    """
-    finished: dict[int, str] = {}
-    waiting: dict[int, T] = {}  # items without an answer, in order
-
-    def numbered() -> Iterator[tuple[int, T]]:
-        for number, item in enumerate(items):
-            waiting[number] = item
-            yield number, item
-
-    answers = numbered_answers(
-        model, processor, numbered(), sample, max_new_tokens, total=total, at_once=at_once, sampling=sampling
-    )
-    for number, _, answer in answers:
-        if isinstance(answer, BaseException):
-            raise answer
-        finished[number] = answer.text
-        while waiting and (first := next(iter(waiting))) in finished:
-            yield waiting.pop(first), finished.pop(first)
-
-
 def numbered_answers(
     model: LoadedModel,
     processor: LoadedProcessor,

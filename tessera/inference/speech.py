@@ -130,7 +130,7 @@ def load_speaker(
             code="generation.model-does-not-speak",
         )
     places = [local_model(codec, "codec")] if codec is not None else [folder, *([model.base] if model.base else [])]
-    home = next((place for place in places if has_codec(place)), None)
+    home = next((folder for folder in places if has_codec(folder)), None)
     if home is None:
         raise TesseraError(
             f"no codec is in {' or '.join(map(str, places))}",

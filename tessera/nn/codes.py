@@ -41,15 +41,18 @@ class CodeEmbedding(TokenEmbedding):
 
     def __init__(self, sizes: Sequence[int], hidden: int) -> None:
         super().__init__(sum(sizes), hidden)
+        self.sizes = tuple(sizes)
         self.starts = tuple(accumulate(sizes, initial=0))[:-1]  # first row of each codebook
 
     def forward(self, codes: Tensor) -> Tensor:
         """Return embeddings [T, D] of codes [codebooks, T]; zeros where there is no code."""
         total = torch.zeros((), dtype=self.weight.dtype, device=codes.device)
         # One codebook at a time: embeddings of all codebooks would be `codebooks` times as large as their sum.
-        for row, start in zip(codes, self.starts, strict=True):
+        # Each in its part of the table: the gradient of a lookup is as large as the table.
+        for row, rows_of_codebook in zip(codes, self.weight.split(self.sizes), strict=True):
             present = row != IGNORE
-            total = total + super().forward((row + start).where(present, 0)) * present.unsqueeze(1)
+            embedded = nn.functional.embedding(row.where(present, 0), rows_of_codebook)
+            total = total + embedded.where(present.unsqueeze(1), 0.0)
         return total
 
     def rows(self, codes: Tensor) -> Tensor:
@@ -94,7 +97,7 @@ class DepthDecoder(nn.Module):
         x = x.flatten(0, 1)
         positions = torch.arange(steps, device=x.device).repeat(frames)
         bounds = torch.arange(0, (frames + 1) * steps, steps, device=x.device, dtype=torch.int32)
-        segments = Segments(bounds, steps, (steps,) * frames, rows=frames)
+        segments = Segments(bounds, steps, (steps,) * frames)
         angles = self.shape.rope.angles(positions)
         for layer in self.layers:
             x = layer(x, angles, segments)
@@ -163,7 +166,8 @@ class SpeechModel(LanguageModel):
         states, read = hidden.index_select(0, coded), following.index_select(1, coded)[:-1]
         if not coded.shape[0]:  # other ranks may have frames and wait in a collective
             states, read = hidden[:1] * 0, following.new_zeros(following.shape[0] - 1, 1)
-        decoded = self.depth(states, read)
+        # `unbind`, because its gradient is one tensor: indexing would fill a tensor of this size for each codebook.
+        decoded = self.depth(states, read).unbind(1)
         for number, head in enumerate(self.depth.heads, 1):
-            outputs[code_output(number)] = Projection(decoded[:, number], head)
+            outputs[code_output(number)] = Projection(decoded[number], head)
         return outputs

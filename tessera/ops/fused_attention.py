@@ -3,8 +3,8 @@
 The kernel is chosen at run time by values on the host, so a batch that needs another kernel is not compiled again.
 cuDNN is the fastest on Hopper, but builds a plan on the host for every new shape. It is used for shapes that are likely
 to recur: rows of the training length with one segment each, long segments of one length (images of one size), and a
-very long segment at the beginning (the video of a row, before its padding). Short segments (windows of an image) have a
-Triton kernel in `short_attention`; all others use flash attention.
+very long segment at the beginning (the video of a row, before its padding). Short segments (windows of an image, frames
+of speech) have a Triton kernel in `short_attention`; all others use flash attention.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _forward(
     elif kernel == "short":
         from tessera.ops.short_attention import short_attention
 
-        out, lse = short_attention(q, k, v, bounds, _SHORT, causal, scale)
+        out, lse = short_attention(q, k, v, bounds, longest, causal, scale)
     else:
         out, lse = block_attention(q, k, v, segments=Segments(bounds, longest), causal=causal, scale=scale)
     return out.reshape(q.shape).contiguous(), lse.flatten()
@@ -87,7 +87,7 @@ def _backward(
     elif kernel == "short":
         from tessera.ops.short_attention import short_attention_backward
 
-        dq, dk, dv = short_attention_backward(grad, q, k, v, out, lse.view(heads, -1), bounds, _SHORT, causal, scale)
+        dq, dk, dv = short_attention_backward(grad, q, k, v, out, lse.view(heads, -1), bounds, longest, causal, scale)
     else:
         segments, sums = Segments(bounds, longest), lse.view(heads, -1)
         dq, dk, dv = block_attention_backward(grad, q, k, v, out, sums, segments=segments, causal=causal, scale=scale)
@@ -110,8 +110,7 @@ def _select_kernel(
         return "cudnn", count
     if not causal and first_segment_serves(q, count, first):
         return "cudnn and flash", count
-    # The kernel for short segments does not support grouped heads, which vision encoders do not have.
-    if 0 < longest <= _SHORT and size <= 128 and q.shape == k.shape and supports_here(q.device, "triton"):
+    if 0 < longest <= _SHORT and size <= 128 and supports_here(q.device, "triton"):
         return "short", count
     return "flash", count
 

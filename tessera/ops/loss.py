@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tessera.core.batch import IGNORE
-from tessera.ops.linear import accumulate_matmul
+from tessera.ops.linear import accumulate_matmul, tensor_core_padding
 from tessera.ops.registry import AUTO, DispatchedOp, Implementation
 from tessera.ops.vocab import VocabPart, vocab_logits, vocab_part
 from tessera.runtime.modules import COMPILE_OPTIONS
@@ -135,15 +135,22 @@ class _ChunkedLoss(torch.autograd.Function):
         for_hidden = differentiate and ctx.needs_input_grad[0]
         for_rows = differentiate and ctx.needs_input_grad[1]
         hidden_grad = torch.empty_like(hidden) if for_hidden else None
+        vocab, ctx.rows_dtype = rows.shape[0], rows.dtype
+        if zeros := tensor_core_padding(hidden, vocab):  # products with unaligned logits are slow
+            rows = F.pad(rows, (0, 0, 0, zeros))
         rows_grad = torch.zeros_like(rows, dtype=torch.float32) if for_rows else None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for at in in_chunks(hidden.shape[0], chunk):
             trained = (labels[at] != IGNORE).unsqueeze(1)
-            loss, grad = loss_and_grad(F.linear(hidden[at], rows), labels[at], part, for_hidden or for_rows)
+            logits = F.linear(hidden[at], rows)
+            loss, grad = loss_and_grad(logits[:, :vocab], labels[at], part, for_hidden or for_rows)
             total += loss.where(trained, 0.0).sum()
             if grad is None:
                 continue
-            grad = grad.to(hidden.dtype)
+            if rows.shape[0] > vocab or grad.dtype != logits.dtype:
+                logits[:, :vocab] = grad
+                grad = logits  # zero in padded columns: logits of rows of zeros are zeros
+            del logits
             # Untrained positions are masked in tensors of width D, which is cheaper than in logits of width V.
             if hidden_grad is not None:
                 torch.mul(grad @ rows, trained, out=hidden_grad[at])
@@ -151,8 +158,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 accumulate_matmul(rows_grad, grad.t(), hidden[at] * trained)
         if hidden_grad is not None and part is not None:
             dist.all_reduce(hidden_grad, group=part.group)
-        ctx.save_for_backward(hidden_grad, rows_grad)
-        ctx.rows_dtype = rows.dtype
+        ctx.save_for_backward(hidden_grad, None if rows_grad is None else rows_grad[:vocab])
         return total
 
     @staticmethod

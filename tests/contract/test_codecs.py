@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tessera.errors import TesseraError
-from tessera.models.speech.codec import MimiCodec, WaveDecoder, codec_component, has_codec, load_codec
+from tessera.models.speech.codec import MimiCodec, WaveDecoder, has_codec, load_codec
 from tests.contract.codecs import WAVE, mimi, mimi_folder, wave_decoder
 
 pytest.importorskip("transformers")
@@ -51,7 +51,7 @@ def test_codes_of_the_omni_talker_become_the_wave_of_transformers(tmp_path: Path
     (tmp_path / "config.json").write_text(json.dumps(config))
     tensors = {f"code2wav.{name}": tensor.contiguous() for name, tensor in stock.state_dict().items()}
     save_file({**tensors, "thinker.lm_head.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
-    codec = codec_component(tmp_path).loaded()
+    codec = load_codec(tmp_path)
     assert isinstance(codec, WaveDecoder)
     codes = torch.randint(0, 32, (40, 4), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():

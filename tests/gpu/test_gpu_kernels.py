@@ -56,12 +56,13 @@ def test_widths_that_are_slow_are_computed_as_others(gated: bool) -> None:
         assert_as_close(actual, peer, right)
 
 
+@pytest.mark.parametrize("vocabulary", [1000, 1003])
 @pytest.mark.parametrize("implementation", ["chunked", "compiled"])
-def test_losses_of_a_table_agree(implementation: str) -> None:
+def test_losses_of_a_table_agree(implementation: str, vocabulary: int) -> None:
     torch.manual_seed(0)
     hidden = torch.randn(300, 64, device="cuda", dtype=torch.bfloat16).requires_grad_()
-    table = (torch.randn(1000, 64, device="cuda", dtype=torch.bfloat16) * 0.1).requires_grad_()
-    labels = torch.randint(0, 1000, (300,), device="cuda")
+    table = (torch.randn(vocabulary, 64, device="cuda", dtype=torch.bfloat16) * 0.1).requires_grad_()
+    labels = torch.randint(0, vocabulary, (300,), device="cuda")
     labels[::7] = -100
     total = linear_cross_entropy(hidden, table, labels, chunk=64, implementation=implementation)[0]
     grads = torch.autograd.grad(total, (hidden, table))
@@ -103,6 +104,29 @@ def test_the_update_of_all_at_once_is_torchs(dtype: torch.dtype) -> None:
         assert apart(actual, other) < limit
         for name, value in mine.state[actual].items():
             assert apart(value, exact.state[other][name]) < limit, name
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("heads", "size"), [((8, 2), 128), ((4, 4), 80), ((6, 1), 64)], ids=str)
+def test_attention_in_short_segments_is_as_near_as_plain_products(
+    heads: tuple[int, int], size: int, causal: bool
+) -> None:
+    torch.manual_seed(0)
+    segments = Segments.of([32, 7, 1, 30, 16]).to("cuda")
+    count = sum(segments.lengths)
+    parts = [
+        torch.randn(count, number, size, device="cuda", dtype=torch.bfloat16) for number in (heads[0], *heads[1:] * 2)
+    ]
+    grad = torch.randn_like(parts[0])
+
+    def results(implementation: str, dtype: torch.dtype) -> list[Tensor]:
+        qkv = [x.to(dtype).requires_grad_() for x in parts]
+        out = packed_attention(*qkv, segments, causal=causal, implementation=implementation)
+        return [out.detach(), *torch.autograd.grad(out, qkv, grad.to(dtype))]
+
+    kinds = ("fused", torch.bfloat16), ("eager", torch.bfloat16), ("eager", torch.float64)
+    for actual, peer, right in zip(*(results(*kind) for kind in kinds), strict=True):
+        assert_as_close(actual, peer, right, roundings=1.0)
 
 
 @pytest.mark.parametrize(

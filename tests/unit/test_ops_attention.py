@@ -233,7 +233,7 @@ KINDS = {
     "windows of all sizes": Kind("short", Segments.of([64, 3, 0, 49, 16] * 7 + [64, 36]), False, 80),
     "causal windows": Kind("short", Segments.of([64] * 16), True, 64),
     "short pieces, odd heads": Kind("short", Segments.of([32] * 31 + [30, 2]), True, 36),
-    "short segments, shared heads": Kind("flash", Segments.of([64] * 16), True, 64, 2),
+    "short segments, shared heads": Kind("short", Segments.of([64] * 16), True, 64, 2),
     "several segments": Kind("flash", Segments.of([300, 200, 1, 523]), True, 128, 2),
     "odd heads": Kind("flash", Segments.of([512, 512]), True, 36, 2),
     "one segment": Kind("flash", Segments.of([1024]), False, 80),

@@ -17,8 +17,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from tessera.core.model_plan import ModelPlan
-from tessera.core.spec import Component
 from tessera.errors import TesseraError, first_line, foreign_values
 from tessera.runtime.log import without_bars
 from tessera.weights.layouts import FolderLayout
@@ -231,18 +229,6 @@ def load_codec(folder: Path) -> Codec:
         settings = _settings(config_class, config[source.key] if source.key else config)
         module = _filled(module_class, settings, _tensors(layout, source.prefix), folder)
         return source.codec(module).requires_grad_(False).eval()
-
-
-def codec_component(folder: Path) -> Component:
-    """Return the codec of a folder as a frozen component, which the last pipeline stage has."""
-    return Component(
-        build=lambda _: load_codec(folder),
-        plan=lambda _: ModelPlan((), {}),
-        load=lambda _: load_codec(folder),
-        trained=False,
-        residence="device",
-        stage="last",
-    )
 
 
 def _classes(names: tuple[str, str]) -> tuple[Any, Any]:
