@@ -7,6 +7,7 @@
 The functions are defined in `tessera.api`, which is imported on first use: `import tessera` itself is fast.
 """
 
+# ruff: noqa: F403, F405
 from __future__ import annotations
 
 import importlib
@@ -15,37 +16,13 @@ from typing import TYPE_CHECKING, Any
 from tessera.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from tessera.api import (
-        GenerationModel,
-        Run,
-        TesseraError,
-        chat,
-        compare,
-        convert,
-        demo,
-        download,
-        dry_run,
-        evaluate,
-        generate,
-        generate_answers,
-        load,
-        parity,
-        pipeline,
-        plan,
-        preflight,
-        push,
-        record,
-        report,
-        resume,
-        score,
-        speaker,
-        train,
-    )
+    from tessera.api import *
 
 __all__ = [
     "GenerationModel",
     "Run",
     "TesseraError",
+    "answer_speaker",
     "chat",
     "compare",
     "convert",

@@ -19,6 +19,7 @@ from tessera.inference.chat import Chat
 from tessera.inference.load import AdapterPaths, generate, load
 from tessera.inference.load_pipeline import load_pipeline as pipeline
 from tessera.inference.speech import load_speaker as speaker
+from tessera.inference.spoken_answers import load_answer_speaker as answer_speaker
 from tessera.observe.report.page import report
 from tessera.parallel.plan_text import DescribedPlan
 from tessera.tools.compare import compare
@@ -38,6 +39,7 @@ __all__ = [
     "GenerationModel",
     "Run",
     "TesseraError",
+    "answer_speaker",
     "chat",
     "compare",
     "convert",

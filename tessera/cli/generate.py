@@ -168,9 +168,9 @@ def _run(options: Mapping[str, Any]) -> None:
         _refuse(options, "this model speaks", SPEECH)
         speak(options, adapters)
         return
-    if options.get("out", Path()).suffix == ".wav" and (talker := family_of_answers(options["model"], trust)):
+    if options.get("out", Path()).suffix == ".wav" and family_of_answers(options["model"], trust):
         _refuse(options, "this model answers a question", SPOKEN_ANSWER)
-        speak_answer(options, adapters, talker)
+        speak_answer(options, adapters)
         return
     if not generates_media(options["model"], trust, options.get("family")):
         data = "data" in options

@@ -57,8 +57,8 @@ def speak(options: Mapping[str, Any], adapters: Mapping[Path, float]) -> None:
     _write(speech, out)
 
 
-def speak_answer(options: Mapping[str, Any], adapters: Mapping[Path, float], talker: str) -> None:
-    """Answer a question, print the answer, and write its speech to --out. `talker`: the family that speaks."""
+def speak_answer(options: Mapping[str, Any], adapters: Mapping[Path, float]) -> None:
+    """Answer a question, print the answer, and write its speech to --out."""
     if "question" not in options:
         raise TesseraError(
             "the model needs a question",
@@ -67,33 +67,37 @@ def speak_answer(options: Mapping[str, Any], adapters: Mapping[Path, float], tal
             code="generation.no-prompt",
         )
     out = _output(options)
-    from tessera.inference.load import generate
-    from tessera.inference.speech import SpeechSampling, load_speaker
+    from tessera.inference.sampling_options import sampling_of
+    from tessera.inference.speech import SpeechSampling
+    from tessera.inference.spoken_answers import load_answer_speaker
     from tessera.runtime import log
 
     limits = {"max_seconds": options["max_seconds"]} if "max_seconds" in options else {}
-    names = ("system", "max_new_tokens", "temperature", "top_k", "top_p", "family", "device", "seed")
-    answer = generate(
-        options["model"],
-        options["question"],
-        images=options.get("image", []),
-        videos=options.get("video", []),
-        audios=options.get("audio", []),
-        trust=options.get("trust", False),
-        adapters=adapters,
-        on_text=lambda text: typer.echo(text, nl=False),
-        **{name: options[name] for name in names if name in options},
-    )
-    typer.echo()
-    trust = options.get("trust", False)
+    sampling = SpeechSampling(seed=options["seed"], **limits)
+    of_text = {name: options[name] for name in ("temperature", "top_k", "top_p", "seed") if name in options}
+    chosen = sampling_of(**of_text)  # raise for wrong values before the model is loaded
     with log.on_screen():
-        speaker = load_speaker(
-            options["model"], options["device"], codec=options.get("codec"), family=talker, trust=trust
+        speaker = load_answer_speaker(
+            options["model"],
+            options["device"],
+            codec=options.get("codec"),
+            adapters=adapters,
+            family=options.get("family"),
+            trust=options.get("trust", False),
         )
-        messages = [{"role": "user", "content": options["question"]}, {"role": "assistant", "content": answer}]
-        sampling = SpeechSampling(seed=options["seed"], **limits)
-        speech = speaker.say_last(messages, speaker=options.get("speaker", ""), sampling=sampling)
-    _write(speech, out)
+        answer = speaker.ask(
+            options["question"],
+            images=options.get("image", []),
+            videos=options.get("video", []),
+            audios=options.get("audio", []),
+            sampling=chosen,
+            speaker=options.get("speaker", ""),
+            speech=sampling,
+            on_text=lambda text: typer.echo(text, nl=False),
+            **{name: options[name] for name in ("system", "max_new_tokens") if name in options},
+        )
+    typer.echo()
+    _write(answer.speech, out)
 
 
 def _output(options: Mapping[str, Any]) -> Path:

@@ -66,7 +66,9 @@ class UrlSection(Section):
     max_bytes: int = Field(32 << 20, gt=0, le=1 << 32, description="maximum size of an image")
     timeout_s: Seconds = Field(20, description="time limit for one image")
     private: bool = Field(False, description="also allow addresses of private networks and of this machine")
-    cache: Path | None = Field(None, description="folder of downloaded images; default: ~/.cache/tessera/media")
+    cache: Path | None = Field(
+        None, description="folder of downloaded images; default: media in the cache (~/.cache/tessera)"
+    )
 
 
 class DataSection(Section):

@@ -25,13 +25,16 @@ class LoraTarget(Section):
 
 
 class LoraSection(Section):
-    """Configure LoRA: train two small matrices for each selected linear layer or expert; other weights are frozen."""
+    """Configure LoRA: train two small matrices for each selected linear layer or expert.
+
+    Other weights are frozen, except those of `modules_to_save`.
+    """
 
     targets: list[str | LoraTarget] = Field(
         default_factory=list,
         description="patterns of the adapted linear layers; {modules: pattern, rank: 64} sets rank and alpha; "
-        "default: all linear layers of the text decoder; experts only if a pattern names them: "
-        "text.layers.{*}.mlp.experts",
+        "default: all linear layers in the blocks of the decoder, or of a generation model; experts only if a "
+        "pattern names them: text.layers.{*}.mlp.experts",
     )
     rank: AdapterRank = 16
     alpha: AdapterAlpha = Field(32, description="adapters are scaled by alpha / rank")
@@ -70,9 +73,7 @@ class LoraSection(Section):
     @classmethod
     def _all_is_the_default(cls, value: Any) -> Any:
         if value in ("all", "all-linear", ["all"], ["all-linear"]):
-            raise ValueError(
-                "leave `targets` out: then all linear layers in the layers of the text decoder are adapted"
-            )
+            raise ValueError("leave `targets` out: then all linear layers in the blocks of the decoder are adapted")
         return value
 
     @model_validator(mode="after")

@@ -42,7 +42,9 @@ class CheckpointSection(Section):
         description="store frozen weights in every checkpoint. Off: a checkpoint stores the path of `model.path` "
         "and the hashes of its files for frozen weights from there, and needs the folder to be loaded",
     )
-    export: bool = Field(False, description="also write a Hugging Face folder at the end")
+    export: bool = Field(
+        False, description="also write the trained model at the end: RUN/hf, or with model.lora RUN/adapter"
+    )
     prove: Literal["auto", "always", "never"] = Field(
         "auto",
         description="compare the logits of an exported folder with those of transformers before it is published. "

@@ -194,6 +194,9 @@ class FrozenInput:
     # (configuration of the family) -> the frozen model, without `load`; None if the trained model contains it
     component: Callable[[Any], Component | None]
     encode: Callable[[nn.Module, Batch], Batch]  # (its module, batch) -> the batch with its outputs
+    # (configuration of the family, a loaded model that answers questions) -> a function that adds the outputs of this
+    # model to a batch, so that the frozen model need not be loaded a second time.
+    reader: Callable[[Any, nn.Module], Callable[[Batch], Batch]]
 
 
 @dataclass(frozen=True)

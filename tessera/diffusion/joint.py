@@ -20,8 +20,8 @@ from tessera.diffusion.plan import generation_plan
 from tessera.diffusion.spec import generation_family
 from tessera.models.text.costs import Measures
 from tessera.nn.joint_transformer import TIME_FEATURES, JointTransformer, TransformerShape
-from tessera.weights.map import Rule, WeightMap
-from tessera.weights.operations import ColumnsByHead
+from tessera.weights.map import Rule, WeightMap, fused_rules
+from tessera.weights.operations import ColumnsByHead, SwappedHalves
 
 # The task computes latents and text of full samples; the index tensors select the tokens of this rank.
 JOINT_STREAM = Stream(
@@ -138,6 +138,21 @@ def single_rules(shape: TransformerShape) -> list[Rule]:
     joined = ColumnsByHead(block.heads, (block.hidden, block.intermediate))
     pairs = [Rule("single_blocks.{i}." + n, "single_transformer_blocks.{i}." + f) for n, f in SINGLE]
     return [*pairs, Rule("single_blocks.{i}.out.weight", "single_transformer_blocks.{i}.proj_out.weight", joined)]
+
+
+def original_rules(shape: TransformerShape, qkv: str) -> list[Rule]:
+    """Return the rules of matrices that original checkpoints store joined. `qkv`: end of the name of a double block's
+    queries, keys and values."""
+    block = shape.block
+    rows = (block.hidden,) * 3 + (block.intermediate,)
+    joined = ColumnsByHead(block.heads, (block.hidden, block.intermediate))
+    return [
+        Rule("head.modulation.{kind}", "final_layer.adaLN_modulation.1.{kind}", SwappedHalves()),
+        *fused_rules("blocks.{i}.attn.latent", "qkv", f"double_blocks.{{i}}.img_{qkv}"),
+        *fused_rules("blocks.{i}.attn.text", "qkv", f"double_blocks.{{i}}.txt_{qkv}"),
+        *fused_rules("single_blocks.{i}.proj", ("q", "k", "v", "up"), "single_blocks.{i}.linear1", rows),
+        Rule("single_blocks.{i}.out.weight", "single_blocks.{i}.linear2.weight", joined),
+    ]
 
 
 def idle_layers(shape: TransformerShape) -> tuple[str, ...]:

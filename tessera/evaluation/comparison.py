@@ -91,14 +91,10 @@ def _common(first: Mapping[str, Result], second: Mapping[str, Result]) -> dict[s
         same = next((name for name in rest if compared(second[name]["protocol"])["task"] == task), None)
         titles |= {} if same is None else {title: same}
     variants = [
-        {_task_of(result): title for title, result in results.items() if title not in paired}
+        {str(result["protocol"]["task"].get("task")): title for title, result in results.items() if title not in paired}
         for results, paired in ((first, titles), (second, titles.values()))
     ]  # with --anyway, different variants of a task are compared, too
     return titles | {title: variants[1][task] for task, title in variants[0].items() if task in variants[1]}
-
-
-def _task_of(result: Result) -> str:
-    return str(result["protocol"]["task"].get("task"))
 
 
 def metric_of_result(result: Result) -> AnswerMetric:

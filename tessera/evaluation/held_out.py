@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from tessera.config.trust import Trust, check_trusted
@@ -18,7 +17,6 @@ from tessera.evaluation.benchmark import AnswerMetric, BenchmarkQuestion
 from tessera.evaluation.metrics.registry import METRICS, is_code, metric_of
 from tessera.inference.questions import Question, question_of
 
-MAX_NEW_TOKENS = 32
 DEFAULT_METRIC = "exact"
 HELD_OUT = "held-out"  # name of the held-out set of a run
 _REFUSED = ("ifeval", "mathvista", "choice", "mmmu")  # metrics that read columns which chat samples do not have
@@ -32,6 +30,7 @@ class HeldOutBenchmark:
 
     variant = ""
     sampling = GREEDY
+    max_new_tokens = 32
 
     def __init__(
         self,
@@ -39,9 +38,7 @@ class HeldOutBenchmark:
         sources: Sequence[Source],
         processor: object = None,
         metric: str = DEFAULT_METRIC,
-        options: Mapping[str, Any] = MappingProxyType({}),
         folder: Path | None = None,
-        max_new_tokens: int = MAX_NEW_TOKENS,
         where: str = "--metric",
     ) -> None:
         """`processor`: writes boxes as the model does.
@@ -49,11 +46,10 @@ class HeldOutBenchmark:
         `folder`: contains the file of a user's metric, which is trusted already.
         """
         self.name = self.title = name
-        self.max_new_tokens = max_new_tokens
         self._sources, self._processor = sources, processor
-        self._chosen = {"name": metric, "options": dict(options)}
+        self._chosen = {"name": metric, "options": {}}
         self.root = sources[0].root
-        self.metric: AnswerMetric = metric_of(metric, options, where, self._references, folder)
+        self.metric: AnswerMetric = metric_of(metric, where=where, references=self._references, folder=folder)
 
     def __len__(self) -> int:
         return sum(map(len, self._sources))

@@ -118,7 +118,10 @@ def _task(out: Path, number: int, title: str, result: Result) -> str:
         if name != metric
     ]
     body = [html.facts(pairs), html.table(["figure", "value", "95 % interval", ""], others) if others else ""]
-    body += [_category_table(str(name), _mapping(each), metric) for name, each in _categories(result)]
+    body += [
+        _category_table(str(name), _mapping(each), metric)
+        for name, each in list(_mapping(result.get("categories")).items())[:20]
+    ]
     body += [_answers(out, number, title, result), _protocol(result)]
     return html.section(title, "".join(body))
 
@@ -262,10 +265,6 @@ def _spread(figure: tuple[float, float, float]) -> str:
         f'<line class="line" x1="{low:.1f}" x2="{high:.1f}" y1="7" y2="7"/>'
         f'<circle cx="{value:.1f}" cy="7" r="4"/></svg>'
     )
-
-
-def _categories(result: Result) -> list[tuple[str, Any]]:
-    return list(_mapping(result.get("categories")).items())[:20]
 
 
 def _count(value: object) -> str:

@@ -30,6 +30,7 @@ _PARTS, _PART_BYTES = 16, 1 << 16  # for each large file, 16 evenly spaced block
 # Fields that are no settings, or that are hashed separately.
 _NOT_SETTINGS = ("encoder", "train_on", "last_only", "template", "config")
 
+_MOST_LINES = 12  # limit of differences that a comparison lists
 _NAMES = ("task", "source", "files")  # keys of `task` and `task.data` with names, whose content other keys have or hash
 
 
@@ -161,10 +162,10 @@ def protocol_differences(first: Mapping[str, Any], second: Mapping[str, Any]) ->
     return differences(parts[0], parts[1])
 
 
-def lines_of(changes: Mapping[str, tuple[Any, Any]], most: int = 12) -> list[str]:
+def lines_of(changes: Mapping[str, tuple[Any, Any]]) -> list[str]:
     """Return differences as lines: `processing.image.max_pixels: 1003520 / 12845056`."""
     lines = [f"{name}: {_brief(before)} / {_brief(after)}" for name, (before, after) in changes.items()]
-    return lines if len(lines) <= most else [*lines[:most], f"and {len(lines) - most} more"]
+    return lines if len(lines) <= _MOST_LINES else [*lines[:_MOST_LINES], f"and {len(lines) - _MOST_LINES} more"]
 
 
 def _brief(value: Any) -> str:

@@ -90,40 +90,6 @@ def _item_error(error: Exception) -> Exception:
     return error
 
 
-def answer_texts(
-    model: LoadedModel,
-    processor: LoadedProcessor,
-    items: Iterable[T],
-    sample: Callable[[T], tuple[Sample, Path]],
-    max_new_tokens: int,
-    *,
-    total: int,
-    at_once: int = 64,
-    sampling: Sampling = GREEDY,
-) -> Iterator[tuple[T, str]]:
-    """Yield each item with the answer to its question, in order. Raise the error of an item that fails.
-
-    `sample`: returns the question of an item, and the root folder of its media. `total`: how many items there are.
-    """
-    finished: dict[int, str] = {}
-    waiting: dict[int, T] = {}  # items without an answer, in order
-
-    def numbered() -> Iterator[tuple[int, T]]:
-        for number, item in enumerate(items):
-            waiting[number] = item
-            yield number, item
-
-    answers = numbered_answers(
-        model, processor, numbered(), sample, max_new_tokens, total=total, at_once=at_once, sampling=sampling
-    )
-    for number, _, answer in answers:
-        if isinstance(answer, BaseException):
-            raise answer
-        finished[number] = answer.text
-        while waiting and (first := next(iter(waiting))) in finished:
-            yield waiting.pop(first), finished.pop(first)
-
-
 def numbered_answers(
     model: LoadedModel,
     processor: LoadedProcessor,
@@ -158,7 +124,7 @@ def numbered_answers(
             lambda entry, batch: Request(
                 batch,
                 sampling.nth(entry[0]),
-                _room(batch["tokens"].numel(), max_new_tokens, context),
+                room_after(batch["tokens"].numel(), max_new_tokens, context),
                 stop_tokens=stops,
                 stream=False,
             ),
@@ -184,7 +150,7 @@ def _answers_of_group(
     try:
         batch = processor.prompt([sample(item) for _, item in group])
         lengths = batch.segments["text"].bounds.diff().tolist()
-        rooms = [_room(length, max_new_tokens, context) for length in lengths]
+        rooms = [room_after(length, max_new_tokens, context) for length in lengths]
         if len(group) > 1 and min(rooms) < max_new_tokens:
             raise ValueError("the answers of this group have different maximum lengths")
         max_new_tokens = min(rooms)
@@ -220,17 +186,20 @@ def context_of(config: Section) -> int | None:
     return None
 
 
-def _room(prompt: int, max_new_tokens: int, context: int | None) -> int:
-    """Return `max_new_tokens`, or less if the context ends earlier. Raise if the prompt fills the context."""
+def room_after(prompt: int, wanted: int, context: int | None) -> int:
+    """Return how many of the wanted tokens, or frames of speech, fit into the context after a prompt.
+
+    Raise if the prompt fills the context. None: no limit.
+    """
     if context is None:
-        return max_new_tokens
+        return wanted
     if prompt >= context:
         raise TesseraError(
             f"the prompt has {prompt} tokens; the context of this model has {context} tokens, for prompt and answer",
-            fix="shorten the prompt, or lower the pixels or frames of its media",
+            fix="shorten the prompt and its recordings, or lower the pixels or frames of its media",
             code="generation.prompt-too-long",
         )
-    return min(max_new_tokens, context - prompt)
+    return min(wanted, context - prompt)
 
 
 def _options(sampling: Sampling) -> dict[str, Any]:

@@ -65,11 +65,7 @@ class Chat:
         name a part as in talk.flac#t=12.5,17.25, bytes, or {"array": samples, "sampling_rate": 16000}. If generation
         fails or is interrupted, the conversation is unchanged.
         """
-        media = [{"type": "image", "image": image} for image in images]
-        media += [{"type": "video", "video": video} for video in videos]
-        media += [{"type": "audio", "audio": audio} for audio in audios]
-        words = [{"type": "text", "text": text}] if text else []
-        question = {"role": "user", "content": [*media, *words] if media else text}
+        question = question_of(text, images, videos, audios)
         batch = self.processor([*self.messages, question])
         answer = self.model.generate(batch, self.max_new_tokens, on_text=on_text, turns=self.engine, **self.sampling)
         assert isinstance(answer, str), "one conversation has one answer"
@@ -90,6 +86,17 @@ class Chat:
     def plain_messages(self) -> list[dict[str, Any]]:
         """Return the conversation for a JSON file, with media as paths. Other media objects are dropped."""
         return [{**message, "content": _plain(message["content"])} for message in self.messages]
+
+
+def question_of(
+    text: str, images: Sequence[Any] = (), videos: Sequence[Any] = (), audios: Sequence[Any] = ()
+) -> dict[str, Any]:
+    """Return the message of a question."""
+    media = [{"type": "image", "image": image} for image in images]
+    media += [{"type": "video", "video": video} for video in videos]
+    media += [{"type": "audio", "audio": audio} for audio in audios]
+    words = [{"type": "text", "text": text}] if text else []
+    return {"role": "user", "content": [*media, *words] if media else text}
 
 
 def _plain(content: Any) -> Any:

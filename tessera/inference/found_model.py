@@ -81,7 +81,7 @@ def parts_folder(settings: RunConfig) -> Path | None:
     preview, encoders = settings.train.preview, settings.train.task_options.get("encoders")
     named = encoders.get("folder") if isinstance(encoders, dict) else None
     places = (None if preview is None else preview.folder, named, settings.model.path)
-    folders = (pipeline_folder(Path(str(place))) for place in places if place)
+    folders = (pipeline_folder(Path(str(path))) for path in places if path)
     return next((folder for folder in folders if folder is not None), None)
 
 

@@ -119,7 +119,10 @@ def _untrue_fields(folder: Path, spec: ModelSpec, config: Any) -> list[str]:
     # `folder_config` also works for a family of the user, which is not in the table of families.
     stored = folder_config(spec, folder)
     trained = config.model_dump(mode="json")
-    return [f"config.json: {one}" for one in config_differences(stored.model_dump(mode="json"), trained, "training")]
+    return [
+        f"config.json: {difference}"
+        for difference in config_differences(stored.model_dump(mode="json"), trained, "training")
+    ]
 
 
 def _compare_latents(folder: Path, spec: ModelSpec, config: Any) -> Proof:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import io
-import wave
-from collections.abc import Callable, Mapping, Sequence
+import struct
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,21 +25,24 @@ from tessera.engine.request import Request, Sampling
 from tessera.engine.sampler import Sampler
 from tessera.errors import TesseraError, with_fix
 from tessera.hub.config import local_model
-from tessera.inference.answering import context_of
+from tessera.inference.answering import context_of, room_after
 from tessera.inference.found_model import find_model
 from tessera.inference.frozen import frozen_module
 from tessera.inference.load import AdapterPaths, load
 from tessera.inference.loaded import LoadedModel
 from tessera.inference.messages import sample_of
 from tessera.models import resolve
-from tessera.models.speech.codec import Codec, has_codec, load_codec
-from tessera.models.speech.generation import Speaks, SpeechPrompts, generate_codes
+from tessera.models.speech.codec import Codec, SoundStream, has_codec, load_codec
+from tessera.models.speech.generation import Speaks, SpeaksAnswers, SpeechPrompts, generate_codes
 from tessera.nn.codes import SpeechModel
 
 SPEECH = "speech"  # `ModelSpec.task` of families that speak
 # As published models sample by default: at temperature 0 speech often does not end.
 TEMPERATURE, TOP_K = 0.9, 50
 SECONDS, LONGEST_SECONDS = 60.0, 86_400.0
+OnFrame = Callable[[int, Tensor], None]  # (row, codes of a frame)
+OnSound = Callable[[np.ndarray], None]  # (float32 samples)
+_OPEN = 0xFFFFFFFF  # length in the header of a WAV file whose end is not known
 _OTHER_SEED = 0x5DEECE66D  # the depth decoder draws other random numbers than the main head
 
 
@@ -52,21 +54,29 @@ class Speech:
     sound: np.ndarray
     rate: int  # samples per second
     complete: bool = True  # False: the maximum length was reached before the end
+    prompt_tokens: int = 0  # positions that were read before the first frame
 
     def pcm(self) -> bytes:
         """Return the sound as 16 bit samples."""
-        samples: np.ndarray = (np.clip(self.sound, -1, 1) * 32767).round().astype("<i2")
-        return samples.tobytes()
+        return pcm_of(self.sound)
 
     def wav(self) -> bytes:
         """Return the sound as a WAV file of 16 bit samples."""
-        content = io.BytesIO()
-        with wave.open(content, "wb") as file:
-            file.setnchannels(1)
-            file.setsampwidth(2)
-            file.setframerate(self.rate)
-            file.writeframes(self.pcm())
-        return content.getvalue()
+        pcm = self.pcm()
+        return wav_header(self.rate, len(pcm)) + pcm
+
+
+def pcm_of(sound: np.ndarray) -> bytes:
+    """Return samples as 16 bit integers."""
+    samples: np.ndarray = (np.clip(sound, -1, 1) * 32767).round().astype("<i2")
+    return samples.tobytes()
+
+
+def wav_header(rate: int, size: int | None = None) -> bytes:
+    """Return the header of a WAV file of 16 bit samples. `size`: of the samples in bytes; None: not known yet."""
+    riff, data = (_OPEN, _OPEN) if size is None else (36 + size, size)
+    about = struct.pack("<4sIHHIIHH", b"fmt ", 16, 1, 1, rate, 2 * rate, 2, 16)
+    return struct.pack("<4sI4s", b"RIFF", riff, b"WAVE") + about + struct.pack("<4sI", b"data", data)
 
 
 @dataclass(frozen=True)
@@ -116,9 +126,14 @@ def load_speaker(
     adapters: AdapterPaths | None = None,
     family: str | None = None,
     trust: Trust = False,
+    answers: LoadedModel | None = None,
 ) -> Speaker:
-    """Load a model that speaks, with its codec. `codec`: folder of the codec; None: the folder of the model, or of the
-    base model of a run, contains it. The other arguments are those of `load`."""
+    """Load a model that speaks, with its codec.
+
+    `codec`: folder of the codec; None: the folder of the model, or of the base model of a run, contains it. `answers`:
+    the loaded model of the same folder whose answers are spoken. The speaker reads its outputs, and loads no copy. The
+    other arguments are those of `load`.
+    """
     folder = local_model(path)
     model, processor = load(folder, device, dtype, adapters=adapters, family=family, trust=trust)
     model.freeze()
@@ -130,7 +145,7 @@ def load_speaker(
             code="generation.model-does-not-speak",
         )
     places = [local_model(codec, "codec")] if codec is not None else [folder, *([model.base] if model.base else [])]
-    home = next((place for place in places if has_codec(place)), None)
+    home = next((folder for folder in places if has_codec(folder)), None)
     if home is None:
         raise TesseraError(
             f"no codec is in {' or '.join(map(str, places))}",
@@ -138,15 +153,17 @@ def load_speaker(
             fix="name the codec of the model: --codec hf://kyutai/mimi, or codec= in Python",
             code="media.no-codec",
         )
-    return Speaker(model, load_codec(home).to(model.device), processor.limits, _encoder(model, folder))
+    return Speaker(model, load_codec(home).to(model.device), processor.limits, _encoder(model, folder, answers))
 
 
-def _encoder(model: LoadedModel, folder: Path) -> Callable[[Batch], Batch]:
+def _encoder(model: LoadedModel, folder: Path, answers: LoadedModel | None) -> Callable[[Batch], Batch]:
     """Return a function that adds the outputs of a frozen component to a batch, such as those of a thinker."""
     frozen = model.spec.frozen_input
     component = None if frozen is None else frozen.component(model.config)
     if frozen is None or component is None:
         return lambda batch: batch
+    if answers is not None:
+        return frozen.reader(model.config, answers.module)
     home = model.base or folder
     module = frozen_module(component, model.spec, model.config, home).to(model.device).requires_grad_(False).eval()
     return lambda batch: frozen.encode(module, batch)
@@ -173,25 +190,23 @@ class Speaker:
         speaker: str = "",
         examples: Sequence[tuple[Any, str]] = (),
         sampling: SpeechSampling | None = None,
-        on_frame: Callable[[int, Tensor], None] | None = None,
+        on_frame: OnFrame | None = None,
+        on_sound: OnSound | None = None,
     ) -> Speech:
         """Return the speech of a text.
 
         `speaker`: name or number of the voice. `examples`: recordings of the voice, each with the text that is said in
-        it. Recordings are paths, bytes, or {"array": samples, "sampling_rate": 24000}.
+        it. Recordings are paths, bytes, or {"array": samples, "sampling_rate": 24000}. `on_frame`, `on_sound`: see
+        `speak`.
         """
         before = [self._example(recording, words, speaker) for recording, words in examples]
         messages = (*before, Message("assistant", (Part("text", text),), speaker))
-        (speech,) = self.speak([Sample("speech", messages)], sampling or SpeechSampling(), on_frame)
+        prompts = self.text_prompts([Sample("speech", messages)])
+        (speech,) = self.speak(prompts, sampling or SpeechSampling(), on_frame, on_sound)
         return speech
 
-    def speak(
-        self,
-        samples: Sequence[Sample],
-        options: SpeechSampling,
-        on_frame: Callable[[int, Tensor], None] | None = None,
-    ) -> list[Speech]:
-        """Return the speech of the last message of each sample. Recordings in the samples are codes already."""
+    def text_prompts(self, samples: Sequence[Sample]) -> SpeechPrompts:
+        """Return prompts for the last message of each sample. Recordings in the samples are codes already."""
         for sample in samples:
             if not any(part.kind == "text" and part.spelled().strip() for part in sample.messages[-1].parts):
                 raise TesseraError(
@@ -199,27 +214,60 @@ class Speaker:
                     fix="write the text: `Good evening.`",
                     code="generation.no-prompt",
                 )
-        prompts = self.processor.speech_prompts(samples)
-        codes = self._codes(prompts, options, on_frame)
-        most = self._frames(prompts, options.max_seconds)
-        return [
-            Speech(of_row, self.codec.decode(of_row).float().numpy(), self.codec.rate, complete=len(of_row) < most)
-            for of_row in codes
-        ]
+        return self.processor.speech_prompts(samples)
 
-    def say_last(
+    def answer_prompt(self, prompt: Batch, answer: Sequence[int], speaker: str = "") -> SpeechPrompts:
+        """Return the prompt for the tokens of an answer. `prompt`: the prompt of the model that wrote the answer."""
+        assert isinstance(self.processor, SpeaksAnswers), "the family speaks the answers of another one"
+        return self.processor.answer_prompt(prompt.to("cpu"), answer, speaker)
+
+    def encoded(self, prompts: SpeechPrompts) -> SpeechPrompts:
+        """Return prompts on the device of the model, with the outputs of the frozen component."""
+        return replace(prompts, batch=self.encode(prompts.batch.to(self.model.device)))
+
+    def speak(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        speaker: str = "",
-        sampling: SpeechSampling | None = None,
-        on_frame: Callable[[int, Tensor], None] | None = None,
-    ) -> Speech:
-        """Return the speech of the last message of a conversation, {role, content} each."""
-        *before, last = sample_of(messages, "speech", Path.cwd()).messages
-        sample = Sample("speech", (*before, replace(last, speaker=speaker)))
-        (speech,) = self.speak([sample], sampling or SpeechSampling(), on_frame)
-        return speech
+        prompts: SpeechPrompts,
+        options: SpeechSampling,
+        on_frame: OnFrame | None = None,
+        on_sound: OnSound | None = None,
+    ) -> list[Speech]:
+        """Return the speech of each prompt.
+
+        `on_frame(row, codes)` is called with each frame. `on_sound(samples)` is called with each new part of the sound
+        of a single prompt; an error that either raises ends the speech.
+        """
+        most = self._frames(prompts, options.max_seconds)
+        if on_sound is None:
+            rows, lengths = self._codes(prompts, options, most, on_frame), prompts.batch.segments["text"].lengths
+            return [
+                self._speech(codes, self.codec.decode(codes), most, length)
+                for codes, length in zip(rows, lengths, strict=True)
+            ]
+        assert len(prompts.beside) == 1, "the sound of a single prompt is streamed"
+        stream, parts = SoundStream(self.codec), list[Tensor]()
+
+        def send(part: Tensor | None) -> None:
+            if part is not None and part.numel():
+                parts.append(part)
+                on_sound(part.float().numpy())
+
+        def on_each(row: int, codes: Tensor) -> None:
+            if on_frame is not None:
+                on_frame(row, codes)
+            send(stream.add(codes))
+
+        (codes,) = self._codes(prompts, options, most, on_each)
+        send(stream.close())
+        sound = torch.cat(parts) if parts else torch.empty(0)
+        return [self._speech(codes, sound, most, max(prompts.batch.segments["text"].lengths))]
+
+    def check_voice(self, name: str) -> None:
+        """Raise unless the model has a voice of this name."""
+        self.text_prompts([Sample("voice", (Message("assistant", (Part("text", "a"),), name),))])
+
+    def _speech(self, codes: Tensor, sound: Tensor, most: int, prompt: int) -> Speech:
+        return Speech(codes, sound.float().numpy(), self.codec.rate, len(codes) < most, prompt)
 
     def codes_of(self, recording: Any) -> np.ndarray:
         """Return the codes of a recording, int64 [frames, codebooks]."""
@@ -237,19 +285,10 @@ class Speaker:
     def _frames(self, prompts: SpeechPrompts, seconds: float) -> int:
         """Return the largest number of frames. Raise if the prompt fills the context of the model."""
         wanted = max(1, round(seconds * self.codec.rate / self.codec.stride))
-        context, longest = context_of(self.model.config), max(prompts.batch.segments["text"].lengths)
-        if context is None:
-            return wanted
-        if longest >= context:
-            raise TesseraError(
-                f"the prompt has {longest} tokens and frames; the context of this model has {context}",
-                fix="shorten the text, or the examples of the voice",
-                code="generation.prompt-too-long",
-            )
-        return min(wanted, context - longest)
+        return room_after(max(prompts.batch.segments["text"].lengths), wanted, context_of(self.model.config))
 
     def _codes(
-        self, prompts: SpeechPrompts, options: SpeechSampling, on_frame: Callable[[int, Tensor], None] | None
+        self, prompts: SpeechPrompts, options: SpeechSampling, most: int, on_frame: OnFrame | None
     ) -> list[Tensor]:
         module, rows = self.model.module, len(prompts.beside)
         assert isinstance(module, SpeechModel), "checked by `load_speaker`"
@@ -258,7 +297,7 @@ class Speaker:
         return generate_codes(
             module,
             replace(prompts, batch=prompts.batch.to(self.model.device)),
-            max_frames=self._frames(prompts, options.max_seconds),
+            max_frames=most,
             first=_Choice(rows, first, self.codec.size, prompts.end, checked=True),
             others=_Choice(rows, others, self.codec.size, prompts.end, checked=False),
             encode=self.encode,

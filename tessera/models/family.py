@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
+import numpy as np
 from pydantic import Field
+from torch import nn
 
 from tessera.config.reader import Section, build
 from tessera.core.batch import Batch
 from tessera.core.model_plan import ModelPlan
 from tessera.core.outputs import LANGUAGE_OUTPUTS
-from tessera.core.spec import Component, ModelSpec, Processor
+from tessera.core.spec import Component, ModelSpec, Processor, Training
 from tessera.models.processing.chat import ChatTemplate
-from tessera.models.text.costs import batch_flops, example_batch, language_work
+from tessera.models.text.costs import Measures, batch_flops, example_batch, language_work
 from tessera.models.text.decoder import (
     ATTENTION,
     BLOCKS,
@@ -115,6 +119,67 @@ def quickstart_preset(*, tied: bool = True, **text: Any) -> dict[str, Any]:
     """Return the preset of a text decoder that is small enough to train on two CPU cores in minutes."""
     # initializer_range: about 1/sqrt(hidden_size). The usual 0.02 suits hidden sizes of thousands.
     return preset(512, 128, 384, 4, (4, 2), tied=tied, initializer_range=0.06, **text)
+
+
+class Family(ABC):
+    """Declare a family of several modules. Its folder sets `SPEC = Family().spec(PRESETS)`."""
+
+    name: ClassVar[str]
+    config: ClassVar[type[Section]]
+    # Name of the processor class in the family's `processor.py`. It is imported late, because a model alone needs no
+    # tokenizer and no image library.
+    processor: ClassVar[str]
+    task: ClassVar[str] = "language"
+    outputs: ClassVar[tuple[str, ...]] = LANGUAGE_OUTPUTS
+    hf_types: ClassVar[tuple[str, ...]] = ()  # `model_type` of its folders; default: the family's name
+    # For folders in other formats than Hugging Face's: weight maps by format, readers of config.json by `model_type`.
+    other_weights: ClassVar[Mapping[str, Callable[[Any], WeightMap]]] = {}
+    originals: ClassVar[Mapping[str, Callable[[Path, Mapping[str, Any]], dict[str, Any]]]] = {}
+
+    @abstractmethod
+    def weights(self, config: Any) -> WeightMap:
+        """Return the weight map of Hugging Face folders."""
+        ...
+
+    @abstractmethod
+    def build(self, config: Any) -> nn.Module: ...
+
+    @abstractmethod
+    def plan(self, config: Any) -> ModelPlan: ...
+
+    @abstractmethod
+    def work(self, config: Any, measures: Measures, training: Training = MappingProxyType({})) -> dict[str, np.ndarray]:
+        """Return the FLOPs of each sample, under "text" and the names of the encoders' streams."""
+        ...
+
+    @abstractmethod
+    def flops(self, config: Any, batch: Batch, training: Training = MappingProxyType({})) -> float: ...
+
+    @abstractmethod
+    def example(self, config: Any, tokens: int) -> Batch:
+        """Return a batch of `tokens` tokens with media (see `ModelSpec.example`)."""
+        ...
+
+    def untrained_parts(self, folder: Path) -> str | None:
+        """Return a warning about parts of a model folder that are not trained; None if it has none."""
+        return None
+
+    def spec(self, presets: Mapping[str, Mapping[str, Any]]) -> ModelSpec:
+        return ModelSpec(
+            name=self.name,
+            config=self.config,
+            main=Component(self.build, self.plan, {"hf": self.weights, **self.other_weights}),
+            flops=self.flops,
+            work=self.work,
+            example=self.example,
+            presets=presets,
+            processor=functools.partial(load_processor, self.name, self.processor),
+            task=self.task,
+            outputs=self.outputs,
+            hf_types=self.hf_types or (self.name,),
+            originals=self.originals,
+            untrained_parts=self.untrained_parts,
+        )
 
 
 def load_processor(family: str, class_name: str, config: Any, folder: Path, **options: Any) -> Processor:

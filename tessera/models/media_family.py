@@ -6,23 +6,18 @@ from both has both.
 
 from __future__ import annotations
 
-import functools
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from torch import nn
 
-from tessera.config.reader import Section
 from tessera.core.batch import Batch
 from tessera.core.model_plan import ModelPlan, PipelineUnit, StageActivation, TensorStyle
-from tessera.core.outputs import LANGUAGE_OUTPUTS
-from tessera.core.spec import Component, ModelSpec, Training
-from tessera.models.family import load_processor
+from tessera.core.spec import Training
+from tessera.models.family import Family
 from tessera.models.processing.streams import MediaStream
 from tessera.models.text.costs import Measures, batch_flops, text_work
 from tessera.models.text.decoder import (
@@ -37,7 +32,6 @@ from tessera.models.text.decoder import (
     text_units,
 )
 from tessera.nn.multimodal import Encoder, MultimodalModel
-from tessera.weights.map import WeightMap
 
 
 @dataclass(frozen=True)
@@ -55,32 +49,11 @@ class Tower:
     text_layers: int = 0  # number of first text layers that add features of this encoder (DeepStack)
 
 
-class MediaFamily(ABC):
-    """Declare a family with encoders and a text decoder. Its folder sets `SPEC = Family().spec(PRESETS)`."""
+class MediaFamily(Family):
+    """Declare a family with encoders and a text decoder.
 
-    name: ClassVar[str]
-    config: ClassVar[type[Section]]  # a section with the fields `text`, `tie_word_embeddings` and `attention`
-    # Name of the processor class in the family's `processor.py`. It is imported late, because a model alone needs no
-    # tokenizer and no image library.
-    processor: ClassVar[str]
-    hf_types: ClassVar[tuple[str, ...]] = ()  # `model_type` of its folders; default: the family's name
-    # For folders in other formats than Hugging Face's: weight maps by format, readers of config.json by `model_type`.
-    other_weights: ClassVar[Mapping[str, Callable[[Any], WeightMap]]] = {}
-    originals: ClassVar[Mapping[str, Callable[[Path, Mapping[str, Any]], dict[str, Any]]]] = {}
-
-    @abstractmethod
-    def weights(self, config: Any) -> WeightMap:
-        """Return the weight map of Hugging Face folders."""
-        ...
-
-    @abstractmethod
-    def example(self, config: Any, tokens: int) -> Batch:
-        """Return a batch of `tokens` tokens with media (see `ModelSpec.example`)."""
-        ...
-
-    def untrained_parts(self, folder: Path) -> str | None:
-        """Return a warning about parts of a model folder that are not trained; None if it has none."""
-        return None
+    Its `config` is a section with the fields `text`, `tie_word_embeddings` and `attention`.
+    """
 
     def towers(self, config: Any) -> dict[str, Tower]:
         """Return the encoders in order of execution. Keys: names of their streams."""
@@ -90,25 +63,6 @@ class MediaFamily(ABC):
         """Return tensor-parallel styles that differ from the defaults."""
         return {}
 
-    # ------------------------------------------------------------------------------------------ what follows
-
-    def spec(self, presets: Mapping[str, Mapping[str, Any]]) -> ModelSpec:
-        return ModelSpec(
-            name=self.name,
-            config=self.config,
-            main=Component(self.build, self.plan, {"hf": self.weights, **self.other_weights}),
-            flops=self.flops,
-            work=self.work,
-            example=self.example,
-            presets=presets,
-            processor=functools.partial(load_processor, self.name, self.processor),
-            task="language",
-            outputs=LANGUAGE_OUTPUTS,
-            hf_types=self.hf_types or (self.name,),
-            originals=self.originals,
-            untrained_parts=self.untrained_parts,
-        )
-
     def build(self, config: Any) -> MultimodalModel:
         text, towers = build_text(config.text, config.attention), self.towers(config).values()
         modules = {path: module for tower in towers for path, module in tower.build().items()}
@@ -116,7 +70,6 @@ class MediaFamily(ABC):
         return MultimodalModel([t.encoder for t in towers], modules, text, head, config.text.initializer_range)
 
     def work(self, config: Any, measures: Measures, training: Training = MappingProxyType({})) -> dict[str, np.ndarray]:
-        """Return the FLOPs of each sample, under "text" and the names of the encoders' streams."""
         towers = {name: tower.work(measures, training) for name, tower in self.towers(config).items()}
         return {"text": text_work(config.text, measures, training), **towers}
 

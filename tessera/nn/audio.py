@@ -1,4 +1,4 @@
-"""The audio encoder: windows of mel frames in, features out. Clips of any length are packed into one sequence.
+"""The audio encoder: windows of mel frames in, features out. Recordings of any length are packed into one sequence.
 
 An audio frame is one position of this sequence after the convolutions. Its input contains all mel frames that the
 convolutions read for it. So ranks can split the sequence between any audio frames, without data of their neighbours.
@@ -242,7 +242,7 @@ class PooledProjector(nn.Module):
 
 
 def blank_clip(shape: AudioShape, device: torch.device) -> Batch:
-    """Return the shortest possible clip, all zeros, created on `device` without a copy from the host."""
+    """Return the shortest possible recording, all zeros, created on `device` without a copy from the host."""
     index = torch.arange(shape.pool, device=device)
     tensors = {
         "mel": torch.zeros(shape.pool, shape.bins * shape.window, device=device),

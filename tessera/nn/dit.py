@@ -29,14 +29,13 @@ QKNorm = Literal["per_head", "across_heads"] | None
 # ---------------------------------------------------------------------------------------------- time
 
 
-def timestep_features(timesteps: Tensor, size: int, *, shift: float = 0.0, cosine_first: bool = True) -> Tensor:
+def timestep_features(timesteps: Tensor, size: int) -> Tensor:
     """Return cosines and sines [S, size] of `timesteps` [S] in fp32, at frequencies from 1 to about 1 / 10000."""
     half = size // 2
     # Same order of operations as the published code: at times of about 1000, rounding changes the angles.
-    exponents = -math.log(10_000) * torch.arange(half, device=timesteps.device, dtype=torch.float32) / (half - shift)
+    exponents = -math.log(10_000) * torch.arange(half, device=timesteps.device, dtype=torch.float32) / half
     angles = timesteps.float().unsqueeze(-1) * torch.exp(exponents)
-    parts = (angles.cos(), angles.sin()) if cosine_first else (angles.sin(), angles.cos())
-    return F.pad(torch.cat(parts, dim=-1), (0, size % 2))
+    return F.pad(torch.cat([angles.cos(), angles.sin()], dim=-1), (0, size % 2))
 
 
 class FeedForward(nn.Module):
@@ -48,11 +47,10 @@ class FeedForward(nn.Module):
         inner: int,
         out: int | None = None,
         activation: Callable[[Tensor], Tensor] = gelu_tanh,
-        bias: bool = True,
     ) -> None:
         super().__init__()
-        self.up = nn.Linear(size, inner, bias=bias)
-        self.down = nn.Linear(inner, size if out is None else out, bias=bias)
+        self.up = nn.Linear(size, inner)
+        self.down = nn.Linear(inner, size if out is None else out)
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:

@@ -78,11 +78,11 @@ class DeepStackMerger(nn.Module):
     embeddings [N, (1 + taps) * hidden]. The decoder adds DeepStack embeddings after its first layers.
     """
 
-    def __init__(self, features: int, merge: int, hidden: int, taps: int, eps: float = 1e-6) -> None:
+    def __init__(self, features: int, merge: int, hidden: int, taps: int) -> None:
         super().__init__()
         self.features = features
-        self.last = PatchMerger(features, merge, hidden, eps)
-        self.taps = nn.ModuleList(PatchMerger(features, merge, hidden, eps, norm_joined=True) for _ in range(taps))
+        self.last = PatchMerger(features, merge, hidden)
+        self.taps = nn.ModuleList(PatchMerger(features, merge, hidden, norm_joined=True) for _ in range(taps))
 
     def forward(self, x: Tensor) -> Tensor:
         last, *tapped = torch.split(x, self.features, dim=-1)
@@ -93,12 +93,12 @@ class DeepStackMerger(nn.Module):
 class DownsampleMerger(nn.Module):
     """Merge the features of adjacent patches with a linear layer (a strided convolution) and a gated MLP."""
 
-    def __init__(self, features: int, merge: int, hidden: int, intermediate: int, eps: float = 1e-5) -> None:
+    def __init__(self, features: int, merge: int, hidden: int, intermediate: int) -> None:
         super().__init__()
         self.joined = features * merge**2
         self.downsample = nn.Linear(self.joined, hidden)
         self.proj = nn.Linear(hidden, hidden, bias=False)
-        self.norm = LayerNorm(hidden, eps)
+        self.norm = LayerNorm(hidden, eps=1e-5)
         self.gate = nn.Linear(hidden, intermediate, bias=False)
         self.up = nn.Linear(hidden, intermediate, bias=False)
         self.down = nn.Linear(intermediate, hidden, bias=False)

@@ -21,7 +21,6 @@ def cached_attention(
     values: Tensor,
     step: CacheStep,
     *,
-    scale: float | None = None,
     implementation: str = AUTO,
 ) -> Tensor:
     """Return causal attention [T, Hq, D] of the new tokens `q` [T, Hq, D] of each row to all tokens of the row.
@@ -29,7 +28,7 @@ def cached_attention(
     `keys`, `values` [blocks, block size, Hkv, D]: the memory of the cache. Hq is a multiple of Hkv.
     """
     run = CACHED_ATTENTION.choose(implementation, "plain", q.device, q.dtype)
-    out: Tensor = run(q, keys, values, step, q.shape[-1] ** -0.5 if scale is None else scale)
+    out: Tensor = run(q, keys, values, step, q.shape[-1] ** -0.5)
     return out
 
 

@@ -35,8 +35,9 @@ from tessera.server.response_events import Event
 from tessera.server.routes_responses import ResponsesApi, sse_text
 from tessera.server.service import AnswerJob, Service, TokenPrompt
 from tessera.server.speech import REFUSED as NOT_SPOKEN
-from tessera.server.speech import SPEECH, SpeechApi, SpeechRequest, spoken_completion, voice_of
-from tessera.server.streams import EventStream, in_time, rejoined, to_json, while_connected
+from tessera.server.speech import SPEECH, SpeechApi, SpeechRequest, voice_of
+from tessera.server.spoken_chat import spoken_chunks, spoken_completion
+from tessera.server.streams import EventStream, first_of, in_time, to_json, while_connected
 from tessera.server.transcriptions import TRANSCRIPTIONS, TranscriptionApi
 from tessera.version import __version__
 
@@ -107,17 +108,16 @@ class Endpoints:
 
     async def _chat(self, fields: ChatRequest, request: Request) -> Result:
         spoken = "audio" in (fields.modalities or ())
-        if spoken:
-            voice_of(self.service)  # raise before the answer is generated
-        complete = spoken_completion if spoken else chat_completion
-        return await self._answer(request, fields, fields.n, self.service.chat_job, complete, chat_chunks)
+        if spoken:  # raise before the answer is generated
+            voice_of(self.service).speaker.check_voice("" if fields.audio is None else fields.audio.voice)
+        complete, chunks = (spoken_completion, spoken_chunks) if spoken else (chat_completion, chat_chunks)
+        return await self._answer(request, fields, fields.n, self.service.chat_job, complete, chunks)
 
     async def speech(self, request: Request) -> Response:
         """Answer /v1/audio/speech."""
 
         async def answer(fields: SpeechRequest) -> Response:
-            with self.admission.answers(1):
-                return await SpeechApi(self.service).create(fields, request)
+            return await SpeechApi(self.service, self.admission).create(fields, request)
 
         return await self._with_body(request, SpeechRequest, answer)
 
@@ -169,15 +169,7 @@ class Endpoints:
         if not fields.stream:
             return await while_connected(request.receive, whole())
         chunks = in_time(self._stream(fields, count, job_of, chunks_of), deadline)
-
-        async def first() -> dict[str, Any]:
-            return await anext(chunks)
-
-        try:
-            return rejoined(await while_connected(request.receive, first()), chunks)
-        except BaseException:
-            await chunks.aclose()
-            raise
+        return await first_of(request.receive, chunks)
 
     async def _stream(
         self,

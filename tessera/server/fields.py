@@ -205,7 +205,7 @@ class SamplingFields(Body):
 
 class AudioOutput(Body):
     voice: str = Field("", max_length=256)
-    format: Literal["wav", "pcm16"] = "wav"
+    format: Literal["wav", "pcm16"] | None = None  # None: pcm16 in a stream, otherwise wav
     max_seconds: float = Field(60.0, gt=0, le=600, strict=False)  # beyond OpenAI's API
 
 
@@ -235,8 +235,10 @@ class ChatRequest(SamplingFields):
         if self.continue_final_message and self.tools:
             raise ValueError("continue_final_message cannot be used with tools")
         spoken = "audio" in (self.modalities or ())
-        if (self.audio is not None and not spoken) or (spoken and (self.stream or self.continue_final_message)):
-            raise ValueError('audio needs modalities: ["text", "audio"], and a complete answer without stream')
+        if (self.audio is not None and not spoken) or (spoken and self.continue_final_message):
+            raise ValueError('audio needs modalities: ["text", "audio"], and an answer that begins with its message')
+        if self.audio is not None and self.audio.format == "wav" and self.stream:
+            raise ValueError('audio.format is "pcm16" in a stream')
         return self
 
 

@@ -239,14 +239,13 @@ def to_chat(request: ResponsesRequest, earlier: Sequence[Mapping[str, Any]] = ()
     }
     if request.tools or request.tool_choice not in ("auto", "none"):
         choice = request.tool_choice
-        body["tools"] = [_tool(tool) for tool in request.tools]
+        body["tools"] = [
+            {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+            for tool in request.tools
+        ]
         body["tool_choice"] = choice if isinstance(choice, str) else _named(choice)
         body["parallel_tool_calls"] = request.parallel_tool_calls
     return {name: value for name, value in body.items() if value is not None}
-
-
-def _tool(tool: ResponseFunction) -> dict[str, Any]:
-    return {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
 
 
 def _named(choice: ChosenFunction) -> dict[str, Any]:

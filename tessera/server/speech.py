@@ -1,32 +1,31 @@
-"""Speech: the endpoint /v1/audio/speech, and spoken answers of chat completions (`modalities: ["text", "audio"]`)."""
+"""The endpoint /v1/audio/speech: the speech of a text, complete or while it is generated."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import secrets
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any, Literal
 
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tessera.inference.speech import SECONDS, TEMPERATURE, TOP_K, Speech, SpeechSampling
-from tessera.server.content import chat_messages
+from tessera.inference.speech import SECONDS, TEMPERATURE, TOP_K, Speech, SpeechSampling, wav_header
 from tessera.server.errors import ApiError
-from tessera.server.fields import AudioOutput, ChatRequest, Seed
+from tessera.server.fields import Seed
+from tessera.server.guard import Admission
 from tessera.server.messages import Body
-from tessera.server.render import chat_completion
-from tessera.server.service import AnswerJob, Service
-from tessera.server.streams import while_connected
-from tessera.server.voice import Voice
+from tessera.server.service import Service
+from tessera.server.streams import ByteStream, EventStream, first_of, in_time, while_connected
+from tessera.server.voice import Speak, Voice
 
 SPEECH = "/v1/audio/speech"
 REFUSED = {
     "instructions": "this model reads no instructions about its voice",
-    "stream": "speech is sent when it is complete",
+    "stream": "set stream_format to audio or sse",
 }
 _LONGEST = 4096  # characters of a text to speak, as in OpenAI's API
 _TYPES = {"wav": "audio/wav", "pcm": "audio/pcm"}
@@ -40,13 +39,18 @@ class SpeechRequest(Body):
     voice: str = Field("", max_length=256)
     response_format: Literal["wav", "pcm"] = "wav"
     speed: float = Field(1.0, ge=1, le=1, strict=False)
-    stream_format: Literal["audio"] = "audio"
+    stream_format: Literal["audio", "sse"] | None = None
     # Fields beyond OpenAI's API.
     temperature: float = Field(TEMPERATURE, ge=0, le=100, strict=False)
     top_k: int = Field(TOP_K, ge=0)
     top_p: float = Field(1.0, ge=0, le=1, strict=False)
     seed: Seed | None = None
     max_seconds: float = Field(SECONDS, gt=0, le=600, strict=False)
+
+    @property
+    def streams(self) -> bool:
+        """Return whether sound is sent while it is generated. A WAV file is complete by default, with its length."""
+        return self.stream_format is not None or self.response_format == "pcm"
 
     def options(self) -> SpeechSampling:
         seed = secrets.randbits(62) if self.seed is None else self.seed & ((1 << 63) - 1)
@@ -68,51 +72,50 @@ def voice_of(service: Service) -> Voice:
 class SpeechApi:
     """Answer /v1/audio/speech."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, admission: Admission) -> None:
         self._service = service
+        self._admission = admission
 
     async def create(self, fields: SpeechRequest, request: Request) -> Response:
         self._service.adapter_of(fields.model)
         voice = voice_of(self._service)
-        messages = [{"role": "assistant", "content": fields.input}]
-        deadline = asyncio.get_running_loop().time() + self._service.settings.timeout_s
+        speak = voice.of_text(fields.input, fields.voice, fields.options())
+        settings = self._service.settings
+        deadline = asyncio.get_running_loop().time() + settings.timeout_s
+        kind = _TYPES[fields.response_format]
+        if fields.streams:
+            parts = in_time(self._parts(voice, speak, fields), deadline)
+            first = await first_of(request.receive, parts)
+            if fields.stream_format == "sse":
+                return EventStream(first, settings.slow_client_s, end=b"")
+            return ByteStream(first, settings.slow_client_s, kind)
 
-        async def speak() -> Speech:
+        async def whole() -> Speech:
             async with asyncio.timeout_at(deadline):
-                return await voice.say(messages, fields.voice, fields.options())
+                with self._admission.answers(1):
+                    return await voice.say(speak)
 
-        speech = await while_connected(request.receive, speak())
-        content = speech.wav() if fields.response_format == "wav" else speech.pcm()
-        return Response(content, media_type=_TYPES[fields.response_format])
+        speech = await while_connected(request.receive, whole())
+        return Response(speech.wav() if fields.response_format == "wav" else speech.pcm(), media_type=kind)
 
-
-async def spoken_completion(service: Service, job: AnswerJob, fields: ChatRequest) -> dict[str, Any]:
-    """Return the body of a complete chat answer whose text is also spoken."""
-    voice = voice_of(service)
-    body = await chat_completion(service, job, fields)
-    output = fields.audio or AudioOutput()
-    messages = _texts(chat_messages(fields.messages, (), service.settings, continues=True))
-    for number, choice in enumerate(body["choices"]):
-        message = choice["message"]
-        text = message["content"]
-        if not text:  # the answer is a call of a tool
-            continue
-        seed = job.requests[number].sampling.seed
-        conversation = [*messages, {"role": "assistant", "content": text}]
-        speech = await voice.say(conversation, output.voice, SpeechSampling(seed=seed, max_seconds=output.max_seconds))
-        message["audio"] = {
-            "id": f"audio-{job.id}-{number}",
-            "data": base64.b64encode(speech.wav() if output.format == "wav" else speech.pcm()).decode(),
-            "expires_at": int(time.time()),  # the server does not store it
-            "transcript": text,
-        }
-        message["content"] = None
-    return body
+    async def _parts(self, voice: Voice, speak: Speak, fields: SpeechRequest) -> AsyncGenerator[Any, None]:
+        """Yield the sound as bytes, or as events. The first part begins with the header of a WAV file."""
+        header = wav_header(voice.speaker.codec.rate) if fields.response_format == "wav" else b""
+        with self._admission.answers(1):
+            async with aclosing(voice.stream(speak)) as parts:
+                async for part in parts:
+                    sound = header + (part if isinstance(part, bytes) else b"")
+                    header = b""
+                    if fields.stream_format != "sse":
+                        yield sound
+                        continue
+                    if sound:
+                        yield {"type": "speech.audio.delta", "audio": base64.b64encode(sound).decode()}
+                    if isinstance(part, Speech):
+                        yield {"type": "speech.audio.done", "usage": _usage(part)}
 
 
-def _texts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages without their media: the talker reads the texts of a conversation."""
-    return [
-        {"role": message["role"], "content": [part for part in message["content"] if part["type"] == "text"]}
-        for message in messages
-    ]
+def _usage(speech: Speech) -> dict[str, int]:
+    """Count the positions that were read before the speech, and its frames."""
+    prompt, frames = speech.prompt_tokens, len(speech.codes)
+    return {"input_tokens": prompt, "output_tokens": frames, "total_tokens": prompt + frames}

@@ -20,7 +20,7 @@ from tessera.inference.answering import context_of
 from tessera.inference.load import load
 from tessera.inference.loaded import LoadedModel, LoadedProcessor
 from tessera.inference.prepare import PromptPool
-from tessera.inference.speech import load_speaker, speaks
+from tessera.inference.speech import Speaker, load_speaker, speaks
 from tessera.models.processing.conversation import ConversationProcessor
 from tessera.models.processing.transcription import Transcriber
 from tessera.runtime.log import logger
@@ -81,13 +81,14 @@ def start_service(options: ModelOptions, settings: Settings) -> Service:
         logger().info(f"answers one request at a time; at most {settings.max_requests} are computed or wait")
         return _service(settings, OneByOne(model, inner), processor, options, model.spec.name)
     talker = _talker(options, model)  # load it before the engine, whose cache takes the remaining memory
-    engine = Engine(model, EngineLimits(blocks=options.blocks, rows=options.rows), _bank(model, options, settings))
+    bank = _bank(model, options, settings)
+    engine = Engine(model, EngineLimits(blocks=options.blocks, rows=options.rows), bank)
     for name, folder in options.adapters.items():
         engine.load_adapter(name, folder)
         logger().info(f"loaded the adapter {name} from {folder}")
     settings = replace(settings, max_length=_length(engine, model.config, options.max_length))
     service = _service(settings, EngineThread(engine), processor, options, model.spec.name)
-    service.voice = talker
+    service.voice = None if talker is None else Voice(talker, bank)
     return service
 
 
@@ -110,7 +111,7 @@ def _speech_service(options: ModelOptions, settings: Settings) -> Service:
     return service
 
 
-def _talker(options: ModelOptions, model: LoadedModel) -> Voice | None:
+def _talker(options: ModelOptions, model: LoadedModel) -> Speaker | None:
     """Return the talker that speaks the answers of a model; None without --speak."""
     if not options.speak:
         if options.codec is not None:
@@ -120,10 +121,16 @@ def _talker(options: ModelOptions, model: LoadedModel) -> Voice | None:
     if family is None:
         raise _without_effect("--speak", f"the family {model.spec.name} has no talker")
     speaker = load_speaker(
-        options.path, options.device, options.dtype, codec=options.codec, family=family, trust=options.trust
+        options.path,
+        options.device,
+        options.dtype,
+        codec=options.codec,
+        family=family,
+        trust=options.trust,
+        answers=model,
     )
     logger().info(f"loaded the talker {speaker.model.spec.name}")
-    return Voice(speaker)
+    return speaker
 
 
 def _without_effect(option: str, reason: str) -> TesseraError:

@@ -69,6 +69,19 @@ async def in_time(chunks: AsyncGenerator[T, None], deadline: float) -> AsyncGene
             yield chunk
 
 
+async def first_of(receive: Receive, chunks: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+    """Wait for the first chunk, so that its error gets a status, and return all chunks."""
+
+    async def first() -> T:
+        return await anext(chunks)
+
+    try:
+        return rejoined(await while_connected(receive, first()), chunks)
+    except BaseException:
+        await chunks.aclose()
+        raise
+
+
 async def rejoined(first: T, chunks: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
     """Yield the first chunk, which was awaited before, and the others."""
     async with aclosing(chunks):
@@ -88,7 +101,7 @@ class EventStream(Response):
 
     def __init__(
         self,
-        events: AsyncGenerator[dict[str, Any], None],
+        events: AsyncGenerator[Any, None],
         slow_client_s: float,
         encode: Callable[[dict[str, Any]], str] = chunk_text,
         end: bytes = b"data: [DONE]\n\n",
@@ -108,6 +121,10 @@ class EventStream(Response):
     async def _stream(self, send: Send) -> None:
         start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         await self._in_time(send, start)
+        await self._send_all(send)
+        await self._in_time(send, {"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_all(self, send: Send) -> None:
         try:
             async for event in self._events:
                 await self._send_bytes(send, self._encode(event).encode())
@@ -116,7 +133,6 @@ class EventStream(Response):
         except Exception as error:
             await self._send_bytes(send, chunk_text(error_of(error).body()).encode())
         await self._send_bytes(send, self._end)
-        await self._in_time(send, {"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_bytes(self, send: Send, data: bytes) -> None:
         await self._in_time(send, {"type": "http.response.body", "body": data, "more_body": True})
@@ -127,6 +143,18 @@ class EventStream(Response):
                 await send(message)
         except (TimeoutError, OSError):
             raise ClientLeft from None
+
+
+class ByteStream(EventStream):
+    """Send bytes while they are generated. After an error the connection ends: bytes cannot report it."""
+
+    def __init__(self, parts: AsyncGenerator[bytes, None], slow_client_s: float, media_type: str) -> None:
+        self.media_type = media_type
+        super().__init__(parts, slow_client_s)
+
+    async def _send_all(self, send: Send) -> None:
+        async for part in self._events:
+            await self._send_bytes(send, part)
 
 
 def to_json(value: Any) -> str:

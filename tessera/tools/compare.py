@@ -17,7 +17,7 @@ from tessera.data.media.video_frames import VideoSampling
 from tessera.errors import TesseraError
 from tessera.evaluation.evaluate import check_max_samples, held_out_sources
 from tessera.hub.config import local_model
-from tessera.inference.answering import answer_texts
+from tessera.inference.answering import numbered_answers
 from tessera.inference.export_record import changes_since, read_record
 from tessera.inference.load import load
 from tessera.inference.proof import Proof, Prove, check_choice, prove_folder
@@ -148,19 +148,22 @@ def _answers(
     processor = replace(
         processor, limits=replace(processor.limits, jpeg_draft=False)
     )  # decode JPEG files in full size, as transformers does
-    answers: list[str] = []
+    answers: dict[int, str] = {}
     with WorkProgress("answers of Tessera", len(samples), "samples") as progress:
-        for _, answer in answer_texts(
-            model, processor, samples, Question.prompt, max_new_tokens, total=len(samples), at_once=_BATCH
+        for number, _, answer in numbered_answers(
+            model, processor, enumerate(samples), Question.prompt, max_new_tokens, total=len(samples), at_once=_BATCH
         ):
-            answers.append(answer)
+            if isinstance(answer, BaseException):
+                raise answer
+            answers[number] = answer.text
             progress.count()
     reference = TransformersReference(folder)
     sampling = processor.processor.sampling if isinstance(processor.processor, ChatProcessor) else VideoSampling()
     inputs = [reference.inputs(question.sample.messages, _media(question, sampling)) for question in samples]
     with WorkProgress("answers of transformers", len(samples), "samples") as progress:
         expected = reference.answer(inputs, max_new_tokens, _BATCH, progress.count)
-    return [(q.sample.id, a, b) for q, a, b in zip(samples, answers, expected, strict=True)]
+    pairs = enumerate(zip(samples, expected, strict=True))
+    return [(question.sample.id, answers[number], other) for number, (question, other) in pairs]
 
 
 def _media(question: Question, sampling: VideoSampling) -> list[Any]:

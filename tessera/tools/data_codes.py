@@ -269,7 +269,12 @@ class CodeWriter:
         with Pool(reader, min(workers, sum(map(len, numbers))), timeout_s=timeout) as pool, progress:
             read = pool.map(number for some in numbers for number in some)
             for file, some in zip(missing, numbers, strict=True):
-                self._write(file, some, read, reader, done, progress)
+                try:
+                    self._write(file, some, read, reader, done, progress)
+                except TesseraError:
+                    if home == folder or not (folder / RECORDS / PLAN).is_file():
+                        raise
+                    break  # another process has written the same codes, and has published the folder
         done.missing = _finish(home, folder, len(starts), key)
         return done
 

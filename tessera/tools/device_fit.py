@@ -124,7 +124,7 @@ def _of_kind(key: MemoryKey, keys: Sequence[MemoryKey]) -> MemoryKey | None:
 
     Return None if there is none.
     """
-    return next((one for one in keys if one.settings.keys() == key.settings.keys()), None)
+    return next((other for other in keys if other.settings.keys() == key.settings.keys()), None)
 
 
 def _describe(key: MemoryKey, before: _Count, after: _Count) -> FitChange:

@@ -42,7 +42,9 @@ def _header(library: Library, config: RunConfig | None, base: str | None) -> str
         said["tags"] += ["lora"]
     if base is not None:
         said |= {"base_model": base, "base_model_relation": "adapter" if library == "peft" else "finetune"}
-    sets = {} if config is None else {_public_name(one): None for one in config.data.train if _public_name(one)}
+    sets = (
+        {} if config is None else {_public_name(source): None for source in config.data.train if _public_name(source)}
+    )
     if sets:
         said["datasets"] = list(sets)
     return f"---\n{yaml.safe_dump(said, sort_keys=False)}---\n"

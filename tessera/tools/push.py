@@ -156,7 +156,7 @@ def _known_base(folder: Path, run: Path | None, hub: Hub) -> str | None:
 def _contents(folder: Path, base: str | None) -> tuple[dict[str, Path | bytes], tuple[str, ...]]:
     """Return the files to send (name -> path, or bytes for a rewritten file), and the names of other files."""
     record = read_record(folder) if not is_adapters(folder) else None
-    problems = [] if record is None else [one for one in changes_since(folder, record) if CARD not in one]
+    problems = [] if record is None else [change for change in changes_since(folder, record) if CARD not in change]
     if problems:
         raise TesseraError(
             f"the folder was changed after its export: {problems[0]}",

@@ -416,7 +416,7 @@ def foreign_rows(op: Operation, native: TensorRows) -> list[TensorRows]:
     if isinstance(op, Concat) and op.dim == 0:
         starts = [sum(op.sizes[:number]) for number in range(len(op.sizes))]
         return [native.rows(start, size) for start, size in zip(starts, op.sizes, strict=True)]
-    return [TensorRows.of(made) for made in op.to_foreign(native.whole())]
+    return [TensorRows.of(tensor) for tensor in op.to_foreign(native.whole())]
 
 
 def can_read_boxes(op: Operation) -> bool:

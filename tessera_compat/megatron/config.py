@@ -85,7 +85,7 @@ class CheckedFields:
     """Raise for a keyword argument that is not a field, and suggest the nearest field."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        names = [one.name for one in fields(cls)]  # type: ignore[arg-type]
+        names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
         for name in kwargs:
             if name not in names:
                 for beginning, reason in REFUSED_BEGINNINGS.items():

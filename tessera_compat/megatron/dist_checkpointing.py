@@ -96,9 +96,9 @@ def save(
             "sharded_backend": BACKEND,
             "sharded_backend_version": VERSION,
             "common_backend": "json",
-            "files": [one["file"] for one in written if one["file"]],
+            "files": [part["file"] for part in written if part["file"]],
             "tensors": _table(written),
-            "objects": {key: value for one in written for key, value in one["objects"].items()},
+            "objects": {key: value for part in written for key, value in part["objects"].items()},
         }
         write_file(folder / COMMON, json.dumps(common).encode())
         write_file(folder / METADATA, json.dumps(metadata).encode())

@@ -203,7 +203,7 @@ def get_model_config(model: nn.Module) -> ModelParallelConfig:
 def unwrap_model(model: Any, module_instances: tuple[type, ...] | None = None) -> Any:
     """Return a model without its wrappers, or a list of models without theirs."""
     if isinstance(model, list):
-        return [unwrap_model(one, module_instances) for one in model]
+        return [unwrap_model(chunk, module_instances) for chunk in model]
     inner = list(wrapped(model))
     return next((one for one in inner if not isinstance(one, module_instances or ModelWrapper)), inner[-1])
 

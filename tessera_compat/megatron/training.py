@@ -30,7 +30,7 @@ def _argument(name: str, default: Any) -> Any:
 def _provided(provider: Provider, pre_process: bool, post_process: bool) -> nn.Module:
     """Call `model_provider` for a pipeline stage. Without pipeline parallelism the function needs no parameters."""
     names = inspect.signature(provider).parameters
-    takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in names.values())
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in names.values())
     if takes_all or {"pre_process", "post_process"} <= set(names):
         return provider(pre_process=pre_process, post_process=post_process)
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:

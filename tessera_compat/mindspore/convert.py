@@ -199,7 +199,7 @@ class _Converter:
 
     def _framework(self, launch: LaunchCommand) -> None:
         end = end_of_arguments(self.code, launch.command.end, launch.command.start)
-        chosen = [one for one in options_in(self.code, Span(0, len(self.code))) if one.name == "ai_framework"]
+        chosen = [option for option in options_in(self.code, Span(0, len(self.code))) if option.name == "ai_framework"]
         for option in chosen:
             if option.value != "mindspore":
                 self._edit(option.span, "--ai-framework mindspore", "--ai-framework -> mindspore")

@@ -31,7 +31,7 @@ def scripts_of(path: Path) -> Iterator[Path]:
         except TesseraError:
             yield script  # converting the script reports the error
             continue
-        if any("msrun" not in text[one.launcher.start : one.launcher.end] for one in launches_in(text)):
+        if any("msrun" not in text[launch.launcher.start : launch.launcher.end] for launch in launches_in(text)):
             yield script
 
 

@@ -470,6 +470,7 @@ ITEMS: list[Item] = [
                     "compat/test_omni_jobs.py::test_a_job_of_qwen2_5_omni_trains_from_its_shards",
                     "compat/test_omni_jobs.py::test_a_job_of_qwen3_omni_trains_by_flags_and_by_yaml",
                     "contract/test_talker_numerics.py::test_logits_losses_and_gradients_are_those_of_transformers",
+                    "contract/test_talker_answers.py::test_answers_to_questions_with_media_are_spoken_as_by_transformers",
                     "contract/test_omni_joint_numerics.py::test_logits_losses_and_gradients_are_those_of_transformers",
                 ),
             ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,51 @@ from tessera.config.run_config import ModelSection
 from tessera.models import resolve
 
 EXAMPLES = Path(__file__).parents[2] / "tessera_compat" / "mindspeed_mm" / "examples"
+JOBS = Path(__file__).parent / "jobs"
+# Script of a job at tiny size -> its purpose, variables and options that differ from those of `tensor_parallel.sh`.
+SCRIPTS: dict[str, tuple[str, dict[str, str], tuple[str, ...]]] = {
+    "hybrid_shard.sh": (
+        "FSDP2 over two ranks with an ignored, frozen encoder.",
+        {"MM_MODEL": '"./jobs/model_frozen.json"', "TP": "1"},
+        (
+            "--use-torch-fsdp2",
+            "--fsdp2-config-path ./jobs/fsdp2_config.yaml",
+            "--untie-embeddings-and-output-weights",
+            "--ckpt-format torch_dcp",
+        ),
+    ),
+    "packed.sh": (
+        "Packed rows, a validation set, an average of the weights.",
+        {"NPUS_PER_NODE": "1", "MM_DATA": '"./jobs/data_packed.json"', "TP": "1"},
+        (
+            "--eval-interval 1",
+            "--eval-iters 1",
+            "--optimizer-selection fused_ema_adamw",
+            "--ema-decay 0.9",
+            "--use-distributed-optimizer",
+        ),
+    ),
+    "ring_context.sh": (
+        "Ring attention over two ranks.",
+        {"TP": "1", "CP": "2"},
+        ("--context-parallel-algo megatron_cp_algo", "--use-cp-send-recv-overlap", "--use-distributed-optimizer"),
+    ),
+    "uneven_pipeline.sh": (
+        "A pipeline of uneven stages with recomputed layers.",
+        {"MM_MODEL": '"./jobs/model_uneven.json"', "TP": "1", "PP": "2"},
+        (
+            "--use-distributed-optimizer",
+            "--recompute-granularity full",
+            "--recompute-method block",
+            "--recompute-num-layers 1",
+        ),
+    ),
+    "virtual_pipeline.sh": (
+        "Two virtual stages on each rank of a pipeline.",
+        {"MM_MODEL": '"./jobs/model_vpp.json"', "TP": "1", "PP": "2"},
+        ("--virtual-pipeline-model-parallel-size 2", "--use-distributed-optimizer"),
+    ),
+}
 # Folder that an example loads -> family and preset of the published model.
 PUBLISHED = {
     "Qwen2-VL-7B-Instruct": ("qwen2_vl", "7b"),
@@ -53,6 +99,25 @@ PIPELINES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
         {"text_encoder": "T5EncoderModel"},
     ),
 }
+
+
+def script_of(name: str) -> str:
+    """Return the text of a script of `SCRIPTS`."""
+    purpose, variables, options = SCRIPTS[name]
+    text = (JOBS / "tensor_parallel.sh").read_text()
+    text = re.sub(r"(?m)^# .*$", f"# {purpose}", text, count=1)
+    for variable, value in {**variables, "SAVE_PATH": f'"save_{Path(name).stem}"'}.items():
+        text = re.sub(rf"(?m)^{variable}=.*$", f"{variable}={value}", text)
+    if "--use-torch-fsdp2" in options:
+        text = text.replace("pretrain_vlm.py", "pretrain_transformers.py")
+    return text.replace("--sequence-parallel", " \\\n    ".join(options))
+
+
+def write_jobs(folder: Path) -> None:
+    """Write the jobs at tiny size, with all files that they name."""
+    shutil.copytree(JOBS, folder)
+    for name in SCRIPTS:
+        (folder / name).write_text(script_of(name))
 
 
 def write_published_configs(root: Path) -> None:

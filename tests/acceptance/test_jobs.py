@@ -19,11 +19,15 @@ import openpyxl
 import pytest
 from job_cases import (
     EXAMPLES,
+    JOBS,
+    SCRIPTS,
     is_job,
+    script_of,
     tiny_data_json,
     tiny_model_json,
     tiny_yaml,
     training_scripts,
+    write_jobs,
     write_mllm_data,
     write_published_configs,
 )
@@ -54,9 +58,11 @@ from tests.acceptance import flags_page
 from tests.errors import raises
 
 ROOT = Path(__file__).parents[2]
-JOBS = Path(__file__).parent / "jobs"
 # Job files at tiny size -> how many ranks they are for.
-TINY_JOBS = {path.name: 1 if path.stem == "packed" else 2 for path in sorted(JOBS.glob("*")) if is_job(path)}
+TINY_JOBS = {
+    name: 1 if name == "packed.sh" else 2
+    for name in sorted([*SCRIPTS, *(path.name for path in JOBS.glob("*") if is_job(path))])
+}
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +80,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("tiny")
     lay_out(root)
     write_mllm_data(root)
-    shutil.copytree(JOBS, root / "jobs")
+    write_jobs(root / "jobs")
     small_folder("qwen2_vl", root / "ckpt" / "tiny")
     return root
 
@@ -134,9 +140,8 @@ def test_every_tiny_job_is_translated_and_planned(name: str, tiny: Path, monkeyp
 
 
 def test_there_are_twenty_jobs_of_all_four_generations() -> None:
-    texts = [
-        path.read_text() for path in (*(EXAMPLES / one for one in training_scripts()), *map(JOBS.joinpath, TINY_JOBS))
-    ]
+    texts = [(EXAMPLES / script).read_text() for script in training_scripts()]
+    texts += [script_of(name) if name in SCRIPTS else (JOBS / name).read_text() for name in TINY_JOBS]
     assert len(texts) >= 20
     by_yaml = [text for text in texts if "gpt_args:" in text or "pretrain_transformers.py \\\n    $CONFIG" in text]
     trainer = [text for text in texts if "fsdp/train/trainer.py" in text or "training:" in text]

@@ -16,7 +16,7 @@ from transformers.models.qwen2_5_omni.processing_qwen2_5_omni import Qwen2_5Omni
 from vision_language import Pair
 
 from tessera.core.spec import ModelSpec
-from tessera.models.audio.features import cut_windows
+from tessera.models.audio.features import mel_windows
 from tessera.models.qwen2_5_omni import SPEC
 from tessera.models.qwen2_5_omni.config import Qwen25OmniConfig
 
@@ -131,7 +131,7 @@ class Qwen25Omni(Omni, qwen2_5_vl_cases.Qwen25VL):
         window = 2 * config.audio.n_window
         chunks = [sound[at : at + window] for at in range(0, len(sound), window)]
         counts = [(len(chunk) + 1) // 2 for chunk in chunks]
-        cut = [cut_windows(chunk, count, len(chunk), 2, 2) for chunk, count in zip(chunks, counts, strict=True)]
+        cut = [mel_windows(chunk, count, len(chunk), 2, 2) for chunk, count in zip(chunks, counts, strict=True)]
         return cut, counts, sum(counts) // 2 * 2
 
     def gradients(self, pair: Pair) -> dict[str, Tensor | None]:

@@ -18,7 +18,7 @@ from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import Qwen3Om
 from vision_language import Pair
 
 from tessera.core.spec import ModelSpec
-from tessera.models.audio.features import cut_windows
+from tessera.models.audio.features import mel_windows
 from tessera.models.qwen3_omni import SPEC
 from tessera.models.qwen3_omni.config import Qwen3OmniConfig
 from tests.close import queries_for_keys
@@ -148,7 +148,7 @@ class Qwen3Omni(Omni, qwen3_vl_cases.Qwen3VL):
     def cut(self, config: Any, sound: np.ndarray) -> tuple[list[dict[str, np.ndarray]], list[int], int]:
         chunks = [sound[at : at + CHUNK] for at in range(0, len(sound), CHUNK)]
         counts, window = [-(-len(chunk) // 8) for chunk in chunks], config.audio.n_window_infer // CHUNK
-        cut = [cut_windows(chunk, count, CHUNK, 8, 7) for chunk, count in zip(chunks, counts, strict=True)]
+        cut = [mel_windows(chunk, count, CHUNK, 8, 7) for chunk, count in zip(chunks, counts, strict=True)]
         return cut, [sum(counts[at : at + window]) for at in range(0, len(counts), window)], sum(counts)
 
     def state(self, reference: Any) -> dict[str, Tensor]:

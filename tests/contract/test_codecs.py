@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from tessera.errors import TesseraError
-from tessera.models.speech.codec import MimiCodec, WaveDecoder, codec_component, has_codec, load_codec
+from tessera.models.speech.codec import MimiCodec, SoundStream, WaveDecoder, has_codec, load_codec
 from tests.contract.codecs import WAVE, mimi, mimi_folder, wave_decoder
 
 pytest.importorskip("transformers")
@@ -51,7 +52,7 @@ def test_codes_of_the_omni_talker_become_the_wave_of_transformers(tmp_path: Path
     (tmp_path / "config.json").write_text(json.dumps(config))
     tensors = {f"code2wav.{name}": tensor.contiguous() for name, tensor in stock.state_dict().items()}
     save_file({**tensors, "thinker.lm_head.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
-    codec = codec_component(tmp_path).loaded()
+    codec = load_codec(tmp_path)
     assert isinstance(codec, WaveDecoder)
     codes = torch.randint(0, 32, (40, 4), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
@@ -64,6 +65,29 @@ def test_codes_of_the_omni_talker_become_the_wave_of_transformers(tmp_path: Path
     with pytest.raises(TesseraError) as error:
         codec.encode(sound(1))
     assert error.value.code == "media.codec-only-decodes"
+
+
+@pytest.mark.parametrize("codec", [MimiCodec(mimi().double()), WaveDecoder(wave_decoder().double())])
+def test_streamed_sound_equals_that_of_one_call(codec: MimiCodec | WaveDecoder) -> None:
+    """Chunks are decoded while frames arrive; the context of later chunks begins after the first frame."""
+    count = codec.context + 40
+    codes = torch.randint(0, codec.size, (count, codec.codebooks), generator=torch.Generator().manual_seed(3))
+    for frames in (0, 1, codec.ahead + 5, count):
+        stream, parts, lengths = SoundStream(codec), [], []
+        for number, frame in enumerate(codes[:frames], 1):
+            part = stream.add(frame)
+            if part is not None:
+                parts.append(part)
+                lengths.append(number)
+        parts.append(stream.close())
+        expected = codec.decode(codes[:frames])
+        torch.testing.assert_close(torch.cat(parts).to(expected.dtype), expected)
+        if frames == count:
+            assert lengths[0] == codec.ahead + 5
+            assert len(lengths) > 4
+            heard = np.cumsum([0, *(len(part) / codec.stride for part in parts)])
+            waits = np.diff([codec.ahead, *lengths])
+            assert all(wait <= max(5, before / 2) for wait, before in zip(waits, heard, strict=False))
 
 
 def test_unusable_codes_and_folders_are_refused(tmp_path: Path) -> None:

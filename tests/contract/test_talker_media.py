@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -202,6 +202,8 @@ def test_the_processor_places_media_where_transformers_does(tmp_path: Path) -> N
         None,
     )
     assert torch.equal(positions[:, 0], item.positions)
+    between = replace(item, positions=item.positions + 0.5)  # as after a video, whose times may be fractions
+    assert torch.equal(processor.collate([[between]], len(item.tokens))["positions"], between.positions)
     batch = processor.collate([[item]], len(item.tokens) + 4)
     thinker = frozen_module(SPEC.frozen_input.component(config), SPEC, config, None)  # type: ignore[union-attr]
     encoded = encode(thinker, batch)

@@ -18,7 +18,7 @@ from tessera.config.run_config import ModelSection
 from tessera.core.batch import IGNORE, Batch, Segments
 from tessera.core.spec import ModelSpec
 from tessera.models import resolve
-from tessera.models.audio.features import LogMel, cut_windows
+from tessera.models.audio.features import LogMel, mel_windows
 from tessera.models.processing.tokenizer import train_tokenizer
 from tessera.nn.encoder_decoder import MEMORY
 
@@ -108,7 +108,7 @@ def packed(config: Any, clips: list[np.ndarray], labels: list[Tensor], padding: 
     """The same as one row of ours: the input of each transcript is its start token, then all labels but the last."""
     lengths = [len(one) for one in labels]
     mel = LogMel(bins=config.audio.num_mel_bins, seconds=SECONDS)
-    parts = [cut_windows(mel(clip, mel.longest), POSITIONS, 2 * POSITIONS, 2, 2) for clip in clips]
+    parts = [mel_windows(mel(clip, mel.longest), POSITIONS, 2 * POSITIONS, 2, 2) for clip in clips]
     tokens = torch.cat([*(torch.cat([torch.tensor([START]), one[:-1]]) for one in labels), torch.full((padding,), END)])
     tail = [padding] if padding else []
     return Batch(

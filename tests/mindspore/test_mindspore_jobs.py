@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +20,7 @@ import tessera
 from tessera.cli.main import app
 from tessera_compat.mindspeed_mm.migrate import lay_out, migrate
 from tessera_compat.mindspore.convert import convert
-from tests.acceptance.job_cases import write_mllm_data
+from tests.acceptance.job_cases import write_jobs, write_mllm_data
 
 pytestmark = pytest.mark.mindspore
 CLOSE = 1e-3
@@ -62,11 +61,10 @@ def test_a_job_that_names_mindspore_trains_on_it(tmp_path: Path, monkeypatch: py
     and MindSpore lacks, tensor parallelism, is switched off."""
     lay_out(tmp_path)
     write_mllm_data(tmp_path)
-    jobs = ROOT / "tests" / "acceptance" / "jobs"
-    shutil.copytree(jobs, tmp_path / "jobs")
+    write_jobs(tmp_path / "jobs")
     small_folder("qwen2_vl", tmp_path / "ckpt" / "tiny")
     monkeypatch.chdir(tmp_path)
-    text = convert((jobs / "tensor_parallel.sh").read_text(encoding="utf-8"), "job.sh", "mm").text
+    text = convert((tmp_path / "jobs" / "tensor_parallel.sh").read_text(encoding="utf-8"), "job.sh", "mm").text
     (tmp_path / "job.sh").write_text(text, encoding="utf-8")
     path = os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]])
     env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "MASTER_PORT": "8341"}

@@ -107,6 +107,18 @@ def test_a_killed_run_continues_and_ranks_and_workers_write_the_same_rows(rows: 
     assert encode(rows, tmp_path / "codes", _failing(0)).before == 4
 
 
+def test_another_process_may_publish_the_folder_first(rows: Path, tmp_path: Path) -> None:
+    class Overtaken(Loudness):
+        def _encode(self, sound: Tensor, codebooks: int) -> Tensor:
+            if not self.calls:
+                encode(rows, tmp_path / "codes")
+            return super()._encode(sound, codebooks)
+
+    assert encode(rows, tmp_path / "codes", Overtaken()).missing == 0
+    encode(rows, tmp_path / "alone")
+    assert stored(tmp_path / "codes") == stored(tmp_path / "alone")
+
+
 def _failing(after: int) -> Loudness:
     codec = Loudness()
     codec.fails_after = after

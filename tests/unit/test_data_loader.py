@@ -155,7 +155,6 @@ def test_workers_outlive_signals_and_end_with_the_loader() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         os.kill(worker, number)
     assert [next(loader)[0].sample_ids for _ in range(6)] == [(str(n),) for n in range(4, 10)]
-    assert loader.wait_seconds > 0
     began = time.perf_counter()
     loader.close()
     assert time.perf_counter() - began < 60

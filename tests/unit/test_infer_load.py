@@ -19,47 +19,17 @@ from tessera.core.sample import Message, Part, Sample
 from tessera.errors import TesseraError
 from tessera.inference.load import load
 from tessera.inference.loaded import LoadedModel, LoadedProcessor
-from tessera.models.processing.chat import ChatTemplate
-from tessera.models.processing.tokenizer import train_tokenizer
 from tessera.models.qwen2_vl import SPEC
 from tests.errors import raises
+from tests.toys.chat_service import VOCABULARY, settings, write_tokenizer
 from tests.toys.save_folder import save_folder
-
-VOCAB = 300
-WORDS = (*ChatTemplate().special_words(), "<|endoftext|>")
-
-
-def settings() -> dict[str, Any]:
-    template = ChatTemplate()
-    ids = {word: VOCAB - len(WORDS) + number for number, word in enumerate(WORDS)}
-    return {
-        "text": {
-            "vocab_size": VOCAB,
-            "hidden_size": 16,
-            "intermediate_size": 24,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "mrope_section": [2, 1, 1],
-            "bos_token_id": None,
-            "eos_token_id": ids[template.stop_words[0]],
-        },
-        "vision": {"depth": 1, "embed_dim": 16, "num_heads": 2, "patch_size": 4},
-        "tie_word_embeddings": True,
-        "image_token_id": ids[template.media["image"].word],
-        "video_token_id": ids[template.media["video"].word],
-        "vision_start_token_id": ids[template.media["image"].before],
-        "vision_end_token_id": ids[template.media["image"].after],
-    }
 
 
 @pytest.fixture(scope="module")
 def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same weights as a Hugging Face folder `hf` and as a run `run` with a checkpoint."""
     root = tmp_path_factory.mktemp("house")
-    words = root / "words"
-    words.mkdir()
-    train_tokenizer(["what is in this picture", "a cat"], VOCAB, WORDS).save(str(words / "tokenizer.json"))
+    words = write_tokenizer(root / "words")
     config = SPEC.config.model_validate(settings())
     torch.manual_seed(0)
     module = SPEC.main.build(config)
@@ -104,7 +74,7 @@ def test_every_holder_gives_the_same_model(house: Path, loaded: tuple[LoadedMode
     model, processor = loaded
     batch = processor(ask(house / "cat.png"))
     logits = model(batch, logits=True)["logits"]
-    assert logits.shape == (batch["tokens"].numel(), VOCAB)
+    assert logits.shape == (batch["tokens"].numel(), VOCABULARY)
     for place in ("run", "run/checkpoints/step-00000002"):
         other, its_processor = load(house / place, device="cpu")
         again = its_processor(ask(house / "cat.png"))

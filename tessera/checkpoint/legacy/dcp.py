@@ -128,7 +128,7 @@ def _tensors(folder: Path, metadata: Described) -> dict[str, DcpTensor]:
             raise ValueError(f"no file contains the part of {name!r} at {missing[0]}")
         parts = tuple(_Part(offsets, sizes, *stored[name, str(offsets)]) for offsets, sizes in chunks)
         spans = sorted((part.file, part.start, part.start + part.length) for part in parts)
-        if any(one[0] == two[0] and one[2] > two[1] for one, two in pairwise(spans)):
+        if any(first[0] == second[0] and first[2] > second[1] for first, second in pairwise(spans)):
             raise ValueError(f"two parts of {name!r} overlap in the file")
         tensors[name] = DcpTensor(name, dtype, shape, parts)
     return tensors

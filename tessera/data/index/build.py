@@ -171,8 +171,8 @@ class IndexMaker:
             if self.truncate == "never":
                 cut = drop_long(tables, work.source, long, self.length)
             else:
-                cutter, rows = TruncateToLength(self.processor, self.length), np.asarray(tables["row"][long])
-                work = dataclasses.replace(work, rows=rows, measure=cutter, key=key, folder=parts)
+                truncate, rows = TruncateToLength(self.processor, self.length), np.asarray(tables["row"][long])
+                work = dataclasses.replace(work, rows=rows, measure=truncate, key=key, folder=parts)
                 cut = measure_all(work, workers=self.workers, title=f"long samples of {name}")
             fitted = self._write(file, key, with_cuts(Measured.of(tables), cut, long), parts)
         log.info(

@@ -217,7 +217,6 @@ class Loader:
         check_batch(global_batch, micro_batch, ranks)
         assert 0 <= rank < ranks
         self.micro_batches = global_batch // (micro_batch * ranks)
-        self.wait_seconds = 0.0  # total time spent waiting for data
         self._tuner: Tuner | None = None
         one_reader = source.sequential
         first = 0
@@ -254,7 +253,6 @@ class Loader:
             self.close()
             raise
         now = time.perf_counter()
-        self.wait_seconds += now - began
         if self._tuner is not None:
             waited = now - began  # the computing time of the first step is unknown: assume that it equals the wait
             self._tune(self._tuner, waited, 2 * waited if self._last is None else now - self._last)

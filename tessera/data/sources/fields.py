@@ -216,7 +216,7 @@ class RecordSchema:
         names = self.names["text"]
         others = any(has(record, key) for kind in ("image", "video") for key in names.media[kind])
         placed = any("<audio>" in text for key in names.text if isinstance(text := record.get(key), str))
-        return others or placed or any(self.fits(record, asked) for asked in QUESTION_FORMATS)
+        return others or placed or any(self.fits(record, form) for form in QUESTION_FORMATS)
 
     def _speaks(self, turns: Any) -> bool:
         first = turns[0] if isinstance(turns, list) and turns else None

@@ -140,7 +140,7 @@ def inside(region: Region, size: MediaSize) -> tuple[float, ...]:
     cut = tuple(min(max(number, 0.0), float(sides[n % 2])) for n, number in enumerate(pixels))
     if len(cut) == 4 and cut[0] < cut[2] and cut[1] < cut[3]:
         return cut
-    if len(cut) == 2 and max(map(_distance, cut, pixels)) <= _NEAR:
+    if len(cut) == 2 and max(abs(a - b) for a, b in zip(cut, pixels, strict=True)) <= _NEAR:
         return cut
     if len(cut) == 4 and (pixels[0] >= pixels[2] or pixels[1] >= pixels[3]):
         why = "has no area: x1 < x2 and y1 < y2 must hold ([x, y, width, height] is another form)"
@@ -148,10 +148,6 @@ def inside(region: Region, size: MediaSize) -> tuple[float, ...]:
         kind, why = oddity(region, size) or ("", "")
         why = f"is outside of the image of {size.width}x{size.height}" + (f": {why}" if kind != "box-outside" else "")
     fail("data.region-outside", f"the bbox {_spelled(region)} {why}")
-
-
-def _distance(a: float, b: float) -> float:
-    return abs(a - b)
 
 
 def oddity(region: Region, size: MediaSize) -> tuple[str, str] | None:

@@ -6,9 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from tessera.diffusion.flux.config import FluxConfig
-from tessera.diffusion.joint import CONDITIONS, double_rules, idle_layers, joint_family, plain_rules, single_rules
-from tessera.weights.map import Rule, WeightMap, fused_rules
-from tessera.weights.operations import ColumnsByHead, SwappedHalves
+from tessera.diffusion.joint import (
+    CONDITIONS,
+    double_rules,
+    idle_layers,
+    joint_family,
+    original_rules,
+    plain_rules,
+    single_rules,
+)
+from tessera.weights.map import WeightMap
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "quickstart": {
@@ -78,20 +85,7 @@ _ORIGINAL = (
 
 def original(config: FluxConfig) -> WeightMap:
     """Return the parameter names and shapes in original checkpoints, where queries, keys and values are one layer."""
-    block = config.shape.block
-    rows = (block.hidden,) * 3 + (block.intermediate,)
-    rules = (
-        *plain_rules(_ORIGINAL),
-        Rule("head.modulation.{kind}", "final_layer.adaLN_modulation.1.{kind}", SwappedHalves()),
-        *fused_rules("blocks.{i}.attn.latent", "qkv", "double_blocks.{i}.img_attn.qkv"),
-        *fused_rules("blocks.{i}.attn.text", "qkv", "double_blocks.{i}.txt_attn.qkv"),
-        *fused_rules("single_blocks.{i}.proj", ("q", "k", "v", "up"), "single_blocks.{i}.linear1", rows),
-        Rule(
-            "single_blocks.{i}.out.weight",
-            "single_blocks.{i}.linear2.weight",
-            ColumnsByHead(block.heads, (block.hidden, block.intermediate)),
-        ),
-    )
+    rules = (*plain_rules(_ORIGINAL), *original_rules(config.shape, "attn.qkv"))
     return WeightMap(rules, idle=idle_layers(config.shape), mark="img_in.weight")
 
 

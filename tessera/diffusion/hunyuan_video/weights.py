@@ -8,11 +8,11 @@ import numpy as np
 
 from tessera.core.spec import FULL, Training
 from tessera.diffusion.hunyuan_video.config import HunyuanConfig, HunyuanVideoConfig
-from tessera.diffusion.joint import CONDITIONS, double_rules, joint_work, plain_rules, single_rules
+from tessera.diffusion.joint import CONDITIONS, double_rules, joint_work, original_rules, plain_rules, single_rules
 from tessera.models.text.costs import Measures
 from tessera.nn.joint_transformer import TIME_FEATURES
 from tessera.weights.map import Rule, WeightMap, fused_rules
-from tessera.weights.operations import ColumnsByHead, Reshape, SwappedHalves
+from tessera.weights.operations import Reshape
 
 _BLOCK = ("embed.text.blocks.{i}.", "context_embedder.token_refiner.refiner_blocks.{i}.")
 _BLOCK_PAIRS = (
@@ -97,22 +97,12 @@ def weights(config: HunyuanVideoConfig) -> WeightMap:
 
 def original(config: HunyuanVideoConfig) -> WeightMap:
     """Return the parameter names and shapes in original checkpoints, where queries, keys and values are one layer."""
-    block = config.shape.block
-    rows = (block.hidden,) * 3 + (block.intermediate,)
     refiner = "txt_in.individual_token_refiner.blocks.{i}.self_attn_qkv"
     rules = (
         _patches(config, "img_in.proj.weight"),
         *plain_rules(_ORIGINAL),
-        Rule("head.modulation.{kind}", "final_layer.adaLN_modulation.1.{kind}", SwappedHalves()),
         *fused_rules("embed.text.blocks.{i}.qkv", "qkv", refiner),
-        *fused_rules("blocks.{i}.attn.latent", "qkv", "double_blocks.{i}.img_attn_qkv"),
-        *fused_rules("blocks.{i}.attn.text", "qkv", "double_blocks.{i}.txt_attn_qkv"),
-        *fused_rules("single_blocks.{i}.proj", ("q", "k", "v", "up"), "single_blocks.{i}.linear1", rows),
-        Rule(
-            "single_blocks.{i}.out.weight",
-            "single_blocks.{i}.linear2.weight",
-            ColumnsByHead(block.heads, (block.hidden, block.intermediate)),
-        ),
+        *original_rules(config.shape, "attn_qkv"),
     )
     return WeightMap(rules, mark="img_in.proj.weight")
 

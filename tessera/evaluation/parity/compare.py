@@ -28,9 +28,9 @@ from tessera.evaluation.parity.recording import RecordedBatch, Recording
 DIRECTION = "direction"  # recorded only to explain updates: it is not compared
 
 
-def compare_recordings(a: Recording, b: Recording, pairs: Mapping[str, str] | None = None) -> Comparison:
-    """Compare two recordings of the same steps. `pairs`: names of `a` -> names of `b`, if they differ."""
-    names = {**a.pairs, **(pairs or {})}
+def compare_recordings(a: Recording, b: Recording) -> Comparison:
+    """Compare two recordings of the same steps."""
+    names = a.pairs
     ours, theirs = grouped(a), grouped(b)
     if names:
         back = {other: name for name, other in names.items()}

@@ -127,16 +127,15 @@ def open_task(
     *,
     data: str | Path | None = None,
     root: str | Path | None = None,
-    variant: str | None = None,
     trust: Trust = False,
     where: str = "--tasks",
 ) -> TaskBenchmark:
     """Open a benchmark. `data`: its file or folder, in place of a download. `root`: folder of its media.
 
     `name` may also be that of a published file, such as AI2D_TEST. A file that is published for a variant selects this
-    variant, unless `name` or `variant` has one.
+    variant, unless `name` has one.
     """
-    name = str(name) if variant is None else f"{name}:{variant}"
+    name = str(name)
     if not name.partition(":")[0].endswith(_SUFFIXES) and name.lower() not in task_names():
         name = task_of_file(name) or name
     if data is not None and not Path(data).exists():

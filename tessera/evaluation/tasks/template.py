@@ -40,7 +40,7 @@ def check_template(template: str, where: str) -> list[str]:
             )
         for each in filters.split("|") if filters else ():
             word, _, argument = each.partition(" ")
-            words = {known.partition(" ")[0] for known in FILTERS}
+            words = {usage.partition(" ")[0] for usage in FILTERS}
             if word not in words:
                 near = nearest(word, words)
                 raise TesseraError(

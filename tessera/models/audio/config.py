@@ -72,18 +72,21 @@ class AudioConfig(Section):
 
 
 class WhisperAudioConfig(AudioConfig):
-    """Configure an encoder with a stored position embedding for each audio frame of the longest clip."""
+    """Configure an encoder with a stored position embedding for each audio frame of the longest recording."""
 
     max_source_positions: int = Field(1500, gt=0, le=10**6)
 
     @property
     def frames(self) -> int:
-        """Return the number of mel frames of the longest clip."""
+        """Return the number of mel frames of the longest recording."""
         return 2 * self.max_source_positions
 
 
 class ChunkAudioConfig(AudioConfig):
-    """Configure an encoder with 2D convolutions over chunks of a clip. Attention windows consist of several chunks."""
+    """Configure an encoder with 2D convolutions over chunks of a recording.
+
+    Attention windows consist of several chunks.
+    """
 
     n_window: int = Field(50, gt=0, le=10**6, description="half of the mel frames of a chunk")
     n_window_infer: int = Field(800, gt=0, le=10**8, description="mel frames of an attention window")

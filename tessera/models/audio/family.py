@@ -26,7 +26,7 @@ from tessera.weights.map import Rule
 from tessera.weights.operations import Reshape
 
 AUDIO_BLOCKS = "audio.blocks.{*}"
-EXAMPLE_CLIPS = 16  # number of clips in an example batch, divisible by the usual numbers of data-parallel ranks
+EXAMPLE_CLIPS = 16  # number of recordings in an example batch, divisible by the usual numbers of data-parallel ranks
 
 
 class AudioFamily(MediaFamily):
@@ -40,7 +40,7 @@ class AudioFamily(MediaFamily):
     def audio_projector(self, config: Any, shape: AudioShape) -> nn.Module: ...
 
     def example(self, config: Any, tokens: int) -> Batch:
-        """Return a batch in which clips of one length make up about half of the tokens."""
+        """Return a batch in which recordings of one length make up about half of the tokens."""
         return with_clips(example_batch(tokens), self.audio_shape(config), tokens // 2)
 
     def towers(self, config: Any) -> dict[str, Tower]:
@@ -145,9 +145,9 @@ def audio_rules(shape: AudioShape, prefix: str, last_norm: str) -> list[Rule]:
 
 
 def with_clips(batch: Batch, shape: AudioShape, tokens: int) -> Batch:
-    """Add clips of equal length to an example batch. Their embeddings replace about the last `tokens` tokens.
+    """Add recordings of equal length to an example batch. Their embeddings replace about the last `tokens` tokens.
 
-    No clip has more audio frames than the encoder has stored position embeddings.
+    No recording has more audio frames than the encoder has stored position embeddings.
     """
     longest = shape.positions // shape.pool if shape.positions else tokens
     count = max(1, min(max(EXAMPLE_CLIPS, -(-tokens // longest)), tokens))

@@ -24,15 +24,15 @@ class LogMel:
     rate: int = 16_000  # samples per second
     fft: int = 400  # samples in the window of a frame
     hop: int = 160  # samples between the middles of neighbouring frames
-    seconds: int = 30  # length of the longest clip in seconds
+    seconds: int = 30  # length of the longest recording in seconds
 
     @property
     def longest(self) -> int:
-        """Return the number of samples of the longest clip."""
+        """Return the number of samples of the longest recording."""
         return self.seconds * self.rate
 
     def frames(self, samples: int) -> int:
-        """Return the number of mel frames of a clip: `samples` / `hop`, rounded up."""
+        """Return the number of mel frames of a recording: `samples` / `hop`, rounded up."""
         return -(-samples // self.hop)
 
     def __call__(self, sound: np.ndarray, length: int | None = None, frames: int | None = None) -> np.ndarray:
@@ -139,7 +139,7 @@ def mel_filters(bins: int, fft: int, rate: int) -> torch.Tensor:
 _PER_LOG = 27.0 / np.log(6.4)
 
 
-def cut_windows(mel: np.ndarray, count: int, frames: int, stride: int, reach: int) -> dict[str, np.ndarray]:
+def mel_windows(mel: np.ndarray, count: int, frames: int, stride: int, reach: int) -> dict[str, np.ndarray]:
     """Return the input of an `AudioEncoder` for the first `count` audio frames of a chunk.
 
     `mel` [at most `frames`, bins]: the first mel frames of the chunk, as many as these audio frames need. `frames`:

@@ -20,7 +20,7 @@ from tessera.core.sample import MediaSize, Part, PartKind
 from tessera.data.media.audio import AudioSampling
 from tessera.data.media.read import MediaSampling
 from tessera.models.audio.features import LogMel
-from tessera.models.audio.processor import AUDIO_STREAMS, ClipCutter, check_bins, read_extractor
+from tessera.models.audio.processor import AUDIO_STREAMS, AudioSplitter, check_bins, read_extractor
 from tessera.models.processing.chat import ChatSpan
 from tessera.models.processing.streams import MediaLayout, MediaStreams
 from tessera.models.vision.grid_processor import GridOptions, GridProcessor, token_grid
@@ -41,11 +41,11 @@ class OmniProcessor(GridProcessor):
     ends_share: ClassVar[bool] = False
 
     tokens_per_second: int = field(kw_only=True)  # time positions per second of a video
-    clips: ClipCutter = field(kw_only=True)
+    clips: AudioSplitter = field(kw_only=True)
 
     @classmethod
     @abstractmethod
-    def cutter(cls, config: Any, mel: LogMel) -> ClipCutter:
+    def splitter(cls, config: Any, mel: LogMel) -> AudioSplitter:
         """Return the object that splits recordings into audio frames of the encoder."""
         ...
 
@@ -59,7 +59,7 @@ class OmniProcessor(GridProcessor):
 
     @classmethod
     def of_model(cls, config: Any) -> dict[str, Any]:
-        clips = cls.cutter(config, LogMel(bins=config.audio.num_mel_bins, seconds=300))
+        clips = cls.splitter(config, LogMel(bins=config.audio.num_mel_bins, seconds=300))
         return {"tokens_per_second": config.position_id_per_seconds, "clips": clips}
 
     @classmethod
@@ -68,7 +68,7 @@ class OmniProcessor(GridProcessor):
         chosen = build(OmniOptions, options, "data.processor")
         data, clips = read_extractor(Path(folder)), loaded.clips
         if "feature_extractor_type" in data:
-            clips = cls.cutter(config, LogMel.read(data, str(folder)))
+            clips = cls.splitter(config, LogMel.read(data, str(folder)))
         check_bins(clips.mel, config.audio.num_mel_bins, Path(folder))
         audio = AudioSampling(clips.mel.rate, clips.max_seconds)
         sampling = MediaSampling(**asdict(loaded.sampling), audio=audio, video_sound=chosen.use_audio_in_video)

@@ -17,7 +17,7 @@ from tessera.data.media.audio import AudioSampling
 from tessera.data.media.read import MediaSampling
 from tessera.errors import TesseraError
 from tessera.models.audio.config import CHUNK_STRIDE
-from tessera.models.audio.features import LogMel, cut_windows
+from tessera.models.audio.features import LogMel, mel_windows
 from tessera.models.files.side_files import BOTH_FILE, IMAGE_FILE
 from tessera.models.processing.chat import ChatTemplate
 from tessera.models.processing.conversation import (
@@ -43,7 +43,7 @@ AUDIO_STREAMS: MediaStreams = {AUDIO: MediaStream(MEL, ("audio",), "audio_frames
 
 
 @dataclass(frozen=True)
-class ClipCutter:
+class AudioSplitter:
     """Split recordings into audio frames, the sequence positions of an audio encoder after its convolutions.
 
     Convolutions run over one chunk of mel frames at a time, attention over one window of chunks.
@@ -63,7 +63,7 @@ class ClipCutter:
 
     @classmethod
     def of_chunks(cls, mel: LogMel, chunk: int, window: int, least: int = 0) -> Self:
-        """Return the cutter for a `ChunkAudioConfig`. `window`: number of mel frames in an attention window."""
+        """Return the splitter for a `ChunkAudioConfig`. `window`: number of mel frames in an attention window."""
         stride = CHUNK_STRIDE
         return cls(mel, stride, stride - 1, chunk=chunk, window=window // chunk, silence=False, least=least)
 
@@ -84,7 +84,7 @@ class ClipCutter:
         if samples > self.max_seconds * self.mel.rate:
             raise TesseraError(
                 f"the audio lasts {samples / self.mel.rate:.0f} s, and this model reads at most {self.max_seconds:g} s",
-                fix="cut the recording into shorter clips",
+                fix="split the recording into shorter ones",
                 code="media.audio-too-long",
             )
         tokens, counts = self.tokens(samples), self._elements(samples)
@@ -115,7 +115,7 @@ class ClipCutter:
         else:
             mel = self.mel(padded)
         parts = [
-            cut_windows(
+            mel_windows(
                 mel[self.chunk * number :][: self.chunk if self.fills else frames],
                 -(-frames // self.stride),
                 self.chunk if self.fills else frames,
@@ -146,11 +146,11 @@ class AudioProcessor(ConversationProcessor):
     processor_class: ClassVar[str]  # names in preprocessor_config.json
     extractor_class: ClassVar[str] = "WhisperFeatureExtractor"
 
-    clips: ClipCutter
+    clips: AudioSplitter
 
     @classmethod
     @abstractmethod
-    def cutter(cls, config: Any, data: Mapping[str, Any], where: str) -> ClipCutter:
+    def splitter(cls, config: Any, data: Mapping[str, Any], where: str) -> AudioSplitter:
         """Return how recordings are split. `data`: content of preprocessor_config.json; empty if there is none."""
         ...
 
@@ -162,7 +162,7 @@ class AudioProcessor(ConversationProcessor):
         template = with_system(cls.chat, chosen, folder)
         encoder = ChatEncoder(load_tokenizer(folder))
         check_special_tokens(encoder, template, config.special_token_ids, config.text.vocab_size, folder)
-        clips = cls.cutter(config, read_extractor(folder), str(folder / IMAGE_FILE))
+        clips = cls.splitter(config, read_extractor(folder), str(folder / IMAGE_FILE))
         check_bins(clips.mel, config.audio.num_mel_bins, folder)
         sampling = MediaSampling(audio=AudioSampling(clips.mel.rate, clips.max_seconds))
         return cls(encoder, template, sampling, chosen.train_on, False, clips)

@@ -36,5 +36,5 @@ class ThinkerFamily(AudioFamily, GridFamily):
         )
 
     def example(self, config: Any, tokens: int) -> Batch:
-        """Return a batch in which images and clips make up about a quarter of the tokens each."""
+        """Return a batch in which images and recordings make up about a quarter of the tokens each."""
         return with_clips(super(AudioFamily, self).example(config, tokens), self.audio_shape(config), tokens // 4)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from tessera.models.audio.features import LogMel
 from tessera.models.audio.omni_processor import OmniProcessor
-from tessera.models.audio.processor import ClipCutter
+from tessera.models.audio.processor import AudioSplitter
 from tessera.models.processing.chat import ChatTemplate, MediaWords
 from tessera.models.processing.streams import MediaLayout
 from tessera.models.qwen2_5_omni.config import Qwen25OmniConfig
@@ -48,9 +48,9 @@ class Qwen25OmniProcessor(OmniProcessor, Qwen25VLProcessor):
         }
 
     @classmethod
-    def cutter(cls, config: Qwen25OmniConfig, mel: LogMel) -> ClipCutter:
+    def splitter(cls, config: Qwen25OmniConfig, mel: LogMel) -> AudioSplitter:
         # Convolutions and attention are computed in windows of the sound. Two audio frames become one token.
-        return ClipCutter(mel, stride=2, reach=2, pool=POOL, chunk=2 * config.audio.n_window, fills=False)
+        return AudioSplitter(mel, stride=2, reach=2, pool=POOL, chunk=2 * config.audio.n_window, fills=False)
 
     def fingerprint_fields(self) -> list[Any]:
         return [*super().fingerprint_fields(), self.seconds_per_chunk]

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from tessera.errors import TesseraError
 from tessera.models.audio.features import LogMel
-from tessera.models.audio.processor import AudioProcessor, ClipCutter
+from tessera.models.audio.processor import AudioProcessor, AudioSplitter
 from tessera.models.processing.chat import ChatTemplate, MediaWords
 from tessera.models.qwen2_audio.config import Qwen2AudioConfig
 from tessera.models.qwen2_audio.model import POOL
@@ -26,7 +26,7 @@ class Qwen2AudioProcessor(AudioProcessor):
     processor_class: ClassVar[str] = "Qwen2AudioProcessor"
 
     @classmethod
-    def cutter(cls, config: Qwen2AudioConfig, data: Mapping[str, Any], where: str) -> ClipCutter:
+    def splitter(cls, config: Qwen2AudioConfig, data: Mapping[str, Any], where: str) -> AudioSplitter:
         frames = config.audio.frames
         seconds = frames * LogMel.hop // LogMel.rate
         mel = LogMel.read({"chunk_length": seconds, "feature_size": config.audio.num_mel_bins, **data}, where)
@@ -38,7 +38,7 @@ class Qwen2AudioProcessor(AudioProcessor):
                 fix=f"set max_source_positions of the model to {mel.longest // mel.hop // 2}, or chunk_length",
                 code="media.audio-features-differ",
             )
-        return ClipCutter(mel, stride=2, reach=2, pool=POOL, chunk=frames)
+        return AudioSplitter(mel, stride=2, reach=2, pool=POOL, chunk=frames)
 
     def named_tokens(self) -> dict[str, str]:
         return {"audio_token": "<|AUDIO|>", "audio_bos_token": "<|audio_bos|>", "audio_eos_token": "<|audio_eos|>"}

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from tessera.errors import TesseraError
 from tessera.models.audio.features import LogMel, whole_number
-from tessera.models.audio.processor import AudioProcessor, ClipCutter
+from tessera.models.audio.processor import AudioProcessor, AudioSplitter
 from tessera.models.processing.chat import ChatTemplate, MediaWords
 from tessera.models.processing.transcription import Transcript, no_time_stamps
 from tessera.models.qwen3_asr.config import Qwen3ASRConfig
@@ -30,11 +30,11 @@ class Qwen3ASRProcessor(AudioProcessor):
     extractor_class: ClassVar[str] = "Qwen3ASRFeatureExtractor"
 
     @classmethod
-    def cutter(cls, config: Qwen3ASRConfig, data: Mapping[str, Any], where: str) -> ClipCutter:
+    def splitter(cls, config: Qwen3ASRConfig, data: Mapping[str, Any], where: str) -> AudioSplitter:
         audio = config.audio
         least = whole_number(data, "min_length", LEAST, 1 << 30, where, least=0)
         mel = LogMel.read({"feature_size": audio.num_mel_bins, **data}, where)
-        return ClipCutter.of_chunks(mel, audio.chunk, audio.n_window_infer, least)
+        return AudioSplitter.of_chunks(mel, audio.chunk, audio.n_window_infer, least)
 
     def extractor_fields(self) -> dict[str, Any]:
         return {"n_window": self.clips.chunk // 2, "min_length": self.clips.least}

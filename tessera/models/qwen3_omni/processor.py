@@ -14,7 +14,7 @@ import numpy as np
 
 from tessera.models.audio.features import LogMel
 from tessera.models.audio.omni_processor import OmniProcessor
-from tessera.models.audio.processor import ClipCutter
+from tessera.models.audio.processor import AudioSplitter
 from tessera.models.processing.chat import ChatTemplate, MediaWords
 from tessera.models.processing.grounding import Grounding
 from tessera.models.processing.streams import MediaLayout
@@ -55,8 +55,8 @@ class Qwen3OmniProcessor(OmniProcessor, TableGridProcessor):
         return {**super().of_model(config), "table_side": config.vision.table_side}
 
     @classmethod
-    def cutter(cls, config: Qwen3OmniConfig, mel: LogMel) -> ClipCutter:
-        return ClipCutter.of_chunks(mel, config.audio.chunk, config.audio.n_window_infer)
+    def splitter(cls, config: Qwen3OmniConfig, mel: LogMel) -> AudioSplitter:
+        return AudioSplitter.of_chunks(mel, config.audio.chunk, config.audio.n_window_infer)
 
     def position_table(self, positions: np.ndarray, height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
         return bilinear_positions(positions, height, width, self.table_side)

@@ -162,6 +162,15 @@ class TalkerConfig(Section):
     tie_word_embeddings: ClassVar[bool] = False
 
     @property
+    def can_read_media(self) -> bool:
+        """Return whether the talker reads states of the thinker from between its DeepStack layers and its last layer.
+
+        At these bounds, releases of transformers differ in what the talker reads.
+        """
+        layers, taps = self.thinker.text.num_hidden_layers, len(self.thinker.vision.deepstack_visual_indexes)
+        return taps < self.accept_hidden_layer < layers
+
+    @property
     def code_sizes(self) -> tuple[int, ...]:
         """Return the number of codes of each codebook."""
         return (self.text.vocab_size, *(self.depth.vocab_size,) * (self.num_code_groups - 1))
@@ -174,10 +183,9 @@ class TalkerConfig(Section):
                 f"{self.text.hidden_size}: the code predictor reads hidden states of the talker as they are"
             )
         layers, taps = self.thinker.text.num_hidden_layers, len(self.thinker.vision.deepstack_visual_indexes)
-        # At these bounds, releases of transformers differ in what the talker reads.
         if self.trains_thinker:
             self._check_training()
-        if (self.reads_media or self.trains_thinker) and not taps < self.accept_hidden_layer < layers:
+        if (self.reads_media or self.trains_thinker) and not self.can_read_media:
             raise ValueError(
                 f"accept_hidden_layer {self.accept_hidden_layer} must be more than the {taps} layers that images "
                 f"enter, and less than the {layers} layers of the thinker"

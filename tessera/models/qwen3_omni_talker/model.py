@@ -21,7 +21,7 @@ from tessera.core.batch import Batch
 from tessera.core.model_plan import ModelPlan, PipelineUnit, Stream, TensorStyle
 from tessera.core.spec import FULL, FrozenInput, ModelSpec, Training
 from tessera.models.qwen3_omni_talker.config import TalkerConfig
-from tessera.models.qwen3_omni_talker.thinker import HEARD, WORDS, encode, thinker
+from tessera.models.qwen3_omni_talker.thinker import HEARD, WORDS, encode, reader, thinker
 from tessera.models.speech.family import SPEECH_STREAM, SpeechFamily, SpeechShape, depth_rules
 from tessera.models.text.costs import Measures
 from tessera.models.text.decoder import build_text, text_rules, text_shape
@@ -77,7 +77,7 @@ class TalkerFamily(SpeechFamily):
         )
 
     def spec(self, presets: Mapping[str, Mapping[str, Any]]) -> ModelSpec:
-        return replace(super().spec(presets), frozen_input=FrozenInput("thinker", thinker, encode))
+        return replace(super().spec(presets), frozen_input=FrozenInput("thinker", thinker, encode, reader))
 
     def build(self, config: TalkerConfig) -> Talker:
         shape, text = self.shape(config), config.text

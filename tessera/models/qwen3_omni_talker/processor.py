@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor
 
 from tessera.config.reader import build
-from tessera.core.batch import Batch
+from tessera.core.batch import Batch, Segments
 from tessera.core.sample import Encoded, MediaSize, Part, PartKind, Sample
 from tessera.data.media.video_frames import VideoSampling
 from tessera.errors import TesseraError
@@ -30,6 +30,7 @@ from tessera.models.qwen3_omni_talker.sequence import (
     SpokenTurns,
     TalkerIds,
     opening_sequence,
+    positions_of_turns,
     spoken_sequence,
 )
 from tessera.models.qwen3_omni_talker.thinker import HEARD, HEARD_FROM, QUESTION, SPOKEN, as_question
@@ -126,19 +127,49 @@ class TalkerProcessor(SpeechProcessor):
 
     def speech_prompts(self, samples: Sequence[Sample]) -> SpeechPrompts:
         """Return prompts for the speech of the last message of each sample."""
-        items, beside = [], []
-        for sample in samples:
-            answer = sample.messages[-1]
-            tokens = self._tokens(sample, [])
-            opening = Opening.of(tokens, self.ids, self.ids.speaker(answer.speaker or self.speaker))
-            items.append(opening_sequence(sample.id, opening, self.codebooks))
-            beside.append(opening.beside)
+        openings = [
+            Opening.of(self._tokens(sample, []), self.ids, self._voice(sample.messages[-1].speaker))
+            for sample in samples
+        ]
+        return self._prompts([sample.id for sample in samples], openings)
+
+    def answer_prompt(self, prompt: Batch, answer: Sequence[int], speaker: str) -> SpeechPrompts:
+        """Return the prompt for the speech of an answer. `prompt`: what the thinker has answered, media included."""
+        tokens = [*prompt["tokens"].tolist(), *answer]
+        prompts = self._prompts(["answer"], [Opening.of(tokens, self.ids, self._voice(speaker))])
+        turns = SpokenTurns.of(tokens, self.ids)
+        media = torch.isin(prompt["tokens"], torch.tensor(self.ids.media))
+        if not media.any():
+            return prompts
+        read = torch.tensor(turns.read, dtype=torch.int64)
+        inside = media[read]
+        if int(inside.sum()) < int(media.sum()):
+            raise _outside_question()
+        batch, end = prompts.batch, int(media.nonzero().max()) + 1  # later tokens change nothing: attention is causal
+        question = {name: tensor for name, tensor in prompt.tensors.items() if name != "labels"}
+        question |= {"tokens": prompt["tokens"][:end], "positions": prompt["positions"][:, :end]}
+        thought = as_question(Batch(question, {**prompt.segments, "text": Segments.of([end])}))
+        tensors = {
+            **thought.tensors,
+            "positions": positions_of_turns(prompt["positions"], turns, batch["tokens"].shape[0]),
+            HEARD: inside.nonzero().flatten(),
+            HEARD_FROM: read[inside],
+        }
+        batch = replace(batch.with_tensors(**tensors), segments={**batch.segments, **thought.segments})
+        return replace(prompts, batch=batch)
+
+    def _voice(self, speaker: str) -> int:
+        return self.ids.speaker(speaker or self.speaker)
+
+    def _prompts(self, names: Sequence[str], openings: Sequence[Opening]) -> SpeechPrompts:
+        named = zip(names, openings, strict=True)
+        items = [opening_sequence(name, opening, self.codebooks) for name, opening in named]
         batch = self._pack([[item] for item in items], [len(item.tokens) for item in items])
-        batch = replace(batch, sample_ids=tuple(item.id for item in items))
+        batch = replace(batch, sample_ids=tuple(names))
         control = range(self.sizes[0], self.ids.codes)
         return SpeechPrompts(
             batch,
-            tuple(beside),
+            tuple(opening.beside for opening in openings),
             filler=self.ids.pad,
             end=self.ids.code_stop,
             ends=1,
@@ -163,12 +194,14 @@ class TalkerProcessor(SpeechProcessor):
                 code="data.no-codes",
             )
         codes = np.concatenate(self.frames(replace(sample, messages=(answer,))))
-        return spoken_sequence(sample.id, tokens, codes, self.ids, self.ids.speaker(answer.speaker or self.speaker))
+        return spoken_sequence(sample.id, tokens, codes, self.ids, self._voice(answer.speaker))
 
 
 @dataclass(frozen=True, eq=False)
 class MediaTalkerProcessor(TalkerProcessor):
     """Turn conversations with speech into batches; questions may have images, videos and sound."""
+
+    position_type: ClassVar[type[np.generic]] = Qwen3OmniProcessor.position_type
 
     thinker: Qwen3OmniProcessor = field(kw_only=True)
 
@@ -210,11 +243,7 @@ class MediaTalkerProcessor(TalkerProcessor):
         """Return a sample with what the thinker reads of it. `runs`: tokens of media in the conversation."""
         positions = {index: at for at, index in enumerate(SpokenTurns.of(tokens, self.ids).read)}
         if any(start not in positions for start, _ in runs):
-            raise TesseraError(
-                "the talker reads media only in the user's turns",
-                fix="move images, videos and sound into these turns",
-                code="data.media-outside-question",
-            )
+            raise _outside_question()
         here = [(positions[start], count) for start, count in runs]
         return kind(
             spoken.id,
@@ -352,6 +381,14 @@ def _speaks(sample: Sample) -> bool:
     """Return whether the last message is an answer with speech."""
     answer = sample.messages[-1]
     return answer.role == "assistant" and any(part.kind == "codes" for part in answer.parts)
+
+
+def _outside_question() -> TesseraError:
+    return TesseraError(
+        "the talker reads media only in the user's turns",
+        fix="move images, videos and sound into these turns",
+        code="data.media-outside-question",
+    )
 
 
 def _without_speech(sample: Sample) -> Sample:

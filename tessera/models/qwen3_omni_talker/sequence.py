@@ -41,6 +41,7 @@ class TalkerIds:
     code_stop: int
     codes: int  # codes of the first codebook and control codes
     speakers: tuple[tuple[str, int], ...]
+    media: tuple[int, ...]  # tokens in the place of images, videos and sound
 
     @staticmethod
     def of_model(config: TalkerConfig) -> TalkerIds:
@@ -58,6 +59,7 @@ class TalkerIds:
             code_stop=config.codec_eos_token_id,
             codes=config.text.vocab_size,
             speakers=tuple(config.speaker_id.items()),
+            media=(config.thinker.image_token_id, config.thinker.video_token_id, config.thinker.audio_token_id),
         )
 
     def speaker(self, name: str) -> int:
@@ -158,6 +160,23 @@ def spoken_sequence(
         read,
         targets,
     )
+
+
+def positions_of_turns(positions: Tensor, turns: SpokenTurns, length: int) -> Tensor:
+    """Return the positions [3, length] of the sequence that begins with the user's turns.
+
+    `positions` [3, L]: those of the conversation. A turn of the user follows the one before it as if there were no
+    other turns between them; within it, media keep their positions.
+    """
+    read = torch.tensor(turns.read, dtype=torch.int64)
+    bounds = [index + 1 for index in (read.diff() != 1).nonzero().flatten().tolist()]
+    parts, following = [], positions.new_zeros(())
+    for turn in torch.tensor_split(positions[:, read], bounds, dim=1):
+        if turn.numel():
+            parts.append(turn - turn[:, :1] + following)
+            following = parts[-1].max() + 1
+    rest = torch.arange(length - len(read), dtype=positions.dtype)
+    return torch.cat([*parts, (rest + following).expand(3, -1)], dim=1)
 
 
 def opening_sequence(sample_id: str, opening: Opening, codebooks: int) -> SpokenSample:

@@ -3,6 +3,7 @@ all of it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -10,7 +11,9 @@ from torch import Tensor, nn
 
 from tessera.core.batch import Batch, Segments
 from tessera.core.model_plan import Stream
+from tessera.core.outputs import hidden_of
 from tessera.core.spec import Component
+from tessera.errors import TesseraError
 from tessera.models.qwen3_omni.config import Qwen3OmniConfig
 from tessera.models.qwen3_omni.model import Qwen3Omni
 from tessera.models.qwen3_omni_talker.config import TalkerConfig
@@ -118,9 +121,44 @@ def thinker(config: TalkerConfig) -> Component | None:
 
 def encode(module: nn.Module, batch: Batch) -> Batch:
     """Add the outputs of the thinker to a batch, and remove the conversations that it has read."""
+    return _encoded(batch, module(batch))
+
+
+def reader(config: TalkerConfig, model: nn.Module) -> Callable[[Batch], Batch]:
+    """Return a function like `encode` for a loaded thinker, which also answers questions. It is not copied.
+
+    A batch that has the outputs already is returned as it is.
+    """
+    assert isinstance(model, MultimodalModel)
+    embed, layer = model.get_submodule("text.embed"), hidden_of(f"text.layers.{config.accept_hidden_layer - 1}")
+
+    @torch.no_grad()
+    def read(batch: Batch) -> Batch:
+        if WORDS in batch:
+            return batch
+        words: Tensor = embed(batch["tokens"])
+        question = question_of(batch)
+        if question is not None:
+            if not config.can_read_media:
+                raise TesseraError(
+                    f"the talker reads layer {config.accept_hidden_layer} of the thinker, whose states of media are "
+                    "not defined there",
+                    fix="ask without images, videos and sound, or set accept_hidden_layer to a layer between those "
+                    "of DeepStack and the last",
+                    code="media.kind-not-supported",
+                )
+            states = model(replace(question, outputs=(layer,)))
+            assert isinstance(states, dict), "a model with a head returns its outputs by name"
+            words = with_states(words, states[layer].index_select(0, batch[HEARD_FROM]), batch)
+        return _encoded(batch, {WORDS: words})
+
+    return read
+
+
+def _encoded(batch: Batch, outputs: Mapping[str, Tensor]) -> Batch:
     tensors = {name: tensor for name, tensor in batch.tensors.items() if not name.startswith(QUESTION)}
     segments = {name: bounds for name, bounds in batch.segments.items() if not name.startswith(QUESTION)}
-    return replace(batch, tensors={**tensors, **module(batch)}, segments=segments)
+    return replace(batch, tensors={**tensors, **outputs}, segments=segments)
 
 
 def with_states(words: Tensor, states: Tensor, batch: Batch) -> Tensor:

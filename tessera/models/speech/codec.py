@@ -17,13 +17,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from tessera.core.model_plan import ModelPlan
-from tessera.core.spec import Component
 from tessera.errors import TesseraError, first_line, foreign_values
 from tessera.runtime.log import without_bars
 from tessera.weights.layouts import FolderLayout
 
 _LONGEST = 2000  # frames of one call: 160 s at 12.5 frames per second
+_FIRST_CHUNK, _LARGEST_CHUNK = 5, 50  # frames of streamed sound: 0.4 s and 4 s
 _MOST_PARTS = 4096  # limit of numbers such as that of layers or codebooks
 _MARGIN = 8  # frames before a chunk that the convolutions of a codec read at most
 
@@ -83,12 +82,20 @@ class Codec(nn.Module, ABC):
     def decode(self, codes: Tensor) -> Tensor:
         """Return the sound [samples] of codes [frames, codebooks], on the host."""
         check_codes(codes, self.codebooks, self.size)
-        parts = []
-        for first, start, end in self._chunks(len(codes)):
-            sound = self._decode(codes[first : end + self.ahead].to(self.device))
-            until = None if end == len(codes) else (end - first) * self.stride
-            parts.append(sound[(start - first) * self.stride : until].cpu())
+        chunks = [(start, end) for _, start, end in self._chunks(len(codes))]
+        parts = [self.decode_chunk(codes, start, end, last=end == len(codes)) for start, end in chunks]
         return torch.cat(parts) if parts else torch.empty(0)
+
+    @torch.no_grad()
+    def decode_chunk(self, codes: Tensor, start: int, end: int, *, last: bool) -> Tensor:
+        """Return the sound [samples] of frames `start` to `end`, on the host.
+
+        `codes`: [frames, codebooks] from the first frame of the speech to at least `ahead` frames after `end`, or to
+        its last frame. `last`: whether the sound ends with this chunk.
+        """
+        first = max(0, start - self.context)
+        sound = self._decode(codes[first : end + self.ahead].to(self.device))
+        return sound[(start - first) * self.stride : None if last else (end - first) * self.stride].cpu()
 
     def _chunks(self, frames: int) -> Iterator[tuple[int, int, int]]:
         """Yield the first frame that is read, and the bounds of the frames whose result is used."""
@@ -102,6 +109,40 @@ class Codec(nn.Module, ABC):
 
     @abstractmethod
     def _decode(self, codes: Tensor) -> Tensor: ...
+
+
+class SoundStream:
+    """Decode speech in chunks while its codes are generated. Together the chunks are the sound of `Codec.decode`.
+
+    A chunk is at most half as long as the sound before it: a model that generates 1.5 times as fast as its sound plays
+    never lets a player wait.
+    """
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
+        self._frames: list[Tensor] = []
+        self._decoded = 0  # number of frames
+
+    def add(self, codes: Tensor) -> Tensor | None:
+        """Add a frame [codebooks], and return the next chunk [samples], or None while there are too few frames."""
+        self._frames.append(codes)
+        ready = len(self._frames) - self._codec.ahead
+        if ready - self._decoded < min(max(_FIRST_CHUNK, self._decoded // 2), _LARGEST_CHUNK):
+            return None
+        return self._next(ready, last=False)
+
+    def close(self) -> Tensor:
+        """Return the last chunk, which may be empty."""
+        if self._decoded == len(self._frames):
+            return torch.empty(0)
+        return self._next(len(self._frames), last=True)
+
+    def _next(self, end: int, *, last: bool) -> Tensor:
+        start, self._decoded = self._decoded, end
+        before = max(0, start - self._codec.context)
+        codes = torch.stack(self._frames[before:])
+        check_codes(codes, self._codec.codebooks, self._codec.size)
+        return self._codec.decode_chunk(codes, start - before, end - before, last=last)
 
 
 def check_codes(codes: Tensor, codebooks: int, size: int) -> None:
@@ -231,18 +272,6 @@ def load_codec(folder: Path) -> Codec:
         settings = _settings(config_class, config[source.key] if source.key else config)
         module = _filled(module_class, settings, _tensors(layout, source.prefix), folder)
         return source.codec(module).requires_grad_(False).eval()
-
-
-def codec_component(folder: Path) -> Component:
-    """Return the codec of a folder as a frozen component, which the last pipeline stage has."""
-    return Component(
-        build=lambda _: load_codec(folder),
-        plan=lambda _: ModelPlan((), {}),
-        load=lambda _: load_codec(folder),
-        trained=False,
-        residence="device",
-        stage="last",
-    )
 
 
 def _classes(names: tuple[str, str]) -> tuple[Any, Any]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from abc import abstractmethod
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -13,12 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tessera.config.reader import Section
 from tessera.core.batch import IGNORE, Batch
 from tessera.core.model_plan import ModelPlan, PipelineUnit, Stream, TensorStyle
 from tessera.core.outputs import LANGUAGE_OUTPUTS
-from tessera.core.spec import FULL, Component, ModelSpec, Training
-from tessera.models.family import load_processor
+from tessera.core.spec import FULL, Training
+from tessera.models.family import Family
 from tessera.models.text.costs import Measures, example_batch, measures_of, text_work
 from tessera.models.text.decoder import (
     ATTENTION,
@@ -35,7 +32,7 @@ from tessera.models.text.decoder import (
     text_units,
 )
 from tessera.nn.codes import CODE_OUTPUTS, CODED, CODES, NEXT_CODES, CodeEmbedding, DepthDecoder, SpeechModel
-from tessera.weights.map import Rule, WeightMap
+from tessera.weights.map import Rule
 
 DEPTH_BLOCKS = "depth.layers.{*}"
 CODED_FRAMES = "coded_frames"  # measure: number of frames whose codes are trained on
@@ -83,37 +80,14 @@ class SpeechShape:
         return total
 
 
-class SpeechFamily(ABC):
-    """Declare a family that speaks. Its folder sets `SPEC = Family().spec(PRESETS)`."""
+class SpeechFamily(Family):
+    """Declare a family that speaks."""
 
-    name: ClassVar[str]
-    config: ClassVar[type[Section]]
-    processor: ClassVar[str]  # name of the processor class in the family's `processor.py`
-    hf_types: ClassVar[tuple[str, ...]] = ()  # `model_type` of its folders; default: the family's name
-    other_weights: ClassVar[Mapping[str, Callable[[Any], WeightMap]]] = {}  # weight maps of other folder formats
+    task: ClassVar[str] = "speech"
+    outputs: ClassVar[tuple[str, ...]] = (*LANGUAGE_OUTPUTS, CODE_OUTPUTS)
 
     @abstractmethod
     def shape(self, config: Any) -> SpeechShape: ...
-
-    @abstractmethod
-    def weights(self, config: Any) -> WeightMap:
-        """Return the weight map of Hugging Face folders."""
-        ...
-
-    def spec(self, presets: Mapping[str, Mapping[str, Any]]) -> ModelSpec:
-        return ModelSpec(
-            name=self.name,
-            config=self.config,
-            main=Component(self.build, self.plan, {"hf": self.weights, **self.other_weights}),
-            flops=self.flops,
-            work=self.work,
-            example=self.example,
-            presets=presets,
-            processor=functools.partial(load_processor, self.name, self.processor),
-            task="speech",
-            outputs=(*LANGUAGE_OUTPUTS, CODE_OUTPUTS),
-            hf_types=self.hf_types or (self.name,),
-        )
 
     def build(self, config: Any) -> SpeechModel:
         shape = self.shape(config)

@@ -49,6 +49,15 @@ class Speaks(Protocol):
         ...
 
 
+@runtime_checkable
+class SpeaksAnswers(Speaks, Protocol):
+    """Declare the members of processors of models that speak the answers of another model."""
+
+    def answer_prompt(self, prompt: Batch, answer: Sequence[int], speaker: str) -> SpeechPrompts:
+        """Return the prompt for the speech of an answer. `prompt`: the prompt of the model that wrote the answer."""
+        ...
+
+
 @torch.no_grad()
 def generate_codes(
     module: SpeechModel,
@@ -108,7 +117,8 @@ class _Frames:
         positions = prompts.batch["positions"]
         self._axes = positions.shape[:-1]
         # Media may take fewer positions than tokens, so that the next position is not the number of tokens.
-        self._next = [int(part.max()) + 1 for part in torch.split(positions, self._lengths, dim=-1)]
+        # With videos, positions may be fractions.
+        self._next = [part.max().item() + 1 for part in torch.split(positions, self._lengths, dim=-1)]
 
     def read_prompts(self) -> tuple[Tensor, Tensor]:
         """Return logits of the first codes [rows, codes], and the hidden states [rows, D] that they come from."""

@@ -20,7 +20,7 @@ from tessera.core.sample import Encoded, MediaSize, Message, PartKind, Sample
 from tessera.data.media.audio import AudioSampling
 from tessera.data.media.read import MediaSampling
 from tessera.errors import TesseraError, nearest
-from tessera.models.audio.features import LogMel, cut_windows
+from tessera.models.audio.features import LogMel, mel_windows
 from tessera.models.audio.processor import AUDIO, read_extractor
 from tessera.models.files.side_files import GENERATION, IMAGE_FILE
 from tessera.models.processing.chat import ChatSpan, ChatTemplate, MediaWords, Turn
@@ -138,7 +138,7 @@ class WhisperProcessor(ConversationProcessor):
     def elements(self, kind: PartKind, media: Any, layout: MediaLayout) -> dict[str, np.ndarray]:
         sound = np.asarray(media, dtype=np.float32)
         mel = self.mel(sound, max(len(sound), self.mel.longest))
-        return cut_windows(mel, layout.lengths[0], len(mel), STRIDE, REACH)
+        return mel_windows(mel, layout.lengths[0], len(mel), STRIDE, REACH)
 
     @property
     def _window(self) -> int:

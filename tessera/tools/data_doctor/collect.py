@@ -311,7 +311,7 @@ def histograms(collected: Collection, work: Work | None) -> list[Histogram]:
             for stream, values in work(collected.columns).items()
             if values.any()
         ]
-    return [one for one in drawn if one is not None]
+    return [figure for figure in drawn if figure is not None]
 
 
 @dataclass(frozen=True)
