@@ -90,7 +90,8 @@ def model_section(options: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def sentences(options: dict[str, Any], config: Any, processor: Any, row: int) -> list[Sample]:
     """Return the sentences of a row, about a token of text for four frames."""
-    chance, samples, free = np.random.default_rng(row), [], options["length"]
+    chance, free = np.random.default_rng(row), options["length"]
+    samples: list[Sample] = []
     codebooks, least = processor.codebooks, min(processor.sizes)
     for number in range(10**4):
         frames = int(chance.integers(int(5 * FRAME_RATE), int(15 * FRAME_RATE)))
@@ -119,7 +120,7 @@ def prepared(options: dict[str, Any], folder: Path) -> tuple[Any, list[list[Samp
     processor = spec.processor(config, folder)
     rows = [sentences(options, config, processor, row) for row in range(ROWS)]
     batches = [processor.collate([[encoded(processor, s) for s in row]], options["length"]) for row in rows]
-    return config, rows, batches, sum(spec.flops(config, batch, {}) for batch in batches) / ROWS
+    return config, rows, batches, sum(spec.flops(config, batch, {}) for batch in batches) / ROWS  # type: ignore[misc]
 
 
 def recipe(options: dict[str, Any], folder: Path, compiled: bool) -> dict[str, Any]:

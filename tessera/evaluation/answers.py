@@ -132,7 +132,7 @@ def unusable_row(number: int, error: BaseException, id: str = "") -> Row:
 
 
 def media_row(sample: Sample, root: Path) -> Row:
-    """Return a hash of a question's media files, which the hash of the table does not cover."""
+    """Return a hash of a question's media files, which the hash of the table does not cover; empty without files."""
     content, count = hashlib.sha256(), 0
     for part in sample.media():
         value = part.value.value if isinstance(part.value, AudioClip) else part.value
@@ -156,9 +156,9 @@ def prompt_text(sample: Sample) -> str:
 
 
 def read_answers(path: Path) -> list[Row]:
-    """Return the rows of an answers file that are complete.
+    """Return the rows of an answers file that have an index, and numbers as values or the key `unusable`.
 
-    Incomplete rows and unknown keys, as in hostile files, are left out.
+    Other rows, as in hostile files, are left out.
     """
     rows = []
     for row in read_jsonl(path):

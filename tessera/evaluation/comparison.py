@@ -83,7 +83,10 @@ def compare_results(first: Path, second: Path, *, anyway: bool = False) -> list[
 
 
 def _common(first: Mapping[str, Result], second: Mapping[str, Result]) -> dict[str, str]:
-    """Return the benchmarks that two evaluations have in common: by title, or by equal questions and scoring."""
+    """Return the benchmarks that two evaluations have in common: by title, by equal questions and scoring, or by task.
+
+    The keys are titles of the first evaluation, the values titles of the second one.
+    """
     titles = {title: title for title in first if title in second}
     for title in (title for title in first if title not in titles):
         task = compared(first[title]["protocol"])["task"]
@@ -93,7 +96,7 @@ def _common(first: Mapping[str, Result], second: Mapping[str, Result]) -> dict[s
     variants = [
         {str(result["protocol"]["task"].get("task")): title for title, result in results.items() if title not in paired}
         for results, paired in ((first, titles), (second, titles.values()))
-    ]  # with --anyway, different variants of a task are compared, too
+    ]  # different variants of a task: only --anyway compares their scores
     return titles | {title: variants[1][task] for task, title in variants[0].items() if task in variants[1]}
 
 

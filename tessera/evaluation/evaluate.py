@@ -50,7 +50,7 @@ class Evaluation:
 
     @property
     def report(self) -> Path:
-        """Return the page with the answers."""
+        """Return the path of the page with the answers."""
         return self.folder / REPORT
 
     @property
@@ -85,7 +85,7 @@ def evaluate(
     file or folder that replaces the download. `root`: folder of media.
 
     `metric`: how answers to chat samples are scored, as in docs/reference/benchmarks.md; `file.py:function` needs
-    `trust`. None: that of the run's recipe, or `exact`.
+    `trust`. None: that of the run's recipe for the held-out set of a run, otherwise `exact`.
 
     `out`: folder of the results; None: a folder in the run, otherwise `eval-MODEL`. If it has answers of the same
     evaluation, the evaluation continues; answers of another one are refused unless `overwrite` is True. With a launcher

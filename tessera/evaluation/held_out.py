@@ -1,4 +1,4 @@
-"""Make a benchmark of chat samples: the last answer of a sample is expected, and any metric may score it."""
+"""Make a benchmark of chat samples: the last answer of a sample is expected, and most metrics can score it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class HeldOutBenchmark:
         return sum(map(len, self._sources))
 
     def questions(self, numbers: range) -> Iterator[tuple[int, BenchmarkQuestion | RecordError]]:
-        """Yield consecutive questions with their index. An unusable row is yielded as the reason."""
+        """Yield consecutive questions with their index. An unusable row is yielded as a `RecordError`."""
         for number, question in self.samples(numbers):
             if isinstance(question, RecordError):
                 yield number, question

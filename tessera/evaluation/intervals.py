@@ -1,10 +1,10 @@
 """Estimate how far a score of a benchmark can be from the score on all questions of its kind, and compare scores.
 
-Questions are resampled (bootstrap), and groups of questions are one unit. The width of an interval is the standard
-deviation of resampled scores. A score from 0 to 1 gets the interval of Wilson for as many questions with 0/1 marks as
-give this standard deviation: near 0 and 1, where resampled scores are skewed and a few questions never fail, quantiles
-of resampled scores cover the truth too rarely. For 0/1 marks this is the interval of Wilson itself. Other scores get
-quantiles, widened for few questions.
+Questions are resampled (bootstrap), and groups of questions are one unit. The width of an interval follows from the
+standard deviation of resampled scores. A score from 0 to 1 gets the interval of Wilson for as many questions with 0/1
+marks as give this standard deviation: near 0 and 1, where resampled scores are skewed and a few questions never fail,
+quantiles of resampled scores cover the truth too rarely. For 0/1 marks this is the interval of Wilson itself. Other
+scores get quantiles, widened for few questions.
 """
 
 from __future__ import annotations
@@ -86,7 +86,11 @@ def estimates(marks: Sequence[Mapping[str, float]], summary: Summary) -> dict[st
 def paired_test(
     first: Sequence[Mapping[str, float]], second: Sequence[Mapping[str, float]], summary: Summary, figure: str
 ) -> PairedTest:
-    """Compare two models by their marks of the same questions: McNemar's exact test for 0/1 marks, else a bootstrap."""
+    """Compare two models by their marks of the same questions.
+
+    The test is McNemar's exact test for 0/1 marks, else a permutation test. The interval of the difference is that
+    of Bonett and Price for 0/1 marks, else a bootstrap interval.
+    """
     names, both = value_table([*first, *second])
     units = len(first)
     before, after = both[:units], both[units:]

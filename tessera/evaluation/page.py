@@ -1,7 +1,7 @@
 """Write the report of an evaluation: scores with intervals, tables by category, protocols, and answers with images.
 
 The page is made from the files of an evaluation alone, which may be from somebody else: all texts are escaped, and only
-images in its folder are embedded.
+images and recordings in its folder are embedded.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def _buttons(number: int, choices: Iterable[tuple[str, str]]) -> str:
 
 def _how_many(count: int, total: int) -> str:
     rest = f" of {total:,}; the file of answers has all" if count < total else ""
-    return f"{count:,} answers{rest}, images of at most {MOST_IMAGES}"
+    return f"{count:,} answers{rest}, about {MOST_IMAGES} images at most"
 
 
 def _question(row: Row) -> str:

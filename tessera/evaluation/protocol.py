@@ -96,6 +96,8 @@ def short_hash(value: Any) -> str:
 def weight_fingerprint(path: Path) -> str:
     """Return a hash of the weights of a model. Of large files, the size and sixteen blocks are hashed.
 
+    The hash of a checkpoint with a manifest is that of the manifest.
+
     It is the same for a copy of the files in another folder.
     """
     weights = path if path.is_file() else newest_checkpoint(path) or path
@@ -141,7 +143,7 @@ def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str
 
 
 def compared(protocol: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a protocol without the names of model, weights and data files: their hashes are compared instead."""
+    """Return a protocol without the model, and without the names of task and data files: their hashes are compared."""
     task = {key: value for key, value in protocol["task"].items() if key not in _NAMES}
     if isinstance(task.get("data"), Mapping):
         task["data"] = {key: value for key, value in task["data"].items() if key not in _NAMES}

@@ -2,7 +2,7 @@
 
 The folder gets `answers-TASK.jsonl` with a row for each question, and `results.json`. While questions are answered,
 `answers-TASK.jsonl.parts` holds the rows so far: the same call continues after a kill, and a call with another protocol
-is refused. `tessera/batch/output.py` describes these files.
+is refused unless `overwrite` is set. `tessera/batch/output.py` describes these files.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def evaluate_with(
     out: Path,
     options: EvaluationOptions,
 ) -> list[TaskResult]:
-    """Evaluate a model that `load` loads, if a question has no answer yet. Return the results on every rank."""
+    """Evaluate a model, and return the results on every rank. `load` is called only if a question has no answer yet."""
     titles = [benchmark.title for benchmark in benchmarks]
     if doubled := [title for title in titles if titles.count(title) > 1]:
         raise TesseraError(
@@ -175,7 +175,7 @@ def result_of(
     seconds: float,
     options: EvaluationOptions,
 ) -> TaskResult:
-    """Score the answers in a file. Raise if no question was answered."""
+    """Compute the result of a benchmark from its file of marked answers. Raise if no question was answered."""
     rows = read_answers(path)
     marked = [row for row in rows if "unusable" not in row]
     problems, refusals = (

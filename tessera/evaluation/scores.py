@@ -27,7 +27,7 @@ class Cost:
     new_tokens: int
     seconds: float
     answered: int  # number of questions that the last start answered on this rank
-    fresh_tokens: int  # tokens of those answers
+    fresh_tokens: int  # estimate of the generated tokens of those answers
 
     def line(self) -> str:
         rate = f", {self.fresh_tokens / self.seconds:,.0f} tokens/s" if self.seconds and self.fresh_tokens else ""

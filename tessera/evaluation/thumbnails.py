@@ -18,14 +18,17 @@ from tessera.observe.report.answers import RECORDING
 from tessera.runtime.files import read_json_mapping, replace_file
 
 MOST_CARDS = 600  # limit of answers of a benchmark in a report
-MOST_IMAGES = 240  # limit of images of a benchmark in a report
-_MOST_RECORDINGS = 60  # limit of recordings of a benchmark in a report
+MOST_IMAGES = 240  # a report copies no further question of a benchmark after this number of images
+_MOST_RECORDINGS = 60  # or after this number of recordings
 _PER_QUESTION = 6
 _FOLDER = "images"
 
 
 def chosen_rows(rows: Sequence[Row], scores: Sequence[float], higher_is_better: bool) -> list[Row]:
-    """Return the rows that a report shows: the worst answers first, at most half of them, then a selection."""
+    """Return the rows that a report shows, the worst answers first.
+
+    Of more than `MOST_CARDS` rows, half of the cards are the worst ones, and half are evenly spaced among the others.
+    """
     order = sorted(range(len(rows)), key=lambda at: scores[at] if higher_is_better else -scores[at])
     if len(rows) <= MOST_CARDS:
         return [rows[at] for at in order]
@@ -35,7 +38,10 @@ def chosen_rows(rows: Sequence[Row], scores: Sequence[float], higher_is_better: 
 
 
 def write_thumbnails(out: Path, benchmark: Benchmark, rows: Sequence[Row], metric: AnswerMetric) -> None:
-    """Copy the images and recordings of the questions that the report shows. Unreadable ones are left out."""
+    """Copy the images and recordings of the questions that the report shows. Unreadable ones are left out.
+
+    Questions after the limit of images or recordings have none.
+    """
     marked = [row for row in rows if "unusable" not in row]
     chosen = chosen_rows(marked, [metric.score(row["values"]) for row in marked], metric.higher_is_better)
     copies: dict[str, list[Any]] = {}

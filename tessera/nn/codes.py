@@ -49,7 +49,7 @@ class CodeEmbedding(TokenEmbedding):
         total = torch.zeros((), dtype=self.weight.dtype, device=codes.device)
         # One codebook at a time: embeddings of all codebooks would be `codebooks` times as large as their sum.
         # Each in its part of the table: the gradient of a lookup is as large as the table.
-        for row, rows_of_codebook in zip(codes, self.weight.split(self.sizes), strict=True):
+        for row, rows_of_codebook in zip(codes, torch.split(self.weight, list(self.sizes)), strict=True):
             present = row != IGNORE
             embedded = nn.functional.embedding(row.where(present, 0), rows_of_codebook)
             total = total + embedded.where(present.unsqueeze(1), 0.0)

@@ -132,10 +132,11 @@ class JointTransformer(nn.Module):
     main sequence, then the conditions of samples, which only the first stage computes.
     """
 
-    def __init__(self, shape: TransformerShape) -> None:
+    def __init__(self, shape: TransformerShape, embed: nn.Module | None = None) -> None:
+        """Build the model. `embed`: a module in place of `Embeddings`, with the same outputs."""
         super().__init__()
         self.shape = shape
-        self.embed: nn.Module | None = Embeddings(shape)
+        self.embed: nn.Module | None = Embeddings(shape) if embed is None else embed
         self.blocks = nn.ModuleList(
             DoubleBlock(shape.block, shape.rest(number), number in shape.dual_blocks) for number in range(shape.double)
         )

@@ -739,7 +739,7 @@ def broken_imports(source: str) -> list[str]:
         for module, name in wanted:
             if module.split(".")[0] in ("tessera", "tessera_compat", "tests"):
                 names = names_of_module(module)
-                if names is None or (name and name not in names):
+                if names is None or (name not in ("", "*") and name not in names):
                     broken.append(f"{module}.{name}".rstrip("."))
     return broken
 

@@ -85,7 +85,7 @@ class Benchmark(Protocol):
     def __len__(self) -> int: ...
 
     def questions(self, numbers: range) -> Iterator[tuple[int, BenchmarkQuestion | RecordError]]:
-        """Yield consecutive questions with their index. An unusable row is yielded as the reason."""
+        """Yield consecutive questions with their index. An unusable row is yielded as a `RecordError`."""
         ...
 
     def protocol(self) -> dict[str, Any]:

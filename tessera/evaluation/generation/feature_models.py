@@ -39,7 +39,7 @@ _SIDE_FILES = (CONFIG_FILE, "preprocessor_config.json", "tokenizer.json", "vocab
 
 
 class FeatureModel(ABC):
-    """Compute a feature vector of each image. `kind`: the name in scores, such as clip. `digest`: hash of all files."""
+    """Compute a feature vector of each image. `kind`: the name in scores, such as clip. `digest`: hash of its files."""
 
     kind: str
     digest: str
@@ -183,7 +183,7 @@ def _kind_of(folder: Path) -> str:
 
 
 def _tensors(file: Path) -> dict[str, Tensor]:
-    """Return the tensors of a state dict: of safetensors, or of an archive of torch.save, read without unpickling."""
+    """Return the tensors of a state dict: of safetensors, or of a file of torch.save, read without unpickling."""
     if file.suffix == ".safetensors":
         return read_tensors(file)
     content = read_old_torch_file(file) if is_old_torch_file(file) else read_torch_file(file)

@@ -19,7 +19,7 @@ from tessera.runtime.files import replace_file
 
 JSON_FILE, PAGE_FILE = "scores.json", "scores.html"
 MOST_SHOWN = 48
-_FRAMES = 3  # number of frames of a video on the page: the first, the middle and the last
+_FRAMES = 3  # limit of the frames of a video on the page: the first, the middle and the last
 _STYLE = """
 .samples{display:grid;gap:14px;grid-template-columns:repeat(auto-fill,minmax(260px,1fr))}
 .samples .strip{display:flex;gap:4px}.samples img{flex:1 1 0;min-width:0;width:100%;border-radius:4px;display:block}

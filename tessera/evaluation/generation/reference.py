@@ -49,7 +49,7 @@ def read_reference(path: Path, model: FeatureModel) -> ReferenceFeatures:
     if path.suffix == ".npz":
         return ReferenceFeatures(_published(path), None)
     raise TesseraError(
-        "the reference does not exist",
+        "the reference is no folder, and no .safetensors or .npz file",
         where=str(path),
         allowed=["folder of images or videos", ".safetensors of --save-features", ".npz with mu and sigma"],
         code="evaluation.no-reference",
@@ -95,7 +95,7 @@ def _stored_features(path: Path, model: FeatureModel) -> ReferenceFeatures:
             code="evaluation.reference-of-other-model",
         )
     if not features.is_floating_point() or not features.isfinite().all():
-        raise _not_features(path, "it has numbers that are not finite")
+        raise _not_features(path, "its features are not finite floating-point numbers")
     return ReferenceFeatures(_moments(features, path), features, model.digest)
 
 
@@ -111,7 +111,7 @@ def _published(path: Path) -> Moments:
         raise _not_features(path, first_line(error)) from None
     numeric = mean.dtype.kind == covariance.dtype.kind == "f"
     if not numeric or mean.ndim != 1 or covariance.shape != (len(mean), len(mean)):
-        raise _not_features(path, f"its shapes are {mean.shape} and {covariance.shape}")
+        raise _not_features(path, f"mu is {mean.dtype} {mean.shape}, sigma is {covariance.dtype} {covariance.shape}")
     tensors = torch.from_numpy(mean.astype(np.float64)), torch.from_numpy(covariance.astype(np.float64))
     symmetric = torch.allclose(tensors[1], tensors[1].T, rtol=1e-4, atol=1e-6 * float(tensors[1].abs().max()))
     if not all(bool(tensor.isfinite().all()) for tensor in tensors) or not symmetric:

@@ -147,7 +147,7 @@ def _refuse_odd(request: MediaRequest) -> None:
 
 
 def _runs(indices: Sequence[int], longest: int) -> Iterator[tuple[int, int]]:
-    """Yield (first index, length) of runs of consecutive indices."""
+    """Yield (first index, length) of runs of at most `longest` consecutive indices."""
     start = 0
     for at in range(1, len(indices) + 1):
         ends = at == len(indices) or indices[at] != indices[at - 1] + 1 or at - start == longest
@@ -179,7 +179,7 @@ def _write(
 def _protocol(
     model: str | Path, pipeline: Pipeline, request: MediaRequest, suite: Sequence[SuitePrompt], ranks: int
 ) -> dict[str, Any]:
-    """Return all settings that determine the samples, without paths."""
+    """Return the settings that determine the samples, without paths. The caller adds hashes of weights and adapters."""
     sampling = request.model_dump(mode="json", exclude={"prompts", "images", "last_image"}, exclude_none=True)
     return {
         "version": _VERSION,

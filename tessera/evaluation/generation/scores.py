@@ -102,7 +102,9 @@ class Scores:
 
     @property
     def fingerprint(self) -> str:
-        """Return a hash of the protocol. Numbers with equal fingerprints were made and scored in the same way.
+        """Return a hash of the protocol. Scores with equal fingerprints were computed in the same way.
+
+        Their samples were generated in the same way, too, if the protocol states the generation.
 
         The name of the model is left out: the hash of its weights identifies it.
         """
@@ -255,7 +257,7 @@ def _collect(samples: SampleSet, models: _Models) -> _Collected:
 
 
 def _chunks(samples: Sequence[GeneratedSample]) -> Iterator[tuple[list[GeneratedSample], list[np.ndarray]]]:
-    """Yield lists of samples with their frames. Each list has enough frames for a batch."""
+    """Yield lists of samples with their frames. Each list except the last has enough frames for a batch."""
     chunk, videos = list[GeneratedSample](), list[np.ndarray]()
     for sample in samples:
         chunk.append(sample)

@@ -44,7 +44,10 @@ def chance_letter(letters: str, id: str) -> str:
 
 
 def by_mmmu(answer: str, options: Mapping[str, str], id: str) -> str:
-    """Apply MMMU's rule: (X), then X and a blank, then X., then the text of an option; at last any letter."""
+    """Apply MMMU's rule: (X), then X and a blank, then X., then the text of an option; at last a random letter.
+
+    The text of an option counts only in an answer of more than five words.
+    """
     text = _stripped(answer, ",.!?;:'")
     for form, position in (("({})", "({})"), ("{} ", " {} "), ("{}.", " {} ")):
         letters = [letter for letter in options if form.format(letter) in text]

@@ -17,7 +17,7 @@ from tessera.data.sources.container import RecordError
 from tessera.evaluation.benchmark import AnswerMetric, BenchmarkQuestion, Mark
 
 Check = Callable[[str, Mapping[str, Any]], bool]
-_MAX_PATTERN = 200  # length limit of keywords: the data may contain hostile regular expressions
+_MAX_PATTERN = 200  # longer keywords are searched as plain text: the data may contain hostile patterns
 
 
 def _compare(count: int, wanted: Any, relation: Any) -> bool:

@@ -133,7 +133,7 @@ class Judge:
             while chunk := answer.read1(1 << 16):
                 content += chunk
                 if len(content) > _MAX_REPLY_BYTES or time.monotonic() > deadline:
-                    raise ValueError("the reply is too long")
+                    raise ValueError("the reply is too long or too slow")
         text = json.loads(content)["choices"][0]["message"]["content"].strip()
         if not text:
             raise ValueError("the reply is empty")

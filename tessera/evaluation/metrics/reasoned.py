@@ -188,8 +188,8 @@ def mathvista(
     """Score MathVista by type and precision of the answer.
 
     `published`: an answer that is not only a choice or a number is given to the judge; without a judge it counts as
-    empty. `vlmevalkit`: the same, but an option may be named in any way. `last`: the named option or the last number
-    counts. `judge`: ask the language model that the environment names.
+    empty. `vlmevalkit`: the same, but an option may be named in any way. `last`: the named option, or the last
+    number or list, counts. `judge`: ask the language model that the environment names.
     """
     asked_judge: Judge | None = judge_of_environment() if judge else None
     extract: Mapping[str, Callable[[str, BenchmarkQuestion], str | None]] = {

@@ -100,7 +100,7 @@ def checked_pattern(pattern: str, where: str) -> re.Pattern[str]:
 
 
 def number_of(text: str) -> float | None:
-    """Return a text as a finite number; None if it is not a number. Thousands may be separated by commas."""
+    """Return a text as a finite number; None if it is none. `$`, `%` and commas between thousands are ignored."""
     match = NUMBER.fullmatch(text.strip().removeprefix("$").removesuffix("%").strip())
     value = float(match[0].replace(",", "")) if match else float("inf")
     return value if np.isfinite(value) else None

@@ -41,7 +41,7 @@ def without_marks(text: str) -> str:
 def normalised(text: str, *, words: bool = True) -> str:
     """Return an answer as the evaluation of VQA compares it.
 
-    `words`: also apply its first step, for commas and genitives.
+    `words`: first delete commas and question marks, and separate genitives.
     """
     if words:
         text = text.lower().replace(",", "").replace("?", "").replace("'s", " 's").strip()

@@ -200,7 +200,7 @@ class _Judge:
     def _parameter(self, step: int, moment: str, name: str) -> tuple[Tensor, Tensor] | None:
         """Return the tensors of a parameter in both recordings, unsharded and with the same stride.
 
-        Return None if a recording lacks it.
+        Return None if a recording lacks it, or if their shapes differ.
         """
         sides = self._joined(step, moment, name)
         if sides is None or sides[0].tensor is None or sides[1].tensor is None:
@@ -264,7 +264,10 @@ class _Judge:
         return finding
 
     def _samples(self, finding: ParityFinding, positions: Sequence[int], stride: int) -> tuple[str, ...]:
-        """Return the samples of the packed row that the positions belong to, if the tensor has an entry per token."""
+        """Return the samples of the packed row that the positions belong to.
+
+        If the tensor does not have an entry per token, return all samples of the micro-batch.
+        """
         if finding.phase not in ("data", "output", "output_gradient"):
             return ()
         batch = next((b for b in self._batches if (b.step, b.rows) == (finding.step, finding.rows)), None)
@@ -319,7 +322,7 @@ def _concatenated(parts: Sequence[JoinedTensor]) -> JoinedTensor | None:
 
 
 def _same_stride(first_side: JoinedTensor, second_side: JoinedTensor) -> tuple[Tensor, Tensor]:
-    """Return the elements that both recordings contain, in two tensors of the same shape."""
+    """Return the elements that both recordings contain, as two tensors with the larger stride of both."""
     stride = max(first_side.stride, second_side.stride)
     return tuple(
         side.tensor[:: stride // side.stride] if side.tensor.dim() else side.tensor  # type: ignore[return-value]

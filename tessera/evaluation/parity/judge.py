@@ -22,7 +22,7 @@ _SMALL = (0.001, 0.005)  # relative errors for which the share of elements above
 
 @dataclass(frozen=True)
 class Difference:
-    """Describe the difference of two tensors. Errors are relative to the first tensor."""
+    """Describe the difference of two tensors. Relative errors are shares of the first tensor."""
 
     max_abs: float
     max_rel: float
@@ -32,7 +32,7 @@ class Difference:
     beyond_05: float
     limit_max: float
     limit_rms: float
-    positions: tuple[int, ...] = ()  # indices of the first dimension that are beyond the limit
+    positions: tuple[int, ...] = ()  # indices of the first dimension with the largest errors, at most 4096
     not_finite: int = 0
 
     @property
@@ -117,7 +117,7 @@ def difference(a: Tensor, b: Tensor, rounding: Rounding, explained: Tensor | Non
 
 
 def change_of_update(gradient: Tensor, other: Tensor, largest: float, limit: float = math.inf) -> Tensor:
-    """Return how much each element of the update may differ because the two gradients differ."""
+    """Return how much each element of the update may differ because the two gradients differ by at most `limit`."""
     first, second = gradient.double(), other.double()
     smaller = torch.minimum(first.abs(), second.abs())
     apart = (first - second).abs()

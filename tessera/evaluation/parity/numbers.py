@@ -11,7 +11,7 @@ from tessera.evaluation.parity.recording import Recording, StepNumbers, TensorEn
 
 
 def compare_numbers(a: Recording, b: Recording, drift: Callable[[int], float]) -> Iterator[ParityFinding]:
-    """Yield the comparison of samples, counts, loss, gradient norm and learning rates of each step."""
+    """Yield the comparison of samples, counts, losses and learning rates of each step that both recordings have."""
     theirs = _steps(b)
     for step, row in _steps(a).items():
         if step in theirs:
@@ -85,7 +85,7 @@ def _rates(step: int, a: Recording, b: Recording) -> Iterator[ParityFinding]:
 
 
 def compare_settings(a: Recording, b: Recording, pairs: Mapping[str, str]) -> Iterator[str]:
-    """Yield a line for each number of a module, such as `eps` of a norm, that differs between the recordings.
+    """Yield a line for each number or boolean of a module, such as `eps` of a norm, that the recordings differ in.
 
     Integers, such as numbers of heads, depend on the layout. They are compared only between recordings of one layout.
     """

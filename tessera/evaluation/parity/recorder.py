@@ -60,7 +60,10 @@ class Recorder:
             self.measuring, self._calls = False, calls
 
     def add(self, moment: Moment, name: str, tensor: Tensor, **more: Any) -> None:
-        """Record a tensor of this rank, or measure how much it differs from the recorded one."""
+        """Record a tensor of this rank, or measure how much it differs from the recorded one.
+
+        A DTensor is skipped if it is partial, or if this rank has no part or several parts of it.
+        """
         chunks = local_chunks(tensor) if isinstance(tensor, DTensor) else []
         if isinstance(tensor, DTensor) and (len(chunks) > 1 or any(p.is_partial() for p in tensor.placements)):
             return

@@ -33,7 +33,7 @@ INDEX = "recording.json"
 MOST_RANKS = 65536
 _MAX_JSON = 1 << 30
 # data: a batch tensor; weight: before the step; output: of a module; output_gradient: of that output;
-# gradient: of a parameter; update: change of a parameter by the optimizer
+# gradient: of a parameter; update: change of a parameter by the optimizer; direction: of an update, to explain it
 Moment = Literal["data", "weight", "output", "output_gradient", "gradient", "direction", "update"]
 
 
@@ -285,7 +285,7 @@ def read_recording(folder: Path) -> Recording:
     count, label = content.get("ranks"), content.get("label")
     made_by, pairs = content.get("made_by"), content.get("pairs")
     if not isinstance(count, int) or isinstance(count, bool) or not 0 < count <= MOST_RANKS:
-        raise _damaged(index, "it names no number of ranks")
+        raise _damaged(index, "it states no valid number of ranks")
     if not isinstance(label, str) or not isinstance(made_by, dict) or not isinstance(pairs, dict):
         raise _damaged(index, "its fields have wrong types")
     if not all(isinstance(text, str) for text in (*made_by.values(), *pairs.values())):

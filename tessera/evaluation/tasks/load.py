@@ -54,7 +54,7 @@ class TaskBenchmark:
         return len(self.rows)
 
     def questions(self, numbers: range) -> Iterator[tuple[int, BenchmarkQuestion | RecordError]]:
-        """Yield consecutive questions with their index. An unusable row is yielded as the reason."""
+        """Yield consecutive questions with their index. An unusable row is yielded as a `RecordError`."""
         for number, question in self.rows.scan(numbers):
             if isinstance(question, BenchmarkQuestion):
                 try:
@@ -184,7 +184,10 @@ def published_task(file: str, where: str) -> str:
 
 
 def merged(data: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a task file with the changes of a variant. Sections are merged by key; texts are replaced."""
+    """Return the keys of a task file with the changes of a variant.
+
+    `data`, `columns` and `texts` are merged by key. Other values, also sections, are replaced.
+    """
     out = dict(data)
     for key, value in changes.items():
         both = isinstance(value, Mapping) and isinstance(out.get(key), Mapping) and key in ("data", "columns", "texts")
@@ -200,7 +203,7 @@ def _divided(name: str) -> tuple[str, list[str]]:
 
 
 def _check(task: TaskSection, where: str) -> None:
-    """Raise for templates and patterns that cannot be used, before any file is opened."""
+    """Raise for templates, patterns, metrics and variants that cannot be used, before any file is opened."""
     prompts = [task.prompt] if isinstance(task.prompt, str) else task.prompt
     templates = [("prompt", prompt) for prompt in prompts] + [("option_line", task.option_line)]
     templates += [(f"categories.{key}", template) for key, template in task.categories.items()]

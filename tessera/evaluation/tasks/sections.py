@@ -72,7 +72,7 @@ class SamplingSection(Section):
 
 
 class TaskSection(Section):
-    """A benchmark."""
+    """Declare the keys of a benchmark."""
 
     name: str = Field(min_length=1, max_length=200)
     about: str = ""

@@ -111,7 +111,10 @@ def _patterns(section: BenchmarkData) -> list[str]:
 
 
 def _in_folder(folder: Path, section: BenchmarkData, where: str) -> list[Path]:
-    """Return the files of the split in a folder: those with published names, or the only file of records."""
+    """Return the files of the split in a folder: those with published names.
+
+    Without a published name, the only file of records in the folder is used.
+    """
     for pattern in _patterns(section):
         files = sorted(file for file in folder.glob(pattern) if file.is_file() and not leads_out(file, folder))
         if files:
@@ -131,7 +134,10 @@ def _in_folder(folder: Path, section: BenchmarkData, where: str) -> list[Path]:
 
 
 def check_sums(table: Table, published: Sequence[str]) -> bool | None:
-    """Return whether the file is the published one, and warn if it is not; None if no sum is published."""
+    """Return whether the file is the published one, and warn if it is not.
+
+    Return None if no sum is published, or if the table has several files.
+    """
     if not published or len(table.files) != 1:
         return None
     (actual,) = table.sums
