@@ -13,6 +13,7 @@ from typing import Any
 from tessera.config.hub_ids import is_hub_id
 from tessera.config.reader import dump_yaml
 from tessera.config.run_config import NAME_LENGTH, NAME_PATTERN, DataSection, ModelSection, RunConfig, SourceSection
+from tessera.config.train import TrainSection
 from tessera.errors import TesseraError, nearest
 
 MOST_RUNS = 8  # at most this many runs are listed in an error
@@ -109,9 +110,9 @@ def _with_paths(config: RunConfig, path: Callable[[Path], Path], words: Callable
 
     def model(section: ModelSection) -> ModelSection:
         lora = section.lora and section.lora.model_copy(update={"path": maybe(section.lora.path)})
-        changes = {"path": maybe(section.path), "tokenizer": maybe(section.tokenizer), "lora": lora}
-        changes["config"] = words(section.config)
-        return section.model_copy(update=changes)
+        folders = {"path": section.path, "weights": section.weights, "tokenizer": section.tokenizer}
+        changes = {key: maybe(folder) for key, folder in folders.items()}
+        return section.model_copy(update={**changes, "lora": lora, "config": words(section.config)})
 
     def source(section: SourceSection) -> SourceSection:
         return section.model_copy(update={"path": path(section.path), "root": maybe(section.root)})
@@ -121,6 +122,13 @@ def _with_paths(config: RunConfig, path: Callable[[Path], Path], words: Callable
         urls = section.urls and section.urls.model_copy(update={"cache": maybe(section.urls.cache)})
         return section.model_copy(update={**sets, "options": words(section.options), "urls": urls})
 
+    def train(section: TrainSection) -> TrainSection:
+        preview = section.preview
+        if preview is not None:
+            files = {"folder": maybe(preview.folder), "images": [path(image) for image in preview.images]}
+            preview = preview.model_copy(update=files)
+        return section.model_copy(update={"task_options": words(section.task_options), "preview": preview})
+
     tasks = [_named_file(name, path) for name in config.evaluation.tasks]
     metric = config.evaluation.metric and _named_file(config.evaluation.metric, path)
     evaluation = {"data": maybe(config.evaluation.data), "tasks": tasks, "metric": metric}
@@ -128,7 +136,7 @@ def _with_paths(config: RunConfig, path: Callable[[Path], Path], words: Callable
         "model": model(config.model),
         "data": data(config.data),
         "evaluation": config.evaluation.model_copy(update=evaluation),
-        "train": config.train.model_copy(update={"task_options": words(config.train.task_options)}),
+        "train": train(config.train),
         "parallel": config.parallel.model_copy(update={"fsdp2_config": maybe(config.parallel.fsdp2_config)}),
     }
     return config.model_copy(update=changes)

@@ -199,6 +199,13 @@ def _block_offload(
     if not section.block_offload:
         return ()
     patterns = model_plan.blocks if section.block_offload is True else section.block_offload
+    if not patterns:
+        raise TesseraError(
+            "this model declares no blocks, so there is nothing to offload",
+            where=where,
+            fix="name the modules to offload, such as parallel.block_offload='[\"blocks.{*}\"]', or leave the key out",
+            code="layout.nothing-to-offload",
+        )
     paths = _select_callable(patterns, tree, where)
     again = {part.path for part in recompute}
     for path in paths:

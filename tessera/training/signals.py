@@ -14,6 +14,7 @@ from tessera.runtime.launcher import outlive_launcher
 from tessera.runtime.log import is_terminal
 
 FIRST = "stopping after this step, then saving; Ctrl-C again to stop now, without saving"
+UNSAVED = "stopping after this step, without saving (checkpoint.at_end is off); Ctrl-C again to stop now"
 SECOND = "stopping now; what came after the newest checkpoint is not saved"
 
 
@@ -30,7 +31,7 @@ class StopOnSignal(Callback):
         def handle(number: int, frame: FrameType | None) -> None:
             again = trainer.stop_reason is not None
             if number == signal.SIGINT and trainer.world.is_main:
-                _write_line(SECOND if again else FIRST)
+                _write_line(SECOND if again else FIRST if trainer.config.checkpoint.at_end else UNSAVED)
             if number == signal.SIGINT and again:
                 raise KeyboardInterrupt
             outlive_launcher()

@@ -120,6 +120,12 @@ def test_a_class_without_blocks_compiles_what_is_wrapped_or_says_that_nothing_wo
     assert make_plan(ParallelSection(compile=True, wrap=["1"]), plan, module, 1).layout.modules.compiled == ("1",)
 
 
+def test_a_class_without_blocks_offloads_what_is_named_or_says_that_nothing_would_be() -> None:
+    module, plan = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), ModelPlan(blocks=(), tensor={})
+    with raises("layout.nothing-to-offload", "parallel.block_offload"):
+        make_plan(ParallelSection(block_offload=True), plan, module, 1)
+
+
 def test_blocks_of_a_class_that_shards_itself_are_compiled_too() -> None:
     with torch.device("meta"):
         module = TwoEncoders()

@@ -17,7 +17,7 @@ import yaml
 import tessera
 from tessera.checkpoint.files import FileRecord, RecordedFile
 from tessera.config.run_config import CheckpointSection, load_config
-from tessera.config.run_paths import find_file
+from tessera.config.run_paths import find_file, located, paths_inside
 from tessera.core.callback import Callback
 from tessera.errors import TesseraError
 from tessera.inference.weight_source import run_exists
@@ -336,6 +336,43 @@ def test_a_run_is_resumed_from_any_working_folder_and_after_it_was_moved(
     project.rename(tmp_path / "moved")  # the data with it
     run = tessera.resume(tmp_path / "moved" / "runs" / "chat", {"train.steps": 8})
     assert [row["step"] for row in run.metrics if row["kind"] == "train"] == list(range(1, 9))
+
+
+def test_all_paths_of_a_recipe_are_absolute_in_the_run_folder(tmp_path: Path) -> None:
+    preview = {"prompts": ["a kite"], "folder": "vae", "images": ["a.png", "/b.png"]}
+    recipe = {
+        "model": {
+            "family": "llama",
+            "path": "start",
+            "weights": "shards",
+            "tokenizer": "words",
+            "lora": {"path": "lo"},
+        },
+        "data": {"train": [{"path": "rows.jsonl", "root": "media"}]},
+        "train": {"steps": 1, "preview": preview},
+        # `functions` are compared with the text of the task file, relative to whose folder they are imported.
+        "evaluation": {"data": "tables", "tasks": ["colours.yaml"], "functions": ["score.py:same"]},
+    }
+    config = located(load_config(recipe), tmp_path)
+    assert config.model.weights == tmp_path / "shards"
+    assert config.train.preview is not None
+    assert config.train.preview.images == [tmp_path / "a.png", Path("/b.png")]
+    assert config.evaluation.functions == ["score.py:same"]
+    paths = [str(path) for path in paths_inside(config, tmp_path)]
+    assert sorted(paths) == sorted(
+        [
+            "start",
+            "shards",
+            "words",
+            "lo",
+            "rows.jsonl",
+            "media",
+            "vae",
+            "a.png",
+            "tables",
+            "colours.yaml",
+        ]
+    )
 
 
 def test_code_that_a_recipe_names_must_be_importable_and_trusted(

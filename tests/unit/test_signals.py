@@ -14,7 +14,7 @@ import pytest
 import tessera
 from tessera.core.callback import Callback
 from tessera.data.loader.loader import Loader
-from tessera.training.signals import FIRST, SECOND
+from tessera.training.signals import FIRST, SECOND, UNSAVED
 from tests.toys.chat_set import chat_recipe, write_chat_set
 
 
@@ -45,6 +45,15 @@ def test_ctrl_c_is_answered_and_the_step_is_saved(recipe: dict[str, Any], capfd:
     assert run.checkpoint is not None
     assert run.checkpoint.name == "step-00000002"
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_does_not_promise_a_save_that_is_off(recipe: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
+    recipe["checkpoint"] |= {"at_end": False}
+    run = tessera.train(recipe, callbacks=[Press(1)])
+    assert run.checkpoint is None
+    printed = capfd.readouterr().err
+    assert UNSAVED in printed
+    assert FIRST not in printed
 
 
 def test_a_second_ctrl_c_ends_the_run_without_a_save(recipe: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
