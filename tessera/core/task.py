@@ -194,7 +194,7 @@ class Task(ABC):
         return replace(self.inputs(batch), outputs=self.reads)
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:
-        """Return the model's outputs by name. A pipeline runs stages instead and refuses a task that overrides this."""
+        """Return the model's outputs by name. A pipeline runs its stages instead and never calls this."""
         return model(batch)
 
     @abstractmethod
