@@ -96,7 +96,8 @@ def plan(
 
     `device`: name (`h200`, `24g`) or GiB of a device. If set, the memory of a step is counted on fake tensors, and
     `plan.device_fit` says whether the step fits, and if not, which recipe keys to change. `patterns` False: ignore all
-    keys that select modules, so that `plan.modules()` can list the module names even if a pattern is wrong.
+    keys that select modules, so that `plan.modules()` can list the module names even if a pattern is wrong. The plan is
+    then that of one rank without the `parallel` section; `world` and `device` are ignored, too.
     """
     config = load_local_config(recipe, overrides, weights=False)
     if not patterns:

@@ -21,7 +21,7 @@ def nearest(name: str, options: Iterable[str], cutoff: float = 0.6) -> str | Non
 
 
 def nearest_file(name: str, options: Iterable[str]) -> str | None:
-    """Return the file closest to `name`, or None. Endings do not count: many files share them."""
+    """Return the file closest to `name`, or None. Endings only choose among files with the closest stem."""
     options = list(options)
     stem = nearest(PurePath(name).stem, {PurePath(option).stem for option in options}, cutoff=0.65)
     same = [option for option in options if PurePath(option).stem == stem]
@@ -29,7 +29,7 @@ def nearest_file(name: str, options: Iterable[str]) -> str | None:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error message, or the name of its class. Other libraries raise pages of text."""
+    """Return the first line with text of an error message, else the name of its class. Other libraries raise pages."""
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
@@ -105,7 +105,10 @@ def printable(text: str) -> str:
 
 @contextmanager
 def reported() -> Iterator[None]:
-    """Print a `TesseraError` that the `with` block raises without its traceback, and exit with its code."""
+    """Print a `TesseraError` that the `with` block raises without its traceback, and exit with its code.
+
+    If the environment variable TESSERA_TRACEBACK is set, the error is raised instead.
+    """
     try:
         yield
     except TesseraError as error:
@@ -135,9 +138,9 @@ def with_fix(where: str, fix: str) -> Iterator[None]:
 
 @contextmanager
 def foreign_values(where: str) -> Iterator[None]:
-    """Turn Python errors in the `with` block into a `TesseraError` about a value of unexpected type in a file."""
+    """Turn Python errors in the `with` block into a `TesseraError` about a missing or unexpected value in a file."""
     try:
         yield
     except (AttributeError, TypeError, ValueError, LookupError, ArithmeticError) as error:
-        message = f"a value in this file has an unexpected type: {first_line(error)[:300]}"
+        message = f"a value in this file is missing or has an unexpected type: {first_line(error)[:300]}"
         raise TesseraError(message, where=where, code="environment.wrong-value-in-file") from error

@@ -21,7 +21,7 @@ from tessera.runtime import distributed as dist
 from tessera.runtime.progress import TokenProgress
 
 _AT_ONCE = 512  # maximum number of rows that the engine has at once: those that it answers, and queued ones
-_BLOCK = 64  # number of consecutive rows that one rank answers
+_BLOCK = 64  # maximum number of consecutive rows that one rank answers; fewer for a small file
 
 
 class AnswersRows(Protocol):
@@ -53,8 +53,8 @@ def answer_file(
 ) -> BatchResult:
     """Answer the rows that have no answer yet, on all ranks, and publish the output file.
 
-    `facts`: JSON of model, input and options, which must not change until the output is finished. `start`: load the
-    model; it is not called if all rows are answered.
+    `facts`: JSON of model, input and options. An existing output with other facts is an error, unless `overwrite`.
+    `start`: load the model; it is not called if all rows are answered.
     """
     with contextlib.ExitStack() as stack:
         with dist.main_rank_first(world):
@@ -80,7 +80,7 @@ def answer_file(
 def _started(
     start: Callable[[], contextlib.AbstractContextManager[AnswersRows]], output: BatchOutput, world: dist.World
 ) -> Iterator[AnswersRows]:
-    """Load the model. If that fails before any rank has written a row, no unfinished output remains."""
+    """Load the model. If that fails on the main rank before a rank has a part file, remove the unfinished output."""
     with contextlib.ExitStack() as stack:
         try:
             answering = stack.enter_context(start())

@@ -21,7 +21,7 @@ _MAX_FIRST_ROW = 64 << 20
 
 
 def is_request_file(data: Path) -> bool:
-    """Return whether the first line of a file is a request with the keys of OpenAI's batches."""
+    """Return whether a file ends in `.jsonl` and its first line has the keys of a request in OpenAI's batches."""
     if not data.is_file() or data.suffix != ".jsonl":
         return False
     with open_regular(data) as file:
@@ -68,7 +68,7 @@ class BodyRows:
             identity = {"custom_id": name if isinstance(name, str) else None}
             wrong = None
             if not isinstance(name, str):
-                wrong = "custom_id must be a text"
+                wrong = "custom_id must be a string"
             elif content.get("method", "POST") != "POST" or content.get("url") != URL:
                 wrong = f"only POST {URL} is answered"
             elif not isinstance(content.get("body"), dict):

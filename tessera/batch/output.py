@@ -2,7 +2,7 @@
 
 While rows are answered, each rank appends them to a part file in `OUT.parts`. A line of a part file has a checksum, the
 index of the row, whether it is an error, and the row. So lines which a kill or a full disk has damaged are recognised,
-and their rows are asked again. When all rows are answered, rank 0 writes them in order to OUT.
+and their rows are answered again. When all rows are answered, rank 0 writes them in order to OUT.
 `OUT.parts/settings.json` remains: it binds the answers to their input and options.
 """
 
@@ -49,8 +49,8 @@ class BatchOutput:
     def claimed(path: Path, rows: int, facts: Mapping[str, Any], overwrite: bool = False) -> Iterator[BatchOutput]:
         """Lock an output file for this process and continue it, or begin a new one.
 
-        `facts`: JSON of the input and the options. Refuse an output that was begun with other facts, and a file that
-        this function has not written.
+        `facts`: JSON of the input and the options. Unless `overwrite`, raise for an output that was begun with other
+        facts, for a finished output that was changed, and for a file without the folder of a batch.
         """
         folder = _folder_of(path)
         if path.exists() and not folder.exists() and not overwrite:

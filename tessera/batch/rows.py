@@ -72,7 +72,7 @@ class AnswerOptions:
         return {"max_new_tokens": self.max_new_tokens, **fields, "system": self.system}
 
 
-_OF_SAMPLING: dict[str, float] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}  # options without effect at temperature 0
+_OF_SAMPLING: dict[str, float] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}  # no effect at temperature 0 -> "off"
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 
 

@@ -52,6 +52,7 @@ def generate_answers(
 
     `root`: folder of media; None: the folder of the data. `max_new_tokens` None: 256. `overwrite`: answer all rows
     again. `seed`: each row derives its own from it. `sampling`: temperature, top_k, top_p, min_p, repetition_penalty.
+    In a file of requests each row sets its options: `system`, `max_new_tokens`, `adapters` and `sampling` are errors.
     Other arguments: see `load`.
     """
     folder, strengths = local_model(model), adapter_strengths(adapters)

@@ -189,7 +189,7 @@ def hash_file(path: Path) -> FileRecord:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder, a file or a link. Errors are ignored: the next start of a run tries again."""
+    """Remove a folder, a file or a link. Errors are ignored: the next save, resume or export tries again."""
     if folder.is_dir() and not folder.is_symlink():
         shutil.rmtree(folder, ignore_errors=True)
     else:  # rmtree would open the path, and opening a pipe waits for a writer

@@ -1,7 +1,8 @@
 """Read tensors of a published model's folder: names, shapes and dtypes from headers, and slices of tensors.
 
-Quantized weights (`checkpoint.quantized`) appear under their usual names in the dtype of config.json. Each is
-dequantized when it is read. The last dequantized tensor is cached, for further slices of it.
+Quantized weights (`checkpoint.quantized`) appear under their usual names in the dtype of config.json, or in bfloat16 if
+it names neither float32 nor float16. Each is dequantized when it is read. The last dequantized tensor is cached, for
+further slices of it.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class FolderTensors:
         self._stack.close()
 
     def read(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
-        """Return a tensor, or a box (offsets and sizes) of it. Quantized tensors are always read in full."""
+        """Return a tensor, or a box (offsets and sizes) of it. A quantized tensor is read in full, unless cached."""
         shape, all_soon = self.shapes[name], sizes is None
         offsets, sizes = offsets or [0] * len(shape), shape if sizes is None else sizes
         weight, last = self._quantized.get(name), self._last

@@ -33,8 +33,8 @@ _log = logging.getLogger("tessera")
 class Fp8Map(WeightMap):
     """Write the projections of a text decoder as fp8 with scales, and all other tensors unquantized.
 
-    Embeddings, head, norms, biases, routers and image encoders stay unquantized, as in published fp8 folders: they are
-    small, and quantizing them costs quality.
+    Embeddings, head, norms, biases, routers and image encoders stay unquantized, as in published fp8 folders:
+    quantizing them costs more quality than it saves memory.
     """
 
     kind: Quantization = "fp8"
@@ -203,6 +203,6 @@ def _foreign(weights: WeightMap, tensors: Mapping[str, Tensor], name: str) -> di
 
 
 def _module(foreign: str) -> str:
-    """Return the module name of a weight, such as `a.q_proj` of `a.q_proj.weight`; "" for any other parameter."""
+    """Return the module name of a weight, such as `a.q_proj` of `a.q_proj.weight`, or of stacked experts; else ""."""
     module, _, kind = foreign.rpartition(".")
     return module if kind == "weight" or module.endswith(".experts") else ""

@@ -57,7 +57,10 @@ Plans = dict[str, PlannedTensor]
 
 
 def _split_into_files(tensors: Mapping[str, Tensor], weight_map: WeightMap, shard_bytes: int) -> list[Plans]:
-    """Divide tensors into files of at most `shard_bytes`. All tensors made from one model tensor are in one file."""
+    """Divide tensors into files of at most `shard_bytes`. All tensors made from one model tensor are in one file.
+
+    If they are larger than `shard_bytes`, they get a larger file without other tensors.
+    """
     files: list[list[Plans]] = [[]]
     space = shard_bytes
     for names in dict.fromkeys(weight_map.group_of(name) for name in tensors):
@@ -83,7 +86,8 @@ def plan_folder(
 ) -> FolderPlan:
     """Plan a Hugging Face folder from the dtypes and shapes of native tensors.
 
-    `like`: tensor name -> file name in another folder. If it has all tensors, the new folder uses the same file names.
+    `like`: tensor name -> file name in another folder. If it has all tensors, the new folder uses the same file names,
+    unless that is a single file with another name than usual.
     """
     contents = _split_into_files(tensors, weight_map, shard_bytes)
     names, index = new_weight_files(config, len(contents))

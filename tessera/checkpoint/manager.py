@@ -54,7 +54,7 @@ class _Request:
 
 
 class CheckpointManager:
-    """Save and resume one run. Methods are collective: every rank calls them, and gets the same result or error."""
+    """Save and resume one run. Methods are collective unless noted: every rank calls them and gets the same result."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class CheckpointManager:
         """Make a manager. `frozen_source`: locates frozen weights that checkpoints do not store."""
         self.folder = folder
         self.report: SaveReport | None = None  # report of the last save
-        self.newest: Path | None = None  # last saved or loaded checkpoint, whose bytes are verified
+        self.newest: Path | None = None  # last checkpoint that was saved, or read by `load_newest` or `resume`
         self.folders = StepFolders(folder, keep, fault, free)
         self._frozen_source = frozen_source
         self._frozen: FrozenWeights | None = None  # weights that checkpoints of this run do not store
@@ -85,10 +85,10 @@ class CheckpointManager:
         self._layout = plan_save(Ranks.current(), self._stored(tensors))
 
     def save(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], config_text: str) -> Path:
-        """Write and publish a checkpoint, then remove all but the newest `keep`.
+        """Write and publish a checkpoint, then remove all but the newest `keep` and the protected one.
 
         `state` and `config_text` are taken from rank 0. If the disk is too full, older checkpoints are removed before
-        the write, but never the newest undamaged one.
+        the write, the protected one last, but never the newest undamaged one.
         """
         assert self._thread is None, "finish_background comes first"
         ranks = Ranks.current()
@@ -243,7 +243,7 @@ class CheckpointManager:
             self._frozen = FrozenWeights.of_source(Ranks.current(), self._frozen_source)
 
     def protect(self, step: int) -> None:
-        """Never remove the checkpoint of this step, which exists already.
+        """Keep the checkpoint of this step, which exists already, beyond the newest `keep`, unless the disk is full.
 
         The checkpoint that was protected before is removed if it is not among the newest `keep`.
         """

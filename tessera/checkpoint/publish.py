@@ -1,7 +1,7 @@
 """Publish a folder by one rename: files are written to a staging folder beside the target.
 
-A killed process leaves its staging folder `.staging-NAME~*` and no target. The next export to the same target removes
-that staging folder.
+A killed process leaves its staging folder `.staging-NAME~*` and no new target. The next export to the same target
+removes that staging folder.
 """
 
 from __future__ import annotations

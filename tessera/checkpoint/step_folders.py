@@ -66,11 +66,11 @@ class StepFolders:
         """Manage `folder`. `keep`: the number of checkpoints to keep. `free`: returns the free bytes of a disk."""
         assert keep >= 1, "at least one checkpoint must be kept"
         self.folder = folder
-        self.protected_step = -1  # the checkpoint of this step is never removed
+        self.protected_step = -1  # the checkpoint of this step is removed only if the disk is full
         self._keep, self._fault, self._free = keep, fault, free
 
     def newest_first(self) -> list[Stored]:
-        """Return all checkpoints with their manifests, newest first. Those without a manifest come first."""
+        """Return all checkpoints with their manifests, newest first. Those without a readable manifest come first."""
         if not self.folder.is_dir():
             return []
         paths = [path for path in self.folder.iterdir() if step_of(path) is not None and path.is_dir()]
@@ -135,7 +135,10 @@ class StepFolders:
     # ------------------------------------------------------------------------------------------ removing
 
     def protect(self, step: int) -> None:
-        """Never remove the checkpoint of this step. The checkpoint that was protected before may be removed again."""
+        """Keep the checkpoint of this step beyond the newest `keep`, unless the disk is full.
+
+        The checkpoint that was protected before is removed if it is not among the newest `keep`.
+        """
         self.protected_step = step
         stored = self.newest_first()
         newest = next((path for path, manifest in stored if isinstance(manifest, Manifest)), None)
@@ -167,10 +170,10 @@ class StepFolders:
         return True
 
     def free_space(self, needed: int, full: bool = False) -> bool:
-        """Remove old checkpoints, the oldest first, if that frees enough space for a new checkpoint.
+        """Remove old checkpoints, the oldest first and the protected one last, if that frees enough for a new one.
 
         Return whether a checkpoint was removed. The newest undamaged checkpoint is never removed. `full`: a write has
-        failed, so the disk is full even if it reports free space.
+        failed, so remove checkpoints even if the disk reports free space, or if they free too little.
         """
         if not self.folder.is_dir():
             return False

@@ -97,7 +97,7 @@ def _copies(chunks: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
 
 @dataclass(frozen=True)
 class SaveLayout:
-    """Hold which chunks of the checkpoint's tensors this rank writes. It is planned once per run."""
+    """Hold which chunks of the checkpoint's tensors this rank writes. It holds until names, shapes or dtypes change."""
 
     rank: int
     planner: DefaultSavePlanner

@@ -158,7 +158,7 @@ class StoredCheckpoint:
         return data_positions(path)
 
     def _check_fit(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raise unless the checkpoint contains every tensor, with the same shape."""
+        """Raise unless the checkpoint has every tensor with the same shape, and the manifest lists all tensor files."""
         stored = self.table.state_dict_metadata
         problems: list[str] = []
         for name, tensor in tensors.items():

@@ -45,7 +45,10 @@ def plan_reading(
     expected: Iterable[str],
     where: str,
 ) -> list[TensorSource]:
-    """Return the source of each name in `native`. `expected`: all names of the model, with those of other ranks."""
+    """Return the source of each name in `native`. Raise if tensors of the model are missing, or others are stored.
+
+    `expected`: all names of the model, with those of other ranks.
+    """
     weight_map = weight_map.for_names(available)
     stored_names = {weight_map.canonical(name): name for name in available}
     twins: dict[str, list[str]] = {}
@@ -221,7 +224,10 @@ _LARGEST = 1 << 53  # largest number accepted in config.json: floats are exact u
 
 
 def check_config_numbers(data: Mapping[str, Any], folder: Path) -> None:
-    """Raise if config.json contains an impossibly large number, or more layers than the folder has tensors."""
+    """Raise if config.json contains an impossibly large number, or more than 4096 layers and fewer tensors than layers.
+
+    4096 is `_LAYERS_ANYWAY`.
+    """
     most: int | None = None
     for name, number in _numbers(data, ""):
         if not math.isfinite(number) or abs(number) > _LARGEST:

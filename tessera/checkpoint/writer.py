@@ -56,7 +56,7 @@ class WriteJob:
 
     `weight_map`: map from native names to those of the target format. `reopen`: opens the written folder, to compare it
     with the source. `finish`: adds all other files and checks the folder. `rounded`: native tensors that are quantized,
-    and therefore not compared. `jobs`: number of threads; None: two more than processors.
+    and therefore not compared. `jobs`: number of threads; None: two more than processors, at most 8.
     """
 
     native: NativeTensors

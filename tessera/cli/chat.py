@@ -34,11 +34,11 @@ _WORDS = [line.split()[0] for line in HELP]
 def chat(
     model: Annotated[Path, typer.Argument(help="run, checkpoint, adapters or Hugging Face folder")],
     system: Annotated[str | None, typer.Option("--system", help="system message")] = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="tokens of an answer at most")] = 512,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="limit of the tokens of an answer")] = 512,
     temperature: Annotated[float, typer.Option("--temperature", help="0 takes the likeliest token")] = 0.0,
     top_k: Annotated[int, typer.Option("--top-k", help="0: no limit")] = 0,
     top_p: Annotated[float, typer.Option("--top-p", help="share of probability to sample from")] = 1.0,
-    seed: Annotated[int, typer.Option("--seed", help="of sampled answers")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="seed of sampled answers")] = 0,
     device: Annotated[str, typer.Option("--device", help="auto, cpu or an accelerator")] = "auto",
     dtype: Annotated[
         str | None, typer.Option("--dtype", help="float32, bfloat16 or float16; default: as stored")

@@ -71,7 +71,7 @@ def generate(
     model: Model = None,
     question: Question = None,
     image: Images = None,
-    seed: Annotated[int, typer.Option("--seed", help="of sampled answers, images and videos")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="seed of sampled answers, speech, images and videos")] = 0,
     device: Annotated[str, typer.Option("--device", help="auto, cpu or an accelerator")] = "auto",
     trust: TrustFlag = False,
     family: FamilyOption = None,
@@ -87,9 +87,11 @@ def generate(
     data: Annotated[Path | None, typer.Option("--data", help="text: file whose rows are answered to --out")] = None,
     root: Annotated[Path | None, typer.Option("--root", help="text: folder of the media of --data")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="text: answer all rows of --data again")] = False,
-    min_p: Annotated[float | None, typer.Option("--min-p", help="text: of --data, share of the likeliest")] = None,
+    min_p: Annotated[
+        float | None, typer.Option("--min-p", help="text, with --data: minimum probability, as a share of the largest")
+    ] = None,
     repetition_penalty: Annotated[
-        float | None, typer.Option("--repetition-penalty", help="text: of --data, 1 is none")
+        float | None, typer.Option("--repetition-penalty", help="text, with --data: repetition penalty; 1 is none")
     ] = None,
     transcript: Transcripts = None,
     speaker: Annotated[str | None, typer.Option("--speaker", help="speech: name or number of the voice")] = None,

@@ -17,7 +17,7 @@ def download(
     include: Annotated[
         list[str] | None, typer.Option("--include", help='only files like this, such as "*.json"; may be given again')
     ] = None,
-    data: Annotated[bool, typer.Option("--data", help="a data set, and no model")] = False,
+    data: Annotated[bool, typer.Option("--data", help="download a data set, not a model")] = False,
 ) -> None:
     """Download a model or a data set, without pickle files and code. An interrupted download is continued."""
     from tessera.runtime import log
@@ -34,9 +34,9 @@ def push(
     private: Annotated[bool, typer.Option("--private", help="a repository that others do not see")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print files and card, and send nothing")] = False,
     base: Annotated[
-        str | None, typer.Option("--base", help="org/name of the model it began from; default: as the run knows")
+        str | None, typer.Option("--base", help="org/name of the base model; default: that of the run or adapters")
     ] = None,
-    message: Annotated[str | None, typer.Option("--message", help="of the commit")] = None,
+    message: Annotated[str | None, typer.Option("--message", help="message of the commit")] = None,
 ) -> None:
     """Publish a model or adapters on Hugging Face or ModelScope, with a generated model card."""
     from tessera.tools.push import push as run

@@ -120,7 +120,7 @@ def _check_nodes(cluster: Cluster, timeout_s: float) -> Store | None:
         raise TesseraError(
             f"port {port} is in use",
             where=where,
-            fix="choose another port, or leave --port out",
+            fix="choose another port; on a single machine, --port may be left out",
             code="job.port-in-use",
         )
     if cluster.max_nodes == 1:

@@ -144,14 +144,15 @@ def convert(
         str,
         typer.Option(
             "--to",
-            help=f"hf, original (its makers'), {_SHARDS}or dcp; with --adapters: peft, diffusers, comfyui or kohya",
+            help=f"hf, original (format of the model's authors), {_SHARDS}or dcp; "
+            "with --adapters: peft, diffusers, comfyui or kohya",
         ),
     ] = "hf",
     layout: Annotated[
         str | None, typer.Option("--layout", help='of shards by rank: "{tp: 2, vit: [32, 0], llm: [10, 18]}"')
     ] = None,
     recipe: Annotated[
-        Path | None, typer.Option("--recipe", help="instead of --layout: as a run by this recipe is divided")
+        Path | None, typer.Option("--recipe", help="instead of --layout: the layout of a run of this recipe")
     ] = None,
     like: Annotated[
         Path | None, typer.Option("--like", help="Hugging Face folder with config.json, for shards, dcp and LoRA files")
@@ -167,7 +168,7 @@ def convert(
         str | None, typer.Option("--quantize", help="fp8 or fp8-block: projections in eight bits, for serving")
     ] = None,
     adapters: Annotated[
-        bool, typer.Option("--adapters", help="only the adapters, as PEFT keeps them or as --to says")
+        bool, typer.Option("--adapters", help="write only the adapters, in PEFT's format or that of --to")
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace another export or folder of weights")] = False,
     prove: ProveOption = "auto",

@@ -14,7 +14,7 @@ ProveOption = Annotated[
     str, typer.Option("--prove", help="auto, always or never: compare logits with those of transformers")
 ]
 Steps = Annotated[str, typer.Option("--steps", help="3 or 1-2, counted from 1")]
-Elements = Annotated[int, typer.Option("--elements", min=1, help="elements that are stored of one tensor, about")]
+Elements = Annotated[int, typer.Option("--elements", min=1, help="limit of the elements that are stored of a tensor")]
 Megabytes = Annotated[int, typer.Option("--megabytes", min=0, help="limit of all stored tensors of a rank, in MiB")]
 
 
@@ -66,7 +66,7 @@ def compare(
         list[str] | None,
         typer.Argument(
             metavar="[B] [KEY=VALUE]...",
-            help="the other side: a recording, recipe, run, transformers, diffusers, package.module:function, engine, "
+            help="compared with A: a recording, recipe, run, transformers, diffusers, package.module:function, engine, "
             "or a commit; and recipe keys, with a. or b. before those of one side",
         ),
     ] = None,
@@ -102,7 +102,7 @@ def compare(
         return
     if over is not None or command is not None or out is not None:
         raise TesseraError(
-            "--over, --command and --out need two sides",
+            "--over, --command and --out need A and B",
             where="tessera compare",
             fix="name both: tessera compare A B",
             code="parity.one-side",

@@ -267,7 +267,10 @@ def check_output(path: Path | None, option: str) -> None:
     existing = next((folder for folder in path.absolute().parents if folder.exists()), None)
     if existing is None or not existing.is_dir() or not os.access(existing, os.W_OK):
         raise TesseraError(
-            f"no permission to write to {existing}", where=option, fix="name another file", code="output.not-writable"
+            f"{existing} is not a folder with permission to write",
+            where=option,
+            fix="name another file",
+            code="output.not-writable",
         )
 
 

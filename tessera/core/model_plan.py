@@ -79,7 +79,8 @@ class PipelineUnit:
     """Describe modules that a pipeline assigns to stages: a module pattern, and the cost of each matching module.
 
     A stage may end after such a module if `output` is given. Units with a `stream` are layers, which `parallel.layers`
-    counts. The others (embeddings, norms, heads) are in the stage of the layer before them.
+    counts. The others (embeddings, norms, heads) are in the stage of the layer before them. Those
+    before the first layer are in its stage.
     """
 
     pattern: str

@@ -27,7 +27,7 @@ _TRIM_EVERY_S = 24 * 3600.0
 
 
 def user_cache(kind: str) -> Path:
-    """Return the cache folder of one kind of files: below TESSERA_CACHE, or below ~/.cache/tessera.
+    """Return the cache folder of one kind of files: below TESSERA_CACHE, or below XDG_CACHE_HOME or ~/.cache.
 
     If the user has no home folder, the path cannot be written, and `share` warns.
     """

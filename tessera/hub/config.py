@@ -32,10 +32,11 @@ def local_source(section: SourceSection, split: Split, where: str = "data") -> S
 
 
 def with_local_folders(config: RunConfig, *, weights: bool = True, resumed: bool = False) -> RunConfig:
-    """Return a recipe in which all paths are local. Models and data sets of a hub are downloaded.
+    """Return a recipe with local paths. Models and data sets of a hub are downloaded.
 
-    `weights=False`: download only model files that `tessera plan` needs, and no data. `resumed`: the recipe is one of
-    a run that continues. A failed download is then only reported, because the run folder has copies of most files.
+    `weights=False`: download only model files that `tessera plan` needs, and no data. A streamed training set is
+    not downloaded: it keeps its hub id, with a commit. `resumed`: the recipe is one of a run that continues. A failed
+    download is then only reported, because the run folder has copies of most files.
     """
     try:
         model = _local_section(config.model, weights)
@@ -54,7 +55,7 @@ def with_local_folders(config: RunConfig, *, weights: bool = True, resumed: bool
 
 
 def _pinned_source(section: SourceSection, split: Split, where: str) -> SourceSection:
-    """Return the section of a streamed data set with the newest commit in its hub id. No file is downloaded."""
+    """Return the section of a streamed data set with a commit in its hub id. No file is downloaded."""
     id = find_hub_id(section.path, "dataset", where)
     pinned = None if id is None else str(remote_shards(id, where).id)
     return section if pinned is None else section.model_copy(update={"path": Path(pinned), "hub_id": pinned})
@@ -76,7 +77,10 @@ def _local_section(section: ModelSection, weights: bool) -> ModelSection:
 
 
 def _gone(path: Path | None, hub_id: str | None, kind: Any, where: str) -> HubId | None:
-    """Return the hub id of a path whose download was deleted; None if the path exists or never had a hub id."""
+    """Return the hub id of a path whose download was deleted.
+
+    Return None if the path or its parent folder exists, or if there is no hub id.
+    """
     if hub_id is None or (path is not None and (path.exists() or path.parent.is_dir())):
         return None
     return parse_hub_id(hub_id, kind, where)

@@ -69,7 +69,8 @@ class Fetched:
 def fetch(id: HubId, where: str, *, to: Path | None = None, wanted: Wanted | None = None) -> Fetched:
     """Return the local folder of a model or data set of a hub. Download it if files are missing.
 
-    If several processes call this at once, one downloads and the others wait. All ranks of a job get the same commit.
+    If several processes call this at once, one downloads and the others wait. All ranks of a job on this machine get
+    the same commit.
     """
     wanted, client = wanted or Wanted(), hub_client(id, where)
     if to is not None:

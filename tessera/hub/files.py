@@ -111,9 +111,10 @@ class DataFiles:
 
 
 def data_files(names: Sequence[str], id: HubId, split: Split, include: Sequence[str] = ()) -> DataFiles:
-    """Return the files of a split: those of `include` or `id.inside`, else by words (train, test) in file names.
+    """Return the files of a split: those of `include` or `id.inside`, else by metadata files or words in file names.
 
-    `id.inside` is a file, a folder or a glob pattern.
+    `id.inside` is a file, a folder or a glob pattern. The words are train, test and others; with a metadata file, all
+    files of its folder belong to the split.
     """
     readable = [name for name in names if is_plain(name) and suffix_of(name) in DATA_SUFFIXES]
     if include:

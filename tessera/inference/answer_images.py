@@ -22,13 +22,13 @@ from tessera.runtime.files import replace_file
 FOLDER = "answer_images"
 COPIES = "shown"  # key that `with_copies` adds to a row of `answers.jsonl`: {file, width, height} or None per image
 MOST_COPIES = 400
-_MOST_IMAGES = 6  # limit of copied images per row of `answers.jsonl`
+_MOST_IMAGES = 6  # limit of copied files per row of `answers.jsonl`
 
 
 def with_copies(folder: Path, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Copy the images of rows of `answers.jsonl` into a run folder. Return the rows with the names of the copies.
+    """Copy images and recordings of rows of `answers.jsonl` into a run folder. Return the rows with their names.
 
-    At most `MOST_COPIES` images are copied, first those of wrong answers.
+    At most `MOST_COPIES` files are copied, first those of wrong answers, and at most 6 of a row.
     """
     copies: dict[str, dict[str, Any] | None] = {}
     for row in sorted(rows, key=lambda row: bool(row["correct"])):

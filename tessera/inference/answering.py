@@ -48,7 +48,7 @@ def answers_to_all(
 ) -> Iterator[tuple[T, Answer | BaseException]]:
     """Yield each item with its answer, or with its own error, in the order in which they end.
 
-    `at_once`: number of requests in the engine at a time, running or waiting. `on_step` is called after each step with
+    `at_once`: limit of requests in the engine at a time, running or waiting. `on_step` is called after each step with
     the number of new tokens. An error that is not due to a single item is raised.
     """
     source, more = iter(items), True
@@ -144,7 +144,10 @@ def _answers_of_group(
     on_step: Callable[[int], None],
     context: int | None,
 ) -> Iterator[tuple[int, T, Answer | BaseException]]:
-    """Answer a group of items at once. If one cannot be answered, each is answered alone."""
+    """Answer a group of items at once.
+
+    Each item is answered alone if one cannot be answered, or if the context limits their answers.
+    """
     inner = processor.processor
     assert isinstance(inner, LanguageProcessor)
     try:
@@ -189,7 +192,7 @@ def context_of(config: Section, field: str = "max_position_embeddings") -> int |
 def room_after(prompt: int, wanted: int, context: int | None) -> int:
     """Return how many of the wanted tokens, or frames of speech, fit into the context after a prompt.
 
-    Raise if the prompt fills the context. None: no limit.
+    Raise if the prompt fills the context. `context` None: no limit.
     """
     if context is None:
         return wanted

@@ -87,7 +87,7 @@ def read_record(folder: Path) -> ExportRecord | None:
 
 
 def changes_since(folder: Path, record: ExportRecord) -> list[str]:
-    """Return descriptions of all missing, changed and added files of an exported folder."""
+    """Return descriptions of missing and changed files of an export, and of added files that libraries load."""
     problems, present = [], _files_in(folder)
     for name, sha256 in record.files.items():
         if name not in present:

@@ -64,7 +64,9 @@ def find_model(
     if family is not None:
         what = "a run names its family itself"
         raise TesseraError(what, where="family", fix="leave it out", code="model.family-of-run")
-    recipe = saved_config(folder) if origin == "run" else None  # the model section is taken from the newest checkpoint
+    recipe = (
+        saved_config(folder) if origin == "run" else None
+    )  # family, preset and config of the model are those of the newest checkpoint
     settings = load_config(recipe or read_saved(folder / CONFIG))
     check_trusted(find_file(folder, CONFIG).parent, model_code(settings.model), trust)
     files = _processor_folder(folder if origin == "run" else folder.parent.parent, settings)

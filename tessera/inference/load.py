@@ -140,7 +140,7 @@ class ModelDescription:
 
 
 def describe(path: str | Path, *, family: str | None = None, trust: Trust = False) -> ModelDescription:
-    """Return what `load` would return with these arguments, without weights."""
+    """Describe the model that `load` would return with these arguments. Weights are not read."""
     folder = local_model(path)
     check_class_known(folder)
     source = find_model(folder, None, trust, None, family)

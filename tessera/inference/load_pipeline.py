@@ -104,7 +104,7 @@ def _by_expert(
 
 
 def _home(source: FoundModel, parts: Path | None) -> Path:
-    """Return the diffusers folder with VAE and text encoders: `parts`, or the folder of the model."""
+    """Return the diffusers folder with VAE and text encoders: `parts`, else that of the run or of the model."""
     folder = parts or source.parts or source.section.path
     home = None if folder is None else pipeline_folder(folder)
     if home is not None:

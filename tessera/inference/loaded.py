@@ -132,8 +132,8 @@ class LoadedModel(nn.Module):
 
         `on_text` is called with each new part of the answer, for one prompt only. The engine answers all prompts
         together; a class of another library answers with its own method (see `OwnGeneration`). Each prompt samples with
-        a seed that follows from `seed` and its number (`Sampling.nth`). `turns`: reuses its KV cache for later prompts
-        that begin in the same way.
+        a seed that follows from `seed` and its number (`Sampling.nth`). `turns`: an engine that reuses its KV
+        cache for later prompts that begin in the same way; a class of another library ignores it.
         """
         if self.spec.gives(REWARDS):
             raise _reward_model()

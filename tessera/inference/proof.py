@@ -44,7 +44,7 @@ from tessera.runtime.progress import human_bytes
 from tessera.weights.layouts import CLASS_NAME, folder_layout
 
 Prove = Literal["auto", "always", "never"]
-AUTO_BYTES = 4 << 30  # prove=auto does not compare models with more float32 weights than this, which takes minutes
+AUTO_BYTES = 4 << 30  # prove=auto does not compare more bytes of float32 weights: it takes minutes
 _SHARE = 4  # prove=auto uses at most 1/4 of the free memory
 # The outputs may differ by this multiple of the change that results if every weight is rounded once.
 _ROUNDINGS = 8.0
@@ -82,8 +82,9 @@ def prove_folder(folder: Path, spec: ModelSpec, config: Any, when: Prove = "auto
     """Compare a folder's config.json with the trained `config`, and outputs of the model with another library.
 
     The library is transformers (logits) or diffusers (latents). One rank calls this. `when` "auto": skip the library if
-    it has no class for the model, or if the comparison would take long or much memory; other obstacles (a missing
-    package, a chat template that refuses the messages) are warnings. "always": raise instead. "never": compare nothing.
+    it is not installed, if it has no class for the model, or if the comparison would take long or much memory; errors
+    of the comparison (a package that the library needs, a chat template that refuses the messages) are warnings.
+    "always": raise instead. "never": compare nothing.
     """
     library = "diffusers" if CLASS_NAME in folder_layout(folder).config() else "transformers"
     untrue = () if when == "never" else tuple(_untrue_fields(folder, spec, config))
@@ -302,7 +303,7 @@ class OurModel:
         self.processor = processor if isinstance(processor, ChatProcessor) else None
 
     def media(self) -> list[Part]:
-        """Return an image, a recording or both: inputs that the model supports."""
+        """Return an image, a recording, both or none: inputs that the model supports."""
         processor = self.processor
         if processor is None:
             return []

@@ -112,7 +112,7 @@ def question_of(sample: Sample | RecordError, root: Path, processor: object = No
 def _with_regions(question: Question, answer: Message, processor: object) -> Question:
     """Return a question with the boxes and points of its answer.
 
-    These are `regions` of the sample, or are read from the answer's text in the family's format.
+    These are `regions` of the sample, or, for one image, are read from the answer's text in the family's format.
     """
     if not isinstance(processor, VisionProcessor):
         return question

@@ -48,7 +48,8 @@ def with_checkpoints(path: Path) -> Path:
 def saved_config(folder: Path) -> dict[str, Any] | None:
     """Return the recipe to resume a run with; None if there is none.
 
-    It is the recipe of the run folder, with the `model` section of the newest checkpoint, which matches its weights.
+    It is the recipe of the run folder, with family, preset and config of the model from the newest checkpoint, which
+    match its weights.
     """
     recipe = find_file(folder, CONFIG)
     checkpoint = CheckpointManager(find_file(folder, "checkpoints"), keep=1).folders.newest_with(CONFIG)

@@ -111,7 +111,7 @@ class StoredAdapters:
         return m if adapter.dora else None
 
     def adapter(self, layer: str, module: str, rank: int, stated: tuple[float, float] | None) -> Adapter:
-        """Return the adapter settings of a layer. Raise if the configuration and its matrices have different ranks.
+        """Return the adapter settings of a layer. Raise if rank or alpha is invalid, or the configured rank differs.
 
         `stated`: (rank, alpha) of the configuration.
         """
@@ -193,7 +193,8 @@ def open_adapters(path: Path, part: str = FIRST) -> StoredAdapters:
             alphas[key.removesuffix(_ALPHA)] = _alpha(key, tensor, str(file))
         elif not (".diff" in key and not tensor.any()):  # a full weight difference is accepted if it is all zeros
             raise TesseraError(
-                f"{key} is not part of a plain LoRA adapter: DoRA, LoKr, LoHa and full differences are not supported",
+                f"{key} is not part of a plain LoRA adapter: LoKr, LoHa, full differences, and DoRA outside of PEFT "
+                "folders are not supported",
                 where=str(file),
                 allowed=["lora_A and lora_B", "lora_down, lora_up and alpha"],
                 code="adapter.not-plain-lora",
@@ -263,7 +264,10 @@ def parts_in(path: Path) -> set[str]:
 
 
 def _stripped(names: Sequence[str], part: str, where: str) -> tuple[str, dict[str, str]]:
-    """Return the prefix of a file's names, and name -> name without prefix, for the expert `part` only."""
+    """Return the prefix of a file's names, and name -> name without prefix.
+
+    If the file has adapters of both experts, return only those of `part`.
+    """
     texts = [name for name in names if name.startswith(_TEXT_ENCODERS)]
     if texts:
         raise TesseraError(

@@ -42,7 +42,7 @@ def save_adapters(
 
     `saved`: fully trained parameters to write as well. `forms`: the formats to write. `language` and `reward` select
     PEFT's task type: a language model, or a reward model. `takes_tokens`: whether the class of transformers takes
-    `input_ids`, as PEFT expects of these task types; otherwise the task type is left out.
+    `input_ids`, as PEFT expects of a language model; otherwise a language model gets no task type.
     """
     check_forms(forms, weight_map, language, str(folder))
     assert weight_map is not None, "checked"

@@ -1,8 +1,9 @@
 """Translate LoRA matrices between native layers (of Tessera's model) and layers of a file, and merge them into weights.
 
-If a native layer is several foreign layers (q, k, v), or the reverse, their adapters become one adapter: the matrices
-are concatenated, the ranks add up, and the product is exactly the same. PiSSA is exported as plain LoRA of twice the
-rank: B A minus its initial value.
+If a native layer is several foreign layers (q, k, v), their adapters become one adapter on import; if a foreign layer
+is several native layers, they become one on export. The product stays the same: adapters that share A keep it and join
+their B, otherwise the matrices are placed side by side and the ranks add up. PiSSA is exported as plain LoRA of twice
+the rank: B A minus its initial value.
 
 A weight map has rules for weights. The name of a module is here the name of its weight without `.weight`. "Canonical"
 names are spelled as in the rules of the weight map, names "in memory" as in the classes of transformers and in PEFT.
@@ -178,7 +179,7 @@ def _rows(op: TensorChunk, members: Sequence[Factors | None]) -> list[int]:
 
 
 def _same_input(members: Sequence[Factors]) -> bool:
-    """Return whether all adapters have the same matrix A, so that only their B matrices need joining."""
+    """Return whether all adapters have the same settings and matrix A, so that only B needs joining."""
     first = members[0]
     return all(factors.adapter == first.adapter and torch.equal(factors.a, first.a) for factors in members)
 

@@ -54,9 +54,10 @@ def part_of(model: Path | None) -> str:
 def settled(
     section: LoraSection, parameters: Iterable[str], weight_map: WeightMap | None, part: str = FIRST
 ) -> LoraSection:
-    """Fill in targets, rank and alpha from the adapters that a recipe starts from (`model.lora.path`).
+    """Fill in targets, rank, alpha and options from the adapters that a recipe starts from (`model.lora.path`).
 
-    `parameters`: names of all parameters of the model. `part`: see `part_of`.
+    Return the section unchanged if it has no path, or lists targets. `parameters`: names of all parameters of the
+    model. `part`: see `part_of`.
     """
     path, parameters = section.path, list(parameters)
     if path is None or section.targets:

@@ -1,6 +1,6 @@
 """Add LoRA adapters to chosen linear layers and experts of a module on the meta device.
 
-All other parameters are frozen.
+All other parameters are frozen, except those of `modules_to_save`.
 """
 
 from __future__ import annotations

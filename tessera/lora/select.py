@@ -165,7 +165,7 @@ def choose(
         chosen = dict.fromkeys(default, adapter_of(section))
     if not chosen:
         raise TesseraError(
-            "there is no layer to adapt: the text blocks of this model have no plain linear layer",
+            "there is no layer to adapt: the decoder blocks of this model have no plain linear layer",
             where="model.lora.targets",
             fix="name linear layers in model.lora.targets",
             code="adapter.no-layer",

@@ -87,15 +87,16 @@ def _advice(with_code: bool) -> str:
 def resolve(section: ModelSection) -> tuple[ModelSpec, Section]:
     """Return the family and the full configuration of a recipe's `model` section.
 
-    The configuration comes from a preset or from a folder's config.json, changed by the fields in `model.config`. The
-    head is `model.head`, or the head of the weights at `model.path`.
+    The configuration comes from a preset, a folder's config.json or a run folder's config.yaml, else from the class's
+    defaults. The fields in `model.config` change it. The head is `model.head`, or the head of the weights at
+    `model.path`.
     """
     spec, config = _resolve(section)
     return (with_reward_head(spec) if (section.head or stored_head(section, spec)) == "reward" else spec), config
 
 
 def stored_head(section: ModelSection, spec: ModelSpec) -> Literal["language", "reward"]:
-    """Return which head the weights at `model.path` have; "language" if `model.path` is not set.
+    """Return which head the weights at `model.path` have; "language" if it is not set or does not exist.
 
     The family `transformers` always returns "language": its classes contain their own heads.
     """
@@ -158,7 +159,7 @@ def folder_config(spec: ModelSpec, folder: Path) -> Section:
 
 @contextmanager
 def _or_by_the_library(spec: ModelSpec, model_type: str) -> Iterator[None]:
-    """Add the fix `model.family=transformers` to errors about unsupported values of config.json."""
+    """Add the fix `model.family=transformers` to errors about unsupported values, if transformers has the class."""
     try:
         yield
     except UnsupportedValueError as error:

@@ -27,7 +27,7 @@ NEXT_CODES = "next_codes"  # batch tensor [codebooks, T]: codes of the frame tha
 CODED = "coded"  # batch tensor [N]: positions at which the codes of the next frame are trained on
 TEXT_LOGITS = "text_logits"  # output: logits of the text of a conversation, of a model that also trains its thinker
 TEXT_LABELS = "thinker.labels"  # batch tensor [L]: labels of that text
-TEXT_TRAINED = "thinker.trained"  # batch tensor [N]: its positions with a label
+TEXT_TRAINED = "thinker.trained"  # batch tensor [N]: positions in `TEXT_LABELS` that have a label
 CODE_OUTPUTS = "codes.{*}"  # pattern of the names of outputs with the logits of a codebook
 
 

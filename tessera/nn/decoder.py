@@ -122,7 +122,10 @@ class DecoderLayer(nn.Module):
         return out if used is None else (out, used)
 
     def projections(self) -> list[list[nn.Linear]]:
-        """Return groups of linear maps with the same input; empty if adapters, sharding or experts changed them."""
+        """Return groups of linear maps with the same input, without those of experts.
+
+        The result is empty if the layer has adapters, output norms or another class of MLP, or if it is sharded.
+        """
         attn, mlp = self.attn, self.mlp
         if attn.calls_layers or (isinstance(mlp, GatedMLP) and mlp.calls_layers):
             return []
@@ -137,7 +140,7 @@ class DecoderLayer(nn.Module):
         return groups if plain else []
 
     def decode_weights(self) -> LayerWeights | None:
-        """Return the weights for `decode_layers`, or None if the layer has adapters, is sharded or not joined."""
+        """Return the weights for `decode_layers`; None if `projections` is empty or its weights are not adjacent."""
         groups = self.projections()
         weights = [adjacent([linear.weight for linear in group]) for group in groups]
         if not groups or any(weight is None for weight in weights):

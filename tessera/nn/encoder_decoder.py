@@ -52,8 +52,9 @@ class EncoderDecoder(CausalLMBase):
     ) -> Outputs | Tensor:
         """Return the outputs by name.
 
-        `logits`: apply the head to all tokens, or ("last") to the last token of each segment. `cache` and `step`: the
-        KV cache, and how this call uses it. The first call with a cache encodes the recordings; later calls read none.
+        `logits`: apply the head to all tokens, or ("last") to the last token of each segment (with `step`: to the
+        tokens `step.last`). `cache` and `step`: the KV cache, and how this call uses it. The first call with a cache
+        encodes the recordings; later calls read none.
         """
         text: CrossDecoder | None = self.text
         memory = None if carry is None else carry

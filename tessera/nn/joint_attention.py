@@ -255,5 +255,5 @@ class SingleBlock(nn.Module):
 
 def _vectors(modulation: Tensor, samples: Tensor, size: int) -> tuple[Tensor, ...]:
     """Split a modulation [samples, n * size] into n tensors [T, size], or [1, size] for a single sample."""
-    # Copies instead of views: backward needs only some of them, and a view would keep all in memory.
+    # For several samples `spread` copies: backward needs only some vectors, and a view would keep all in memory.
     return tuple(spread(vector, samples) for vector in torch.split(modulation, size, dim=-1))

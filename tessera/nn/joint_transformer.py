@@ -46,7 +46,7 @@ class TransformerShape:
     text_norm: bool = False  # RMS norm of text embeddings
     rope_axes: tuple[int, ...] = ()  # dimensions of a head that each position axis rotates; empty: no rotation
     table: int = 0  # rows and columns in the table of fixed position embeddings; 0: no table
-    table_base: int = 0  # rows and columns of the table are scaled to positions from 0 to this number
+    table_base: int = 0  # positions of the table's rows and columns are from 0 to below this number
     dual_blocks: tuple[int, ...] = ()  # double blocks with additional attention among latents
     last_rest: TextRest = "kept"  # what the last double block does with text if no single block follows
     reference_time: bool = False  # whether latents of reference images have timestep 0

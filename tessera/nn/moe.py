@@ -110,7 +110,8 @@ class Balance(ExpertBalance):
         """Return statistics [2, R, E]: how often each expert was chosen in each row, and its summed router
         probabilities.
 
-        Both count all tokens of a row. Gradients flow through the probabilities of this rank's tokens.
+        None if the coefficient of the loss is 0. Both count all tokens of a row. Gradients flow through the
+        probabilities of this rank's tokens.
         """
         if self.coefficient == 0:
             return None

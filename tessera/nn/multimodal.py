@@ -98,8 +98,8 @@ class MultimodalModel(CausalLMBase):
     ) -> Outputs | Tensor:
         """Return the outputs by name.
 
-        `logits`: apply the main head to all tokens, or ("last") to the last token of each segment. `cache` and `step`:
-        the KV cache, and how this call uses it.
+        `logits`: apply the main head to all tokens, or ("last") to the last token of each segment (with `step`: to the
+        tokens `step.last`). `cache` and `step`: the KV cache, and how this call uses it.
         """
         x = carry
         if self.encodes:

@@ -21,7 +21,7 @@ from tessera.ops.rows import padded_slots, segment_of
 
 AttentionBackend = Literal["auto", "fused", "sdpa", "eager"]  # allowed values of model.config.attention
 
-# If padding multiplies the number of tokens by less than this, one padded call is faster than a loop.
+# If padding multiplies the number of tokens by at most this, one padded call is faster than a loop.
 _MAX_PADDED_SHARE = 2.0
 
 

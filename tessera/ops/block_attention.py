@@ -35,7 +35,7 @@ def block_attention(
     Log-sum-exp is in fp32 or wider. With `segments`, queries and keys are the same packed tokens; without segments
     there is no mask. Autograd is not supported.
     """
-    assert segments is not None or not causal, "a rectangle has no mask"
+    assert segments is not None or not causal, "causal attention needs segments"
     run = BLOCK_ATTENTION.choose(implementation, "plain", q.device, q.dtype)
     out: tuple[Tensor, Tensor] = run(q, k, v, segments, causal, scale)
     return out

@@ -19,7 +19,7 @@ from tessera.ops.rows import padded_slots, segment_of
 from tessera.runtime.torch_internals import flash_attention_backward, flash_attention_forward
 
 Gradients = tuple[Tensor, Tensor, Tensor]
-# If padding multiplies the number of tokens by less than this, one padded call is faster than a loop.
+# If padding multiplies the number of tokens by at most this, one padded call is faster than a loop.
 _MAX_PADDED_SHARE = 2.0
 
 

@@ -1,7 +1,7 @@
 """Triton kernels of a decoder layer that computes one new token per row.
 
-At few rows a layer reads its weights in 25 microseconds, and each kernel costs two more. So these kernels do what the
-modules of a layer do in two to six.
+At few rows a layer reads its weights in 25 microseconds, and each kernel costs two more. So each of these kernels
+does what the modules of a layer do in two to six kernels.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class LinearLaunch(NamedTuple):
 LAUNCHES = {
     "gate": LinearLaunch(4, 1024, 4, 1),  # the gate and up projections in one product
     "wide": LinearLaunch(2, 1024, 4, 1),  # products with more than 4,096 inputs, such as the down projection
-    "small": LinearLaunch(2, 1024, 4, 1),  # all other products: projections of attention
+    "small": LinearLaunch(2, 1024, 4, 1),  # all other products, such as the projections of attention
 }
 
 

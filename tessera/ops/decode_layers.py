@@ -1,6 +1,7 @@
 """Compute the layers of a decoder for one new token per row, with few kernels.
 
-Modules of a layer are not called: `nn.decoder` passes the weights of layers in which nothing but them matters.
+Only a mixture of experts is called as a module. `nn.decoder` passes the weights of all other modules of a layer, if the
+layer has no adapters, no output norms, and is not sharded.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class LayerWeights:
 
 
 def can_decode(x: Tensor) -> bool:
-    """Return whether `decode_layers`, which has no backward pass, works for the device and dtype of `x` here."""
+    """Return whether `decode_layers` can run on `x`: without gradients, outside of compiled graphs, on this device."""
     fits = x.dtype in (torch.bfloat16, torch.float16, torch.float32)
     idle = torch.is_grad_enabled() or torch.compiler.is_compiling() or devices.supports(x.device, "no_values")
     return fits and not idle and devices.supports(x.device, "triton")

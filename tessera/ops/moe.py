@@ -52,7 +52,7 @@ def collect_rows(y: Tensor, at: ExpertOrder) -> Tensor:
 def weigh_choices(y: Tensor, weights: Tensor) -> Tensor:
     """Return the sums [T, D] of `y` [T * k, D], in order of choices, weighted by `weights` [T, k]."""
     sums = torch.bmm(weights.unsqueeze(1).to(y.dtype), y.view(*weights.shape, y.shape[1]))
-    # also for a single choice: `squeeze` would return a view, which FSDP hooks of experts do not support
+    # a sum over one entry: `squeeze` would return a view, which FSDP hooks of experts do not support
     return sums.sum(1)
 
 

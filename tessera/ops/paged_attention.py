@@ -122,7 +122,7 @@ def paged_attention_kernel(
 ):
     """Compute a part of a row for the GROUP query heads of a KV head. ALONE: a row has one part, `parts` is the output.
 
-    HEADS and WIDTH are GROUP and SIZE, rounded up to powers of two.
+    HEADS and WIDTH are GROUP and SIZE, rounded up to powers of two of at least 16.
     """
     row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths_at + row).to(tl.int32)

@@ -254,7 +254,7 @@ def axial_angles(positions: Tensor, dim: int, theta: float) -> Angles:
 def axes_angles(positions: Tensor, sizes: Sequence[int], theta: float) -> Angles:
     """Return angles for `positions` [A, T]. Axis a rotates `sizes[a]` dimensions of a head, with its own frequencies.
 
-    Products are computed in fp64, as in diffusers.
+    Products are computed in fp64, as in diffusers, or in fp32 on Ascend devices.
     """
     wide = positions.to(devices.sum_dtype(positions.device)).unsqueeze(-1)
     parts = [at * _frequencies(size, theta, at.device, at.dtype) for at, size in zip(wide, sizes, strict=True)]
@@ -265,8 +265,8 @@ def axes_angles(positions: Tensor, sizes: Sequence[int], theta: float) -> Angles
 def rotate(x: Tensor, angles: Angles, *, pairs: bool = False, implementation: str = AUTO) -> Tensor:
     """Return `x` [T, H, D] rotated by the angles of its positions.
 
-    Coordinates are the two halves of a head or, with `pairs`, adjacent dimensions. With fewer than D / 2 angles, only
-    the first dimensions of each head are rotated.
+    An angle rotates two dimensions: one of each half of the rotated ones or, with `pairs`, two adjacent ones. With
+    fewer than D / 2 angles, only the first dimensions of each head are rotated.
     """
     run = ROTATE.choose(implementation, "pairs" if pairs else "plain", x.device, x.dtype)
     out: Tensor = run(x, angles)

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 1024  # tensor elements per thread block of SwiGLU
-_TILE = 4096  # maximum number of tensor elements per thread block of a rotation, but at least one head
+_TILE = 4096  # maximum number of rotated pairs of elements per thread block, but at least one head
 
 
 def launch_swiglu(gate: Tensor, up: Tensor, out: Tensor) -> None:

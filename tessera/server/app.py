@@ -316,7 +316,7 @@ class Endpoints:
         return Json({"version": __version__})
 
     async def metrics(self, request: Request) -> Response:
-        """Answer /metrics. A long step of the engine delays no scrape: its figures are then left out."""
+        """Answer /metrics. If the engine does not answer within 2 s, its figures are left out."""
         future = asyncio.wrap_future(self.service.engine.call(lambda engine: engine.stats()))
         done, _ = await asyncio.wait({future}, timeout=_STATS_S)
         stats = future.result() if done else None

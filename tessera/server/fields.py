@@ -236,9 +236,11 @@ class ChatRequest(SamplingFields):
             raise ValueError("continue_final_message cannot be used with tools")
         spoken = "audio" in (self.modalities or ())
         if (self.audio is not None and not spoken) or (spoken and self.continue_final_message):
-            raise ValueError('audio needs modalities: ["text", "audio"], and an answer that begins with its message')
+            raise ValueError(
+                'audio needs modalities: ["text", "audio"], and cannot be used with continue_final_message'
+            )
         if self.audio is not None and self.audio.format == "wav" and self.stream:
-            raise ValueError('audio.format is "pcm16" in a stream')
+            raise ValueError('audio.format must be "pcm16" in a stream')
         return self
 
 

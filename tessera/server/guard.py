@@ -165,7 +165,7 @@ class Admission:
 
     @contextmanager
     def answers(self, count: int) -> Iterator[None]:
-        """Count answers while the `with` block runs. Raise if there are too many."""
+        """Count answers while the `with` block runs. Raise if they are too many beside those of other requests."""
         if self._answers and self._answers + count > self._settings.max_requests:
             raise ApiError(
                 429,

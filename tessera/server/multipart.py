@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tessera.server.errors import ApiError
 
 _MOST_PARTS = 32
-_MOST_HEADERS = 1024  # bytes of the headers of a part
+_MOST_HEADERS = 1024  # limit of the bytes of the headers of a part
 _BOUNDARY = re.compile(r'(?:^|;)\s*boundary=(?:"([^"\r\n]{1,70})"|([^\s;"]{1,70}))\s*(?:;|$)', re.IGNORECASE)
 _DISPOSITION = re.compile(rb"^content-disposition:\s*form-data\s*;(.*)$", re.IGNORECASE)
 # Matches a parameter of the header Content-Disposition. Clients write quotes in names as %22 or \".

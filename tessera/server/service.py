@@ -56,7 +56,7 @@ class AnswerJob:
 
 @dataclass
 class Service:
-    """Hold what the endpoints share. `family`: name of the model's family, which has its own form of tool calls."""
+    """Hold what the endpoints share. `family`: the model's family, which determines forms of tool calls."""
 
     settings: Settings
     engine: EngineAccess
@@ -78,7 +78,7 @@ class Service:
 
     @cached_property
     def _helpers(self) -> ThreadPoolExecutor:
-        """Return the threads that tokenize plain texts."""
+        """Return the threads that tokenize plain texts and decode tokens."""
         return ThreadPoolExecutor(4, "helper")
 
     @cached_property
@@ -261,7 +261,12 @@ class Service:
                 code="context_length_exceeded",
             )
         if request.min_tokens > (room if most is None else most):
-            raise ApiError(400, "min_tokens is larger than max_tokens", param="min_tokens", code="invalid_value")
+            raise ApiError(
+                400,
+                "min_tokens is larger than max_tokens, or than the rest of the context",
+                param="min_tokens",
+                code="invalid_value",
+            )
         if request.priority and not self.settings.allow_priority:
             message = "this server treats all requests alike, unless it is started with --allow-priority"
             raise ApiError(400, message, param="priority", code="priority_not_allowed")

@@ -27,7 +27,7 @@ REFUSED = {
     "instructions": "this model reads no instructions about its voice",
     "stream": "set stream_format to audio or sse",
 }
-_LONGEST = 4096  # characters of a text to speak, as in OpenAI's API
+_LONGEST = 4096  # limit of the characters of a text to speak, as in OpenAI's API
 _TYPES = {"wav": "audio/wav", "pcm": "audio/pcm"}
 
 

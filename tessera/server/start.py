@@ -33,7 +33,7 @@ from tessera.server.tokens import Tokens
 from tessera.server.voice import NoTextEngine, Voice
 
 _LENGTH = 32768  # context length of models whose configuration does not state it
-_SLOTS = 8  # adapters that may be loaded at a time
+_SLOTS = 8  # limit of adapters that are loaded at a time, unless --adapter names more
 # Limit of the pixels in all frames of an animation. A slow core decodes 5 to 50 megapixels per second, and other
 # prompts wait.
 _ANIMATION_PIXELS = 200_000_000
@@ -51,7 +51,7 @@ class ModelOptions:
     family: str | None = None
     trust: bool = False
     adapters: Mapping[str, Path] = field(default_factory=dict)  # served name -> folder of the adapter
-    max_length: int | None = None  # None: the context of the model, or what the cache holds
+    max_length: int | None = None  # None: the context of the model, or the room of the cache if that is smaller
     rows: int = 256
     blocks: int | None = None
     speak: bool = False  # whether to load the talker of the folder, too, which speaks answers

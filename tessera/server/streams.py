@@ -56,7 +56,7 @@ def error_of(error: BaseException) -> ApiError:
 
 
 async def in_time(chunks: AsyncGenerator[T, None], deadline: float) -> AsyncGenerator[T, None]:
-    """Yield chunks until a deadline, which is a time of the event loop's clock."""
+    """Yield chunks. Raise at a deadline, which is a time of the event loop's clock."""
     async with aclosing(chunks):
         while True:
             try:

@@ -25,7 +25,7 @@ from tessera.server.errors import ApiError, of_tessera
 T = TypeVar("T")
 Check = Callable[[], None]  # raises if nobody waits for the speech any more
 Speak = Callable[[Check, OnSound | None], Speech]
-_PATIENCE_S = 0.5  # how often a thread that waits for the engine looks whether the client has left
+_PATIENCE_S = 0.5  # seconds between two checks of a thread that waits for the engine: has the client left?
 
 
 class _Aborted(Exception):
@@ -64,7 +64,10 @@ class Voice:
     def of_answer(
         self, engine: EngineAccess, request: EngineRequest, answer: Sequence[int], voice: str, options: SpeechSampling
     ) -> Speak:
-        """Return the work of speaking the tokens of an answer. The engine that wrote it reads its media again."""
+        """Return the work of speaking the tokens of an answer.
+
+        The outputs of the model that wrote the answer are computed again, in the thread of the engine.
+        """
 
         def speak(check: Check, on_sound: OnSound | None) -> Speech:
             prompts = self.speaker.answer_prompt(request.prompt, answer, voice)

@@ -1,4 +1,4 @@
-"""Define objectives. Each module here has a `TASK`: a callable that takes the task options and returns a `Task`."""
+"""Define objectives. Each module but `answers` has a `TASK`, which takes the task options and returns a `Task`."""
 
 from __future__ import annotations
 

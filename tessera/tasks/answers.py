@@ -1,8 +1,8 @@
-"""Code shared by objectives over full answers: log-probabilities of answers, logistic losses of pairs, and the
+"""Share code of objectives over full answers: log-probabilities of answers, logistic losses of pairs, and the
 reference model.
 
 A batch has two answers for each sample: `pair` [T] has the answer index of each token: 2 n or 2 n + 1 for sample n,
-and -1 for padding. `pair_ids` has one entry for each sample (see `data.kinds.preference`).
+and -1 for tokens outside of answers. `pair_ids` has one entry for each sample (see `data.kinds.preference`).
 """
 
 from __future__ import annotations
@@ -102,10 +102,11 @@ class AdaptersOff(Reference):
 
 
 class ReferencedTask(AnswerTask):
-    """Base of objectives that compare answers with a reference: the model before training.
+    """Base of objectives that compare answers with a reference model.
 
-    With adapters, the reference is the model with adapters turned off, which needs no memory. Otherwise it is a frozen
-    second copy of the model, sharded like the trained model. Each micro-batch runs through the reference first.
+    With adapters, the reference is the base model: the same weights with adapters turned off, also if training starts
+    from trained adapters. Otherwise it is a frozen second copy of the model with its initial weights, sharded like the
+    trained model. Each micro-batch runs through the reference first.
     """
 
     _frozen: FrozenModule | None = None
@@ -145,12 +146,15 @@ class ReferencedTask(AnswerTask):
             return batch.with_tensors(**{REFERENCE: answer_log_probs(model(batch), batch)})
 
     def compared(self, log_probs: Tensor, batch: Batch) -> Tensor:
-        """Return the log-probabilities of answers by the model minus the log-probabilities by the reference model."""
+        """Return log-probabilities of answers minus those by the reference model; unchanged if `reference_free`."""
         return log_probs if self.reference_free else log_probs - batch[REFERENCE]
 
 
 def answer_log_probs(outputs: Outputs, batch: Batch) -> Tensor:
-    """Return the log-probabilities of the answers of every pair, better and worse in turn: [2 x pairs], in fp32."""
+    """Return the log-probabilities of both answers of every pair in turn: [2 x pairs], in fp32.
+
+    The better answer comes before the worse one; in data of KTO, the answer comes before the mismatched one.
+    """
     hidden, head = projection(outputs, LOGITS)
     weight, labels, pair = head.weight, batch["labels"], batch["pair"]
     if "trained" in batch:  # skip the logits of questions, which are expensive

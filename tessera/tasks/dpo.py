@@ -1,5 +1,5 @@
 """Train by direct preference optimisation (DPO): raise the probability of the better of two answers over that of the
-worse, compared with a reference.
+worse, compared with a reference (without one if `reference_free`).
 
     loss of a pair = -(1 - e) log s(m) - e log s(-m),   s: the logistic function, e: label_smoothing
     m = beta ((log p(better) - log p(worse)) - (same difference of the reference))

@@ -33,7 +33,10 @@ class KtoOptions(Section):
     beta: float = Field(0.1, gt=0, le=1e6)
     desirable_weight: float = Field(1.0, ge=0, le=1e6, description="weight of the losses of good answers")
     undesirable_weight: float = Field(
-        1.0, ge=0, le=1e6, description="of bad answers; weight x number should differ by at most 4/3 between both"
+        1.0,
+        ge=0,
+        le=1e6,
+        description="weight of the losses of bad answers; weight x number should differ by a factor up to 4/3",
     )
 
 
@@ -59,7 +62,7 @@ class KtoTask(ReferencedTask):
             raise TesseraError(
                 "kto needs answers that are labelled good or bad, and the batch has none",
                 where="data.kind",
-                fix=f"data.kind={self.kind} reads them; pairs of answers are for dpo, orpo and simpo",
+                fix=f"data.kind={self.kind} reads them; pairs of answers are for dpo, orpo, simpo and reward",
                 code="task.no-answer-labels",
             )
 

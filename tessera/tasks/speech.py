@@ -45,7 +45,7 @@ class SpeechOptions(Section):
 
     depth_weight: float = Field(1.0, ge=0, le=1e3, description="weight of the loss of all codebooks but the first")
     text_weight: float | None = Field(
-        None, ge=0, le=1e3, description="weight of the loss of a thinker's text that is trained with its talker: 1.0"
+        None, ge=0, le=1e3, description="weight of the text loss of a thinker trained with its talker; none: 1.0"
     )
     depth_frames: float = Field(
         1.0, gt=0, le=1, description="share of the frames whose other codebooks are trained on; less saves memory"

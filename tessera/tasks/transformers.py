@@ -54,14 +54,15 @@ class TransformersTask(Task):
 
     def losses(self, outputs: Any, batch: Batch) -> Losses:
         logits, labels = getattr(outputs, "logits", None), batch[LABELS]
-        # Labels of a classifier belong to samples and are not shifted.
+        # Logits [samples, classes] of a classifier have one label per sample: shifting would mix samples, so raise.
         classifies = logits is not None and logits.dim() == 2 and self.shift is not False
         if logits is None or logits.shape[:-1] != labels.shape or classifies:
             shape = "no logits" if logits is None else f"logits of shape {list(logits.shape)}"
             raise TesseraError(
                 f"{type(outputs).__name__} has {shape}, the labels have shape {list(labels.shape)}",
                 where="train.task=transformers",
-                fix="train.task=returns_loss uses the loss that the class itself returns",
+                fix="train.task=returns_loss uses the loss that the class itself returns; for a classifier, "
+                "train.task_options.shift=false",
                 code="task.label-shape",
             )
         shift = not hasattr(outputs, "encoder_last_hidden_state") if self.shift is None else self.shift

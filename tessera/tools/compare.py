@@ -169,8 +169,8 @@ def _answers(
 def _media(question: Question, sampling: VideoSampling) -> list[Any]:
     if any(part.kind not in ("image", "audio") for part in question.sample.media()):
         raise TesseraError(
-            f"sample {question.sample.id} contains a video: only images, audio and text can be compared",
-            fix="use samples without videos",
+            f"sample {question.sample.id} contains videos or codes: only images, audio and text can be compared",
+            fix="use samples without videos and speech codes",
             code="media.video-not-comparable",
         )
     return [decode(part, question.root, Limits(), sampling) for part in question.sample.media()]

@@ -53,8 +53,8 @@ def convert(
     a format that another package adds. `layout`: how an added format splits the model over files (tp, ep, lists of
     layers for vit and llm). `recipe`: take that layout from the plan of a recipe.
     `like`: a folder with config.json and tokenizer, if the source has none; the base model, if adapters do not name
-    it. `source_layout`: raise if the source is split in another way. `prefix`: prefix of tensor names in a DCP
-    folder. `dtype`: type of the written weights; None: as stored.
+    it; the original checkpoint, for "original". `source_layout`: raise if the source is split in another way.
+    `prefix`: prefix of tensor names in a DCP folder. `dtype`: type of the written weights; None: as stored.
     `quantize`: write the projections of the text decoder as fp8, with a scale for each output ("fp8") or for each
     block of 128 x 128 ("fp8-block"). `jobs`: number of threads; None: two more than CPUs, at most 8.
     `adapters`: write only the adapters of the source, with `to` "peft" (or "hf"), "diffusers", "comfyui" or "kohya". By

@@ -21,7 +21,7 @@ from tessera.data.sources.source import Source, open_source
 from tessera.errors import TesseraError
 from tessera.runtime.files import replacing
 
-SHOWN = 5  # number of skipped rows whose reasons are kept
+SHOWN = 5  # limit of skipped rows whose reasons are listed
 
 
 @dataclass

@@ -36,7 +36,7 @@ class DemoSet:
 
 
 def write_demo(folder: str | Path, *, overwrite: bool = False) -> DemoSet:
-    """Write the demo set into a new folder. A folder that contains the demo set already is not changed."""
+    """Write the demo set into a new folder. Unless `overwrite` is True, a folder with the demo set is not changed."""
     missing = [name for name in _SETS if not (_SHIPPED / name).is_file()]
     if missing:
         raise TesseraError(

@@ -57,7 +57,7 @@ class _Search:
         return fit if fit.fits else replace(fit, changes=tuple(self._changes(first)))
 
     def _changes(self, first: _Count) -> list[FitChange]:
-        """Return the cheapest single change that fits, or several changes that fit together."""
+        """Return the first single change that fits, else several changes together, which may still not fit."""
         keys = memory_keys(first.config, self._world, first.plan.layout.modules.blocks)
         for number, key in enumerate(keys, 1):
             tried = self._try(key, first, f"change {number} of {len(keys)}", alone=True)

@@ -93,7 +93,7 @@ def find_size(name: str, where: str = "device") -> DeviceSize:
         raise TesseraError(
             f"{name} means {size:g} GiB, and no device has that size",
             where=where,
-            allowed=[*DEVICE_NAMES, f"a number of GiB above {_RUNTIME:g}, of which the runtime takes as much"],
+            allowed=[*DEVICE_NAMES, f"a number of GiB above {_RUNTIME:g}, which the runtime takes"],
             code="device.unknown-size",
         )
     return device

@@ -25,7 +25,7 @@ def download(
 
     `id`: hf://org/name or ms://org/name, optionally with @revision. org/name alone means Hugging Face. `to`: a folder
     to write; None: the cache of the hub's library, which recipes with the same id use. `include`: patterns of files,
-    such as "*.json"; the default is all files that training reads.
+    such as "*.json"; the default is all files that training reads, and all files of a data set with `to`.
 
     Weights are downloaded as safetensors only, and code is not downloaded. An interrupted download is continued. Every
     file is compared with the hash on the hub.

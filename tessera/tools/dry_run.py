@@ -90,7 +90,7 @@ def dry_run(
 ) -> list[Role]:
     """Run one step on fake tensors for each role, which is a group of ranks with equal memory and communication.
 
-    `device`: name (`h200`, `24g`) or GiB of the device to simulate; None: that of the recipe. Each role runs in a
+    `device`: name (`h200`, `24g`) or GiB of a device, whose kind replaces that of the recipe. Each role runs in a
     separate process, because torch keeps device meshes and process groups until a process ends.
     """
     config = load_local_config(recipe, overrides, weights=False)

@@ -71,7 +71,7 @@ class LiveMemory(TorchDispatchMode):
                 self._filled.add(number)
 
     def _look_again(self) -> None:
-        """Subtract storages that were freed since the last operation."""
+        """Subtract storages that FSDP has resized to zero since the last operation."""
         for number in list(self._filled):
             storage = self._resized[number]()
             if storage is not None and storage.nbytes() == 0:

@@ -70,7 +70,7 @@ def push(
 
     A model card is generated from the run, unless the folder or the repository has a README.md. `private`: create a
     private repository. `dry_run`: send nothing, and return the list of files. `base`: org/name of the base model; None:
-    taken from the run. `message`: commit message.
+    that of the run or of the adapters. `message`: commit message.
     """
     named = named_repository(id, "model", None, WHERE)
     if named.kind != "model" or named.revision is not None or named.inside:

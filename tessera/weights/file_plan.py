@@ -82,8 +82,8 @@ class FolderPlan:
 def map_elements(path: Path, offset: int, count: int, dtype: torch.dtype, *, all_soon: bool = False) -> Tensor:
     """Return elements of a file as a flat tensor over a memory map.
 
-    Pages are read on access, and freed with the tensor. `all_soon`: all elements will be used, so the system may read
-    ahead.
+    Pages are read on access, and freed with the tensor. Elements at an offset that is no multiple of their size are
+    copied. `all_soon`: all elements will be used, so the system may read ahead.
     """
     if not count:
         return torch.empty(0, dtype=dtype)

@@ -212,7 +212,7 @@ def folder_layout(folder: Path) -> FolderLayout:
 
 
 def pipeline_folder(path: Path) -> Path | None:
-    """Return `path` if it is a diffusers folder, or its parent if `path` is a component; otherwise None."""
+    """Return `path` if it is a diffusers folder, or its parent if that is one; otherwise None."""
     return next((folder for folder in (path, path.parent) if DiffusersFolder.detect(folder)), None)
 
 

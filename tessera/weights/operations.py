@@ -396,7 +396,10 @@ class TransposedMatrix(TensorChunk):
 
 
 def native_rows(op: Operation, foreign: Sequence[TensorRows]) -> TensorRows:
-    """Compute `op.to_native` for tensors in row blocks. Operations that only select or reorder rows return views."""
+    """Compute `op.to_native` for tensors in row blocks.
+
+    The result is views if the operation is `Identity`, `StoredTwice`, `Concat` of rows or selects rows by `chunk_of`.
+    """
     rows = None
     if isinstance(op, Identity | StoredTwice):
         rows = foreign[0]
@@ -408,7 +411,10 @@ def native_rows(op: Operation, foreign: Sequence[TensorRows]) -> TensorRows:
 
 
 def foreign_rows(op: Operation, native: TensorRows) -> list[TensorRows]:
-    """Compute `op.to_foreign` for a tensor in row blocks. Operations that only select or reorder rows return views."""
+    """Compute `op.to_foreign` for a tensor in row blocks.
+
+    The result is views if the operation is `Identity`, `StoredTwice` or `Concat` of rows.
+    """
     if isinstance(op, Identity):
         return [native]
     if isinstance(op, StoredTwice):

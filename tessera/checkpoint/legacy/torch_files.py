@@ -127,7 +127,7 @@ def read_torch_archive(opened: BinaryIO, path: Path, start: int, length: int, cl
             entries = _entries(archive, path)
             pickles = [name for name in entries if name.endswith("/data.pkl") and name.count("/") == 1]
             if len(pickles) != 1:
-                raise zipfile.BadZipFile("it has no data.pkl")
+                raise zipfile.BadZipFile(f"it has {len(pickles)} files data.pkl instead of 1")
             folder = pickles[0].removesuffix("data.pkl")
             if entries.get(folder + "byteorder") and archive.read(folder + "byteorder") != b"little":
                 raise TesseraError(

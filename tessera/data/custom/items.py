@@ -112,8 +112,8 @@ class ItemBatcher:
     """Make micro-batches of items of the user's data set. `name` is the name of the data set in error messages.
 
     `left_out` maps ids of samples to skip to the reasons. A skipped conversation is replaced by masked tokens. Tensors
-    of unknown meaning cannot be masked: the item is removed from its micro-batch, unless it is the only one. Skipped
-    items are not replaced by other items.
+    of unknown meaning cannot be masked: the item is removed from its micro-batch, unless no other item would remain.
+    Skipped items are not replaced by other items.
     """
 
     name: str
@@ -226,7 +226,7 @@ class ItemBatcher:
         return self._labelled(batch, drawn, [row[0].id for row in rows])
 
     def _encoded(self, drawn: DrawnItem, problems: list[BadSample]) -> Encoded:
-        """Encode one item. A bad item is replaced by one masked token, and is added to `problems`."""
+        """Encode one item. A bad item is replaced by one masked token and added to `problems`, or raises its error."""
         id = _name(drawn)
         if id in self.left_out:
             problems.append(excluded(id, self.left_out))

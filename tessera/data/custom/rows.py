@@ -31,7 +31,7 @@ _PASS, _ROW = 0x4F574E, 0x524F57
 class ItemRows(GuardedRows):
     """Read rows of a data set with `__len__` and `__getitem__`.
 
-    Row r of epoch e is item shuffle(seed, e)(r), so any row can be read without the rows before it.
+    Row r of epoch e is item shuffle(seed, e)(r), or r without `shuffle`, so any row can be read without earlier rows.
     """
 
     def __init__(

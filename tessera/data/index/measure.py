@@ -38,7 +38,7 @@ from tessera.workers.worker import TooSlow, time_limit
 
 log = logging.getLogger("tessera")
 
-CHUNK = 1024  # rows of a `RecordRange`
+CHUNK = 1024  # maximum number of rows of a `RecordRange`
 FIRST_CHUNK = 64  # rows of the first chunk; its time is used to estimate the time of all chunks
 SOON = 3.0  # seconds of work below which no worker process is started
 MAX_WORKERS = 32
@@ -243,7 +243,10 @@ class MeasureRows:
     # ------------------------------------------------------------------------------------------ one file per part
 
     def read_chunk(self, part: RecordRange) -> Measured | None:
-        """Return the result of a range that an earlier process wrote to disk; None if there is none."""
+        """Return the result of a range that an earlier process wrote to disk.
+
+        None if there is none, or if a row exceeded a time limit shorter than the current one.
+        """
         tables = None if self.folder is None else open_tables(self._file(part), self._key(part))
         if tables is None:
             return None

@@ -1,7 +1,8 @@
 """All usable samples of a split. Samples longer than a row are dropped or truncated.
 
 A truncated conversation keeps its first complete turns, with their media, and ends with a trained turn. Plain text is
-cut between two words. The index stores how many messages, and how many characters of the last one, are kept.
+cut between two words, unless that would leave out half of it. The index stores how many messages, and how many
+characters of the last one, are kept.
 """
 
 from __future__ import annotations

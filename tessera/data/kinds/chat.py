@@ -33,7 +33,7 @@ def build(request: RowRequest) -> RowSource:
     section, processor = request.section, chat_processor(request, "chat")
     if not section.train_on or any(role not in ROLES for role in section.train_on):
         raise TesseraError(
-            f"data.train_on has a role that cannot be trained on: {section.train_on}",
+            f"data.train_on must list roles that can be trained on, got {section.train_on}",
             where="data.train_on",
             allowed=ROLES,
             code="data.unknown-role",

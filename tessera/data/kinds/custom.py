@@ -26,12 +26,12 @@ from tessera.errors import TesseraError
 class CustomOptions(Section):
     """Declare the keys of `data.options` for `data.kind: custom`."""
 
-    dataset: str | None = Field(None, description="import path of a data set, or of what makes one")
-    loader: str | None = Field(None, description="import path of a loader, or of what makes one")
-    arguments: dict[str, Any] | None = Field(None, description="what its maker is called with")
+    dataset: str | None = Field(None, description="import path of a data set, or of its class or function")
+    loader: str | None = Field(None, description="import path of a loader, or of its class or function")
+    arguments: dict[str, Any] | None = Field(None, description="arguments of this class or function")
     collate_fn: str | None = Field(None, description="import path of a function from a list of items to a batch")
-    fields: list[str] | None = Field(None, description="names of the members, when items are tuples")
-    columns: dict[str, str] | None = Field(None, description="our name of a key -> its name in conversations")
+    fields: list[str] | None = Field(None, description="names of the tuple members, if items are tuples")
+    columns: dict[str, str] | None = Field(None, description="name of a field -> its key in conversations")
     root: Path | None = Field(None, description="folder that media paths in items are relative to")
     eval: CustomOptions | None = Field(None, description="the same keys, for held-out data")
 

@@ -2,7 +2,7 @@
 
 A pair is one sample: two segments in one row, each with the full question. Media is decoded once and used twice.
 `pair` [T] has the answer of each token: 2 n for the chosen answer of pair n, 2 n + 1 for the rejected one, -1 for
-padding. `pair_ids` [pairs] is 0, 1, 2, ...
+padding and masked tokens. `pair_ids` [pairs] is 0, 1, 2, ...
 """
 
 from __future__ import annotations

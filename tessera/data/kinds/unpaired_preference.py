@@ -1,9 +1,10 @@
 """Data kind `unpaired_preference`: single answers with a label, good or bad, for `train.task=kto`.
 
-A sample is a question with one answer and a label. A row also contains each question with the answer of another sample
-of the row: KTO estimates the KL divergence from such mismatched answers. So a sample takes twice its tokens. `pair` [T]
-has the segment of each token: 2 n for sample n, 2 n + 1 for its question with another answer, -1 for padding.
-`desirable` [samples] has the label, `pair_row` [samples] the row in the batch, and `pair_ids` [samples] is 0, 1, 2, ...
+A sample is a question with one answer and a label. A row of several samples also contains each question with the answer
+of another sample: KTO estimates the KL divergence from such mismatched answers. So a sample takes twice its tokens.
+`pair` [T] has the segment of each token: 2 n for sample n, 2 n + 1 for its question with another answer, -1 for other
+tokens. `desirable` [samples] has the label, `pair_row` [samples] the row in the batch, and `pair_ids` [samples] is 0,
+1, 2, ...
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class Prefetcher:
 
 WAIT = 0.02  # share of a step's time that is accepted as waiting for data
 _WINDOW = 8  # number of steps after which the number of workers is adjusted
-_LONG_S = 2.0  # seconds of waiting for data after which the number of workers is adjusted before that
+_LONG_S = 2.0  # seconds of waiting for data after which the number is adjusted without waiting for `_WINDOW` steps
 _WORTH_S = 5.0  # seconds that the first worker processes must save over the run
 _UNSETTLED = 2  # steps whose times are ignored at the start and after each change of the number of workers
 _WINDOWS = 8  # number of windows after which the number of workers is fixed
@@ -166,7 +166,7 @@ class Tuner:
 
 
 def workers_per_rank(ranks_here: int = 1) -> int:
-    """Return the number of worker processes per rank: an equal share of the CPUs, minus one for the rank itself."""
+    """Return the number of worker processes per rank: its share of the CPUs minus one for the rank, at least 1."""
     return max(1, int(usable_cpus() / ranks_here) - 1)
 
 

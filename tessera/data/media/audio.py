@@ -1,4 +1,4 @@
-"""Audio: its length from the header, and its samples decoded to one channel at one rate."""
+"""Read audio: its length without decoding, and its samples decoded to one channel at one rate."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def has_sound(source: Opened, limits: Limits) -> bool:
 
 
 def probe(source: Opened, limits: Limits, sampling: AudioSampling, clip: AudioClip | None = None) -> MediaSize:
-    """Return the number of samples of a recording, or of a clip of it, from the header."""
+    """Return the number of samples of a recording, or of a clip of it, from the header or the packets."""
     _check_wav(source)
     with container(source, "audio", limits) as held:
         return MediaSize(0, 0, 0, samples=_sample_count(held, source.name, sampling, clip))

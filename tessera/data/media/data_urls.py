@@ -31,7 +31,7 @@ def decode_data_url(text: str) -> bytes:
         )
     if (len(text) - head.end()) // 4 * 3 > MAX_BYTES:
         raise TesseraError(
-            f"the data: URL has more than {MAX_BYTES >> 20} MB",
+            f"the data: URL has more than {MAX_BYTES >> 20} MiB",
             fix="store the content in a file, and name the file",
             code="media.data-url-too-large",
         )

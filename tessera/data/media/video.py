@@ -121,7 +121,7 @@ def _header(held: Any, name: str) -> _StreamHeader:
         if not counted and seconds is not None and rate:
             total = round(seconds * rate)
         unread = total > 0
-        if not unread:  # the header has neither a number of frames nor a duration: count the packets
+        if not unread:  # the header has neither a number of frames nor a duration and a rate: count the packets
             total = sum(1 for packet in held.demux(stream) if packet.size)
     if total < 1 or width < 1 or height < 1:
         raise refused("unreadable video", name, f"{width}x{height}, {total} frames")

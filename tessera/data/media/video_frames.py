@@ -181,7 +181,7 @@ class Frames:
     def stacked(self) -> np.ndarray:
         """Return the frames as [F, H, W, 3]. If frames are missing at the end, repeat the last frame.
 
-        Raise if more than a tenth of the frames is missing.
+        Raise if more than one frame and more than a tenth of the frames are missing, or all.
         """
         total = len(self.chosen)
         if self.filled == 0 or total - self.filled > max(1, total // 10):

@@ -20,7 +20,7 @@ from tessera.data.order.packing import best_fit, pack_balanced, sequential_fit
 from tessera.data.tables import AnyTables, MemoryTables, keep_tables, narrow, open_or_adopt
 
 FORMAT = 2  # version of row tables: increase it when the same samples would be packed differently
-WINDOW = 8192  # number of draws packed together: enough for full rows, few enough that rows are random mixtures
+WINDOW = 8192  # maximum draws packed together: enough for full rows, few enough that rows are random mixtures
 _PACK, _SPREAD, _TIES = 0x5041434B, 0x4445414C, 0x54494553  # keys of independent random permutations
 
 

@@ -110,7 +110,10 @@ class PackedRows(GuardedRows):
     def encode(
         self, row: int, lost: Mapping[int, str], note: Callable[[int], None], problems: list[BadSample]
     ) -> list[Any]:
-        """Encode the samples of a row. An unreadable sample is replaced by masked tokens and added to `problems`."""
+        """Encode the samples of a row.
+
+        An unreadable sample is replaced by masked tokens and added to `problems`, or raises its error.
+        """
         return [self._encode(sample, lost, note, problems) for sample in self.order.samples(row)]
 
     def collate(

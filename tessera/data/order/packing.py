@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 SPARE = 128  # 1 / 128 of a row stays free before swapping: full rows can swap nothing
-CLOSE = 400  # swapping ends if the FLOPs of every row are within 1 / 400 of the mean
+CLOSE = 400  # swapping ends if no row has over 1 / 400 more FLOPs than the mean, or than its heaviest sample
 ROUNDS = 144  # limit of the rounds of swaps
 REACH = 48  # swapped samples are at most this many places apart in the list of samples sorted by length
 MIN_GAIN = 0.005  # if balancing saves less than this share of a step's time, rows go to the ranks in turn
@@ -167,8 +167,9 @@ def _swap(
 def split_rows(work: Sequence[float] | None, rows: int, ranks: int, micro_batch: int) -> np.ndarray:
     """Assign the rows of a step to ranks and micro-batches. Return indices [ranks, micro-batches, micro_batch].
 
-    Micro-batches that run at the same time get about the same work, and so do the ranks in total. If all rows have the
-    same work, or each rank gets one row, rows are distributed in turn. All ranks compute the same result.
+    Micro-batches that run at the same time get about the same work, and so do the ranks in total. If the work is
+    unknown, balancing gains less than `MIN_GAIN`, or each rank gets one row, rows are distributed in turn. All ranks
+    compute the same result.
     """
     plain = np.arange(rows).reshape(-1, ranks, micro_batch).transpose(1, 0, 2)
     if work is None or ranks == 1 or rows == ranks:

@@ -1,4 +1,4 @@
-"""Parquet files, whose row groups are read only once.
+"""Read Parquet files, without reading their large row groups repeatedly.
 
 pyarrow reads complete row groups, but a shuffled run needs single rows of many groups. So a large row group is spilled
 to an Arrow file in the user's cache, which all processes map. A small row group stays in memory.

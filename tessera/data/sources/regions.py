@@ -23,7 +23,7 @@ from tessera.errors import TesseraError
 SCALES = {"real": 0, "norm1": 1, "norm1000": 1000}
 MOST = 1000  # limit of regions of a record; more of them show that an export is broken
 _LARGEST = 1e7  # limit of coordinates; larger numbers are errors of the data
-_NEAR = 1.0  # pixels that a box may reach out of its image, because annotations are rounded
+_NEAR = 1.0  # pixels that a box or point may reach out of its image, because annotations are rounded
 _BOX = "<bbox>"
 
 

@@ -38,7 +38,7 @@ KIND_OF_FORMAT: dict[RecordFormat, str] = {
 # (format of a data set, detected format of a row of it that lacks its recording or its codes)
 _INCOMPLETE = (("transcript", "text"), ("speech", "text"), ("speech", "transcript"))
 _FIRST_RECORDS = 1000  # records at the beginning that the format detection reads
-_LATER_RECORDS = 16  # evenly spaced records after the first 1000 that the format detection reads
+_LATER_RECORDS = 16  # after the first 1000, the format detection reads about 16, at most 31, evenly spaced records
 _RECORD_FILES = ("json", "jsonl", "parquet", "csv", "tsv", "tar")
 _COMPRESSED = {
     b"\x1f\x8b": "gzip",
@@ -246,7 +246,11 @@ def _inside(files: list[Path]) -> list[Path]:
 
 
 def _open_folder(folder: Path, section: SourceSection, cache_folder: Path | None) -> Container:
-    """Open a folder: by its metadata file, else its record files, else media files with texts, else text documents."""
+    """Open a folder by its content.
+
+    The first of these decides: a registered marker file, a metadata file, record files (if any is not .json), Kaldi,
+    LibriSpeech, media files with texts, .json files, text documents.
+    """
     limit, columns = section.max_samples, section.columns
     for name in FOLDERS.names():
         if (folder / FOLDERS.get(name).marker).is_file():

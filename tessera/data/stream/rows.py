@@ -36,7 +36,7 @@ log = logging.getLogger("tessera")
 
 _FILES = 0x46494C45  # random key of the order of files
 _SHARD = 0x53485244  # random key of the seed of a file
-_OPEN = 3  # files that are open at once: the previous, the current and the next
+_OPEN = 3  # maximum number of open files: the previous, the current and the next
 _SHARD_BITS = 40  # the index of a sample is (index of its file << 40) + its index in the file
 
 

@@ -26,7 +26,7 @@ from tessera.weights.map import Rule
 from tessera.weights.operations import Reshape
 
 AUDIO_BLOCKS = "audio.blocks.{*}"
-EXAMPLE_CLIPS = 16  # number of recordings in an example batch, divisible by the usual numbers of data-parallel ranks
+EXAMPLE_CLIPS = 16  # least number of recordings in an example batch; the usual numbers of data-parallel ranks divide it
 
 
 class AudioFamily(MediaFamily):

@@ -78,7 +78,7 @@ class CSMProcessor(SpeechProcessor):
         chosen = build(CSMOptions, options, "data.processor")
         encoder = ChatEncoder(load_tokenizer(folder))
         check_special_tokens(encoder, CHAT, config.special_token_ids, config.text.vocab_size, folder)
-        # Rows with the padding code, the last of the table, were padded to one length.
+        # The last code of the table, if it is the padding code, is not a code of the codec.
         padded = config.codebook_pad_token_id == config.codebook_size - 1
         sizes = (min(config.codec_codes, config.codebook_size - padded),) * config.num_codebooks
         sampling, end = VideoSampling(), config.codebook_eos_token_id
@@ -149,7 +149,7 @@ class CSMProcessor(SpeechProcessor):
         sizes: Sequence[Sequence[MediaSize]] | None = None,
         ending: PromptEnding = "answer",
     ) -> Batch:
-        """Return a batch of prompts, which end with the text to speak: the speech of the last message is left out."""
+        """Return a batch of prompts. Unless `ending` is "none", the speech of the last message is left out."""
         texts = samples if ending == "none" else [_without_speech(sample) for sample in samples]
         counts = [len(sample.media()) for sample in texts]
         objects = [parts[:count] for parts, count in zip(media, counts, strict=True)]

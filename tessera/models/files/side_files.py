@@ -58,10 +58,10 @@ def side_folder(path: Path | None) -> Path | None:
 
 
 def side_files(folder: Path, code: bool = False) -> dict[str, Path]:
-    """Return the files of a folder except weights (tokenizer, configs) by relative path. `code`: also Python files.
+    """Return the side files of a folder by relative path. `code`: also Python files.
 
-    A symlink to a target outside the folder is skipped with a warning: its target may be private. Symlinks inside the
-    download cache of Hugging Face are followed.
+    Files above 256 MiB, and all after the first 200, are left out. A symlink to a target outside the folder is skipped
+    with a warning: its target may be private. Symlinks inside the download cache of Hugging Face are followed.
     """
     files: dict[str, Path] = {}
     for name, path in _candidates(folder, code):
@@ -145,8 +145,9 @@ def write_side_files(
     """Write all files except weights to a new model folder: tokenizer, preprocessors, chat template, generation config.
 
     `source`: folder of `processor`, whose files are copied. `weights`: folder of the weights, whose generation config
-    is copied if it is another folder. `read` loads a processor from the new folder. If the fingerprint of this
-    processor differs from that of `processor`, files that `processor` writes replace the copied files.
+    and licence files are copied if it is another folder. `read` loads a processor from the new folder. If the
+    fingerprint of this processor differs from that of `processor`, files that `processor` writes replace the copied
+    files.
     """
     target.mkdir(parents=True, exist_ok=True)
     if weights is not None and weights.is_dir() and weights != source:

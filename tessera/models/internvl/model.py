@@ -118,7 +118,7 @@ class InternVL(VisionFamily):
         return config.vision.spatial_merge_size**2 + 1  # plus one for the class token of each tile
 
     def styles(self, config: InternVLConfig) -> dict[str, TensorStyle]:
-        """Replicate embedding and head if `EVEN` does not divide the vocabulary size (92553 in published models)."""
+        """Replicate embedding and head if `EVEN` does not divide the vocabulary size, such as the published 92553."""
         if config.text.vocab_size % EVEN == 0:
             return {}
         styles = text_styles(config.text, config.tie_word_embeddings)

@@ -97,7 +97,7 @@ def _text(llm: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _context_id(folder: Path, model_type: str) -> int | None:
-    """Return the id of the placeholder token of images, from the tokenizer files."""
+    """Return the id of the placeholder token of images: from the tokenizer files, else that of published models."""
     if (folder / "added_tokens.json").is_file():
         number = read_json_mapping(folder / "added_tokens.json").get(CONTEXT)
         if type(number) is int:

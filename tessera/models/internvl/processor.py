@@ -192,7 +192,7 @@ class TileCutter:
     def fit(self, height: int, width: int) -> tuple[int, int]:
         """Return the number of columns and rows of tiles whose aspect ratio is nearest to the image's.
 
-        If several are equally near, return the largest of those whose area the image fills at least by half.
+        If several are equally near, return the largest one that the image fills by more than half, else the first one.
         """
         if self.most == 1:
             return 1, 1

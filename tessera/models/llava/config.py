@@ -91,14 +91,14 @@ class LlavaVisionConfig(Section):
 
 
 class TilesConfig(Section):
-    """Configure how a single image is cut into tiles: by the listed resolution that wastes the least area."""
+    """Configure how a single image is cut into tiles: by the listed resolution that keeps most of its pixels."""
 
     pinpoints: tuple[tuple[int, int], ...] = Field(PINPOINTS, min_length=1, description="resolutions, height and width")
     most: int = Field(
         9,
         gt=0,
         le=10**8,
-        description="largest number of tokens, in tiles; larger images are scaled down",
+        description="limit on the tokens of tiles, in tokens of one tile; above 1.21 times it they are scaled down",
     )
 
 

@@ -120,7 +120,7 @@ class AnyResTiles:
     side: int  # number of features along a side of a tile
     size: int  # side of a tile in pixels
     pinpoints: tuple[tuple[int, int], ...]  # candidate resolutions (height, width)
-    most: int  # maximum number of tokens of an image, as a multiple of the tokens of one tile
+    most: int  # limit on the tokens of tiles, in tokens of one tile (see `_DOWNSCALE_FROM`)
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
         """Return the rows and columns of tiles that keep the most pixels of an image and then waste the least area."""
@@ -235,7 +235,7 @@ def read_squares(folder: Path, config: LlavaConfig) -> SquareImages:
 
 
 def _check_tiles(data: dict[str, Any], config: LlavaConfig, path: Path) -> None:
-    """Raise if tile resolutions or tile size of a preprocessor file differ from config.json: no later error would."""
+    """Raise if tile resolutions or tile size of a preprocessor file differ from config.json, which is used."""
     assert config.tiles is not None
     pinpoints = data.get("image_grid_pinpoints")
     if pinpoints is not None and tuple(map(tuple, pinpoints)) != config.tiles.pinpoints:

@@ -3,7 +3,7 @@
     model: {family: module, config: {class: "my_package.net:Net", arguments: {width: 64}}}
 
 The constructor runs on the meta device to plan the run, and once on the host to draw initial weights if the recipe
-loads none.
+loads none and the class does not initialize parameters by name.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class MediaWords:
-    """Define the special tokens that represent an image or video.
+    """Define the special tokens that represent an image, a video or a recording.
 
     `word`: placeholder of a single token; empty if no token stands for media. `before` and `after`: tokens around all
     placeholders. `mark`: text that chat templates of folders write instead, if the family's processor expands it later.
@@ -279,7 +279,7 @@ class ChatTemplate:
         return self._turn(role).before.replace("{role}", role)
 
     def headers_in(self, jinja: str) -> bool:
-        """Return whether the chat template of a model folder contains the header of any role of this template.
+        """Return whether the chat template of a model folder contains this template's header of users or assistants.
 
         One header is enough, because templates build the headers of all roles from the role names. If this template has
         no headers, return True.

@@ -1,8 +1,8 @@
 """The base class of processors, which turn conversations into batches: tokens, labels, packing, files.
 
-A family with images, video or audio declares a `MediaStream` for each encoder. It defines how many tokens media of a
-given size become (`MediaLayout`), their text, the positions of their tokens, and the inputs of the encoder (patches,
-audio frames). Packing follows from that.
+A family with images, video or audio declares a `MediaStream` for each encoder. Its processor defines how many tokens
+media of a given size become (`MediaLayout`), their text, the positions of their tokens, and the inputs of the encoder
+(patches, audio frames). Packing follows from that.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from tessera.models.processing.tokenizer import (
 from tessera.runtime.log import logger
 
 PromptEnding = Literal["answer", "continue", "none"]
-# A row with a single sample is one attention segment, padding included, if the sample fills at least 80 % of the row.
-# Kernels for equal segments are up to twice as fast, but attention over padding takes extra FLOPs.
+# If each row of a micro-batch has a single sample that fills at least 80 % of it, attention runs over full rows with
+# their padding. Kernels for equal segments are up to twice as fast, but attention over padding takes extra FLOPs.
 _MIN_FILLED = 0.8
 
 
@@ -279,7 +279,7 @@ class ConversationProcessor:
         return replace(self._pack([[item]], [len(ids)]), sample_ids=(item.id,))
 
     def _pack(self, rows: Sequence[Sequence[Encoded]], lengths: Sequence[int], whole: bool = False) -> Batch:
-        """Return rows of samples as one packed batch. `whole`: each row has a single sample and is one segment."""
+        """Return rows of samples as one packed batch. `whole`: attention runs over full rows, of one sample each."""
         total = sum(lengths)
         tokens = torch.full((total,), self._pad, dtype=torch.int64)
         labels = torch.full((total,), IGNORE, dtype=torch.int64)
@@ -364,7 +364,7 @@ def _tracks(kind: PartKind, medium: Any, layout: MediaLayout) -> list[tuple[Part
 def check_special_tokens(
     encoder: ChatEncoder, template: ChatTemplate, ids: dict[str, int], vocabulary: int, folder: Path
 ) -> None:
-    """Raise an error unless tokenizer and model agree on the ids of special tokens.
+    """Raise an error unless tokenizer and model agree on special tokens, and the vocabulary has all token ids.
 
     A mismatched pair would train without learning. `ids`: ids of special tokens in the model's configuration.
     """
@@ -420,7 +420,7 @@ class TextOptions(Section):
 
 
 def with_system(template: ChatTemplate, options: TextOptions, folder: Path) -> ChatTemplate:
-    """Return the template with the system message of the recipe, or of the model folder's chat template."""
+    """Return the template with the system message of the recipe, else of the folder's chat template if it has one."""
     jinja = read_chat_template(folder)
     if "system" in options.model_fields_set:
         return replace(template, system=options.system)

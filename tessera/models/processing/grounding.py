@@ -104,7 +104,7 @@ class Grounding:
 
 
 def read_numbers(answer: str, points: bool = True) -> Iterator[tuple[tuple[float, ...], str]]:
-    """Yield each box or point of an answer: its numbers, unscaled, and the name of the object ("" if it has none)."""
+    """Yield each box of an answer, and with `points` each point: its numbers, unscaled, and the object's name or ""."""
     start = 0
     for count, match in enumerate(_READ.finditer(answer)):
         numbers = tuple(float(number) for number in match.groups() if number is not None)

@@ -163,7 +163,7 @@ def _try_out(path: Path) -> None:
     try:
         done = subprocess.run(command, capture_output=True, timeout=_TRY_SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        what = f"this tokenizer takes more than {_TRY_SECONDS:g} s to encode a short text"
+        what = f"this tokenizer takes more than {_TRY_SECONDS:g} s to encode short texts"
         raise TesseraError(what, where=where, fix=_PUBLISHED, code="tokenizer.too-slow") from None
     if done.returncode:
         what = "this tokenizer cannot encode short texts"

@@ -71,5 +71,5 @@ class Qwen25OmniConfig(OmniConfig):
     audio_end_token_id: int = Field(151648, ge=0)
     position_id_per_seconds: int = Field(25, gt=0, le=10**6, description="time positions per second of a video")
     seconds_per_chunk: int = Field(
-        2, gt=0, le=10**6, description="seconds of a video that its sound follows, before the next frames"
+        2, gt=0, le=10**6, description="frames and sound of a video alternate in chunks of this many seconds"
     )

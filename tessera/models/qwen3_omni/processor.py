@@ -1,7 +1,7 @@
 """The processor of Qwen3-Omni: conversations with images, videos and sound to batches, and tokens back to text.
 
-Tokens of a sound track alternate with those of the frames of its video by their times. Times of frames are no whole
-numbers if their rate is none, so positions are fractions.
+Tokens of a sound track alternate with those of the frames of its video by their times. Times of frames need
+not be whole numbers, so positions may be fractions.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from tessera.errors import TesseraError, first_line, foreign_values
 from tessera.runtime.log import without_bars
 from tessera.weights.layouts import FolderLayout
 
-_LONGEST = 2000  # frames of one call: 160 s at 12.5 frames per second
-_FIRST_CHUNK, _LARGEST_CHUNK = 5, 50  # frames of streamed sound: 0.4 s and 4 s
+_LONGEST = 2000  # frames of one call, unless the context is longer than half of them: 160 s at 12.5 frames per second
+_FIRST_CHUNK, _LARGEST_CHUNK = 5, 50  # frames of the first and of the largest chunk of streamed sound: 0.4 s and 4 s
 _MOST_PARTS = 4096  # limit of numbers such as that of layers or codebooks
 _MARGIN = 8  # frames before a chunk that the convolutions of a codec read at most
 
@@ -114,8 +114,8 @@ class Codec(nn.Module, ABC):
 class SoundStream:
     """Decode speech in chunks while its codes are generated. Together the chunks are the sound of `Codec.decode`.
 
-    A chunk is at most half as long as the sound before it: a model that generates 1.5 times as fast as its sound plays
-    never lets a player wait.
+    After the first ones, a chunk is at most half as long as the sound before it: a model that generates 1.5 times as
+    fast as its sound plays never lets a player wait.
     """
 
     def __init__(self, codec: Codec) -> None:

@@ -57,7 +57,7 @@ def batch_flops(
     batch: Batch,
     training: Training = MappingProxyType({}),
 ) -> float:
-    """Return the FLOPs of a batch. `work`: the family's function for the FLOPs of samples, such as `text_work`."""
+    """Return the FLOPs of a batch. `work`: the family's function for the FLOPs of samples, such as `language_work`."""
     return float(sum(part.sum() for part in work(config, measures_of(batch, streams), training).values()))
 
 

@@ -24,7 +24,7 @@ class ExpertsConfig(Section):
     moe_intermediate_size: int = Field(gt=0, le=10**8, description="width of one expert")
     norm_topk_prob: bool = Field(True, description="the weights of a token's experts are normalised to sum 1")
     output_router_logits: bool = Field(False, description="train with the load balancing loss")
-    router_aux_loss_coef: float = Field(0.001, ge=0, description="weight of that loss")
+    router_aux_loss_coef: float = Field(0.001, ge=0, description="weight of the load balancing loss")
     decoder_sparse_step: int = Field(1, gt=0, le=10**8, description="interval of layers with experts")
     mlp_only_layers: tuple[int, ...] = Field((), description="layers without experts")
 
@@ -55,7 +55,7 @@ class RopeScaling(Section):
     beta_fast: float = Field(32.0, gt=0, description="yarn: rotations above which nothing is scaled")
     beta_slow: float = Field(1.0, gt=0, description="yarn: rotations below which all is scaled")
     attention_factor: float | None = Field(
-        None, gt=0, description="yarn: factor of queries and keys; default: by factor"
+        None, gt=0, description="yarn: factor of queries and keys; default: computed from factor"
     )
     mscale: float | None = Field(None, description="yarn: with mscale_all_dim, another default of attention_factor")
     mscale_all_dim: float | None = None
@@ -325,7 +325,7 @@ _BUFFERS = ("rotary_emb.inv_freq", "layers.{i}.self_attn.rotary_emb.inv_freq")
 def text_rules(text: TextConfig, prefix: str = "model.", *, stacked: bool = False) -> list[Rule]:
     """Return the weight rules of the text decoder.
 
-    `prefix`: first part of names in weight files. `stacked`: files have one tensor for all experts of a layer.
+    `prefix`: first part of names in weight files. `stacked`: files stack each weight of a layer's experts.
     """
     rules = [Rule(native, prefix + foreign) for native, foreign in _PAIRS]
     if text.experts is not None and stacked:

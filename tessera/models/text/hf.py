@@ -95,7 +95,7 @@ class HFTextFormat:
         return {**defaults, "num_experts": count, **{name: data[name] for name in names}}
 
     def hidden_and_head(self, data: Mapping[str, Any]) -> tuple[int, float]:
-        """Return `hidden_size` and the head size in a config.json, with defaults for missing fields."""
+        """Return `hidden_size`, and its quotient by the number of heads, with defaults for missing fields."""
         fields = {**self.defaults, **{name: value for name, value in data.items() if value is not None}}
         return fields["hidden_size"], fields["hidden_size"] / (fields["num_attention_heads"] or 1)
 

@@ -134,7 +134,7 @@ def number_of_classes(described: Mapping[str, Any]) -> int | None:
 
 
 def is_classifier(described: Mapping[str, Any]) -> bool:
-    """Return whether a config.json describes a sequence classifier with a single output."""
+    """Return whether a config.json describes a sequence classifier with one output; raise if it has several."""
     labels = number_of_classes(described)
     if labels is not None and labels != 1:
         raise TesseraError(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MASK, POSITIONS = "attention_mask", "position_ids"
-# name of the labels tensor in batches of the task `transformers`; the class does not get it and computes no loss
+# name of the labels tensor in batches of the task `transformers`; only encoder-decoder classes get it, as `labels`
 LABELS = "loss.labels"
 
 

@@ -1,7 +1,8 @@
 """Conversations written by a model folder's chat template, with mark characters around the trained parts.
 
-Generation blocks in the template define the trained parts. In a template without blocks, the text of each trained turn
-is marked before rendering; without marks the rendered text must stay the same.
+If only the assistant is trained, generation blocks in the template define the trained parts. Without blocks, or with
+other trained roles, the text of each trained turn is marked before rendering; without marks the rendered text must stay
+the same.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Patches of images for the Qwen-VL families: images are resized to whole blocks, and patches are in block order.
+"""Patches of images and frames: images are resized to whole blocks of patches, and patches are in block order.
 
 Patches stay bytes until they are on the device, which normalises them. The bytes are those of transformers' Pillow
 preprocessor.

@@ -37,7 +37,9 @@ class WhisperTextConfig(Section):
     num_hidden_layers: int = Field(4, gt=0, le=10**4)
     num_attention_heads: int = Field(6, gt=0, le=10**6)
     intermediate_size: int = Field(1536, gt=0, le=10**8)
-    max_target_positions: int = Field(448, gt=0, le=10**6, description="largest number of tokens of a transcript")
+    max_target_positions: int = Field(
+        448, gt=0, le=10**6, description="largest number of tokens of a transcript, with those before it"
+    )
     initializer_range: float = Field(0.02, ge=0)
     decoder_start_token_id: int = Field(50258, ge=0)
     bos_token_id: int | None = 50257

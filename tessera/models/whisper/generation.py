@@ -1,7 +1,7 @@
 """Transcribe recordings: greedy or sampled decoding of windows, restricted by generation_config.json.
 
-A recording that is longer than the encoder's window is read in windows one after another. Each window begins at the
-last time stamp that the model has written in the one before.
+A recording that is longer than the encoder's window is read in windows one after another. A window begins
+after the last complete sentence of the one before, as its time stamps say (`after_stamps`).
 
 The model detects the language of a recording whose prompt names none, in the first window: the most likely language as
 the first token after the start. It is the first token of the answer.
@@ -27,7 +27,7 @@ from tessera.nn.encoder_decoder import MEMORY
 SUPPRESSED = "suppressed"  # tokens that are never generated
 SUPPRESSED_FIRST = "suppressed_first"  # tokens that are not generated as the first token
 LANGUAGES = "languages"  # tokens of the languages to choose from for a prompt without one; may be empty
-STAMPS = "stamps"  # [3]: the first time stamp, the end of a transcript, the latest time stamp that may be the first one
+STAMPS = "stamps"  # [3]: tokens of the time stamp 0.00, of the end, and of the latest time stamp at the beginning
 
 Choose = Callable[[Tensor], Tensor]  # logits [rows, vocabulary] -> tokens [rows]
 

@@ -245,7 +245,7 @@ class WhisperProcessor(ConversationProcessor):
 
     @property
     def _detectable(self) -> list[int]:
-        """Return the tokens among which the model detects the language; none for models of English only."""
+        """Return the tokens of the languages among which a multilingual model detects the language."""
         tokens = self.generation.get("lang_to_id") or self._languages
         return (
             list(tokens.values()) if isinstance(tokens, Mapping) else [self.encoder.id_of(f"<|{c}|>") for c in tokens]

@@ -41,7 +41,7 @@ _WITH_TOKENS = (
     ("Length of a sample", "tokens", "tokens"),
     ("Trained on in a sample", "tokens", "trained"),
     ("Patches of a sample", "patches", "patches"),
-    ("Sound of a sample", "elements of the audio encoder", "audio_frames"),
+    ("Sound of a sample", "frames of the audio encoder", "audio_frames"),
     ("Text of a sample", "embeddings", "text"),
     ("Length of videos", "seconds", "seconds"),
 )
@@ -329,7 +329,10 @@ class Rung:
 
 
 def ladder(length: int, longest: int) -> list[int]:
-    """Return the row lengths to compare: a quarter and half of `length`, and doublings until every sample fits."""
+    """Return the row lengths to compare: a quarter and half of `length`, and doublings until every sample fits.
+
+    Doublings end at eight lengths.
+    """
     rungs = [length // 4, length // 2, length]
     while rungs[-1] < longest and len(rungs) < 8:
         rungs.append(rungs[-1] * 2)

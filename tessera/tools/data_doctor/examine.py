@@ -42,7 +42,7 @@ from tessera.workers.pool import Lost, Pool
 
 RUN_CONFIG = "config.yaml"
 _OF_ANSWERS = {"preference": PairProcessor, "unpaired_preference": RatedProcessor}
-_FIRST_RECORDS = 20  # number of records that are read to detect preference pairs
+_FIRST_RECORDS = 20  # limit of records that are read to detect preference pairs
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def examine(
 
     `length` and `truncate`: as `data.length` and `data.truncate` of a recipe. `work`: FLOPs of samples in each stream,
     from their measurements. `samples`: how many samples to show from the beginning of the data sets; half as many are
-    added at random. `decode`: decode every image and video instead of reading headers only.
+    added at random. `decode`: decode all media instead of reading headers only.
     """
     began = time.perf_counter()
     if not sections:

@@ -267,8 +267,9 @@ def show(
     sounds: Sequence[Sound] = (),
     problem: str | None = None,
 ) -> Shown:
-    """Prepare a sample for display. Without a processor, messages of the assistant are marked as trained.
+    """Prepare a sample for display.
 
+    Without a processor, messages of the assistant, chosen answers and plain text are marked as trained.
     `sounds`: the beginnings of all recordings, in their order.
     """
     parts = sample.media()

@@ -72,9 +72,9 @@ def first_step(
 ) -> FirstStep:
     """Find the first step in which the loss or gradient norm of `a` and `b` differ by more than rounding explains.
 
-    For two run folders, their `metrics.jsonl` are compared; the limit is a relative difference of sqrt(eps) of the less
-    precise dtype. Recipes are trained for `last` steps. Then the limit is measured: `a` is trained a second time, with
-    a rounding error added to each initial weight.
+    For two run folders without overrides, their `metrics.jsonl` are compared; the limit is a relative difference of
+    sqrt(eps) of the less precise dtype. Otherwise both are trained up to step `last`. Then the limit is measured: `a`
+    is trained a second time, with a rounding error added to each weight before its first step.
     """
     folders = [Path(side[0]) for side in (a, b) if isinstance(side[0], (str, Path)) and is_run(Path(side[0]))]
     if len(folders) == 2 and not a[1] and not b[1]:
@@ -113,7 +113,7 @@ def _first(a: Curve, b: Curve, allowed: Callable[[int, str, float], float]) -> F
     steps = sorted(a.keys() & b.keys())
     if not steps:
         raise TesseraError(
-            "the two sides have no step in common",
+            "the two runs or recipes have no step in common",
             where="--over steps",
             fix="name runs with metrics.jsonl, or recipes",
             code="parity.no-common-step",
@@ -136,7 +136,7 @@ def _first(a: Curve, b: Curve, allowed: Callable[[int, str, float], float]) -> F
 
 @dataclass(frozen=True)
 class FirstCommit:
-    """Hold the first commit whose recording differs from that of the good commit."""
+    """Hold the first commit whose recording differs from that of the good commit; `commit` None: none differs."""
 
     commit: str | None
     subject: str
@@ -233,7 +233,10 @@ def _worktree(root: Path, commit: str, tree: Path) -> Iterator[Path]:
 
 @contextmanager
 def _ended_by_exception() -> Iterator[None]:
-    """Raise SystemExit at SIGTERM inside of the `with` block, so that worktrees and processes are removed."""
+    """Raise SystemExit at SIGTERM inside of the `with` block, so that worktrees and processes are removed.
+
+    Only the main thread can set the handler; in other threads nothing is changed.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
