@@ -164,7 +164,8 @@ class Component:
     # them. If `load` is None or returns None, `initialize(name, tensor, generator)` of the module draws the weights.
     load: Callable[[Any], nn.Module | None] | None = None
     residence: Residence = "sharded"  # where a frozen component is between uses; not used if `stage` is "split"
-    # Of a frozen component. "split": sharded like the trained model, for a frozen copy of its initial weights.
+    # The pipeline stage of a frozen component. "first": for `Task.encode`, which only this stage runs; "last": for the
+    # loss; "split": sharded like the trained model, for a frozen copy of its initial weights.
     stage: Stage = "split"
 
     def loaded(self, config: Any = None) -> nn.Module:
