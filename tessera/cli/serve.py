@@ -119,7 +119,7 @@ def _serve(settings: Settings, address: tuple[str, int], drain: float, **model: 
 
         service = start_service(ModelOptions(**model), settings)
         names = ", ".join([service.settings.name, *service.adapters])
-        log.logger().info(f"model: {names}; context: {service.settings.max_length} tokens")
+        log.logger().info(f"model: {names}; prompt and answer: at most {service.settings.max_length} tokens")
         if settings.api_key is None and not settings.local_only:
             log.logger().warning("everyone who reaches this address may use the model: set TESSERA_API_KEY")
         try:

@@ -84,7 +84,7 @@ class TrainerHandle(Protocol):
     # ---- requests
 
     def request_stop(self, reason: str) -> None:
-        """Finish this step, save a checkpoint and end the run. It can be resumed."""
+        """Finish this step, save unless `checkpoint.at_end` is off, and end the run. It can be resumed."""
 
     def request_save(self) -> None:
         """Save after this step. All ranks call this at the same step."""
@@ -96,7 +96,7 @@ class TrainerHandle(Protocol):
         """Call `on_eval` of all callbacks."""
 
     def save(self) -> Path | None:
-        """Save a checkpoint of this step, unless there is one, and wait until it is written."""
+        """Save a checkpoint of this step and wait until it is written; return None if this step is already saved."""
 
     def paused(self, phase: str) -> AbstractContextManager[None]:
         """Return a context whose time does not count as training."""
@@ -117,7 +117,7 @@ class RewindHandle(TrainerHandle, Protocol):
         """Restore all state except tensors from the result of `state_dict`."""
 
     def continue_from_here(self) -> None:
-        """Remove log records of later steps, and continue the data after the current step."""
+        """Call `on_rewind` of all callbacks, and continue the data after the current step."""
 
 
 class AsyncScalars:

@@ -117,8 +117,8 @@ class AdjustsAfterInit(Protocol):
     def post_meta_init(self) -> None:
         """Adjust parameters or buffers in place.
 
-        Called on the unsharded module after its initial weights were drawn, and on every rank after its shards were
-        allocated. Buffers have the values of the constructor.
+        Called on the unsharded module after its `init_weights`, and on every rank after its shards were allocated.
+        Buffers have the values of the constructor.
         """
         ...
 

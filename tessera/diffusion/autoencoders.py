@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tessera.errors import TesseraError, foreign_values, nearest
 
 VAE = "vae"
-_MOST_PIXELS = 1 << 25  # maximum pixels per call of a VAE: about 80 frames of 480 x 832
+_MOST_PIXELS = 1 << 25  # maximum pixels per VAE call of several videos: about 80 frames of 480 x 832
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,8 @@ class Autoencoder(nn.Module):
         return (self.to_latents(values).to(torch.float32) - mean) / std
 
     def _calls(self, tensors: Sequence[Tensor], scale: int) -> list[list[int]]:
-        """Group tensors of the same shape into VAE calls of limited size. `scale`: pixels per tensor value."""
+        """Group tensors of the same shape into VAE calls of limited size, or of one larger tensor. `scale`: pixels per
+        tensor value."""
         by_shape: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for number, tensor in enumerate(tensors):
             by_shape[tuple(tensor.shape)].append(number)

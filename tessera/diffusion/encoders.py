@@ -57,7 +57,7 @@ class Encoders:
     """Encode with the frozen components of a pipeline. `parts`: the folder of tokenizers and preprocessors.
 
     `given_frames`: the frames of training videos that the model gets as conditions. `stores_empty`: add the empty
-    caption of each sample to its features. It differs between samples if a text encoder also reads images or frames.
+    caption of each sample to its features if it differs between samples: if a text encoder also reads images or frames.
     """
 
     family: GenerationFamily
@@ -259,8 +259,8 @@ class Encoders:
 
     @torch.no_grad()
     def empty_caption(self, device: torch.device) -> dict[str, Tensor]:
-        """Return the features of the empty caption, by all text encoders. Empty if the empty caption differs between
-        samples."""
+        """Return the features of the empty caption. Text encoders whose empty caption differs between samples are left
+        out."""
         if self.edit_images is not None:
             return {}
         embeddings = []

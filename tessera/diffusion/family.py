@@ -48,7 +48,7 @@ class GenerationFamily:
     channels: int  # channels of the VAE's latents, which the model predicts; its input may have condition channels, too
     patch: Grid  # frames, rows and columns of latents in one token
     joint: bool = False  # whether text and latents form one sequence; otherwise latents cross-attend to the text
-    # Whether each context-parallel rank gets all text tokens of a joint sequence: the model's text refiner needs all.
+    # Whether each context-parallel rank gets all text tokens of a joint sequence, as a text refiner needs.
     whole_text: bool = False
     captions: tuple[Captions, ...] = (Captions(),)  # one for each text encoder
     images: GivenImages = field(default_factory=GivenImages)

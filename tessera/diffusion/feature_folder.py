@@ -71,7 +71,7 @@ class FeatureManifest:
         for name, _, samples in manifest.shards:
             if Path(name).name != name or name in ("", ".", "..") or samples < 0:
                 raise TesseraError(
-                    f"the file lists a shard outside of its folder: {name!r}",
+                    f"the file lists a shard outside of its folder, or with a negative number of samples: {name!r}",
                     where=str(path),
                     code="data.features-outside-folder",
                 )

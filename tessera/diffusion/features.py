@@ -161,7 +161,8 @@ def complete_shard(file: Path, key: str) -> tuple[list[dict[str, Any]], list[Bad
 
 
 def finish(folder: Path, facts: Mapping[str, Any], shards: int) -> int:
-    """Write features.json if all shards are complete. Return the number of missing shards."""
+    """Write features.json if all files are complete. Return the number of missing shards; 1 if only `EMPTY` is
+    missing."""
     files = [folder / shard_name(number) for number in range(shards)]
     missing = sum(not file.is_file() for file in files)
     if missing or not (folder / EMPTY).is_file():

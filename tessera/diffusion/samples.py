@@ -17,15 +17,15 @@ from tessera.errors import TesseraError
 class GenerationOptions(Section):
     """Declare the keys of `data.processor` for generation families."""
 
-    height: int | None = Field(None, gt=0, le=2**16, description="of every image and frame, in pixels; needs width")
-    width: int | None = Field(None, gt=0, le=2**16, description="of every image and frame, in pixels; needs height")
+    height: int | None = Field(None, gt=0, le=2**16, description="height in pixels of images and frames; needs width")
+    width: int | None = Field(None, gt=0, le=2**16, description="width in pixels of images and frames; needs height")
     max_pixels: int = Field(
         480 * 832, gt=0, le=10**9, description="larger images and frames are scaled down and keep their aspect ratio"
     )
     num_frames: int = Field(
         81, gt=0, le=10**6, description="maximum number of frames taken from a video, from its beginning"
     )
-    min_frames: int = Field(1, gt=0, le=10**6, description="videos with fewer frames are left out")
+    min_frames: int = Field(1, gt=0, le=10**6, description="videos from which fewer frames are taken are left out")
     fps: float = Field(
         0.0,
         ge=0,

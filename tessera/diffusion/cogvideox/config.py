@@ -78,7 +78,7 @@ class CogVideoXConfig(JointConfig):
 
     @property
     def grid(self) -> tuple[int, int, int]:
-        """Return the video size for which the model was trained: frames, rows and columns in patches."""
+        """Return the video size for which the model was trained: latent frames, and rows and columns in patches."""
         frames = (self.sample_frames - 1) // self.temporal_compression_ratio + 1
         return (frames, self.sample_height // self.patch_size, self.sample_width // self.patch_size)
 

@@ -49,8 +49,8 @@ class HunyuanVideoEmbeddings(nn.Module):
         self.replaces = config.shape.reference_time
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Return embedded latents, embedded text, and a condition vector for each sample. If the model reads a
-        conditioning first frame, a condition vector at time 0 follows for each sample."""
+        """Return embedded latents, embedded text, and a condition vector for each sample. If a conditioning first frame
+        replaces its noisy latents, a condition vector at time 0 follows for each sample."""
         latents, times = self.latents(batch["latents"]), batch["timesteps"]
         text = self.text(batch["text"].to(latents.dtype), times, batch.segments["text"])
         pooled = self.pooled(batch["pooled"].to(latents.dtype))
@@ -64,7 +64,7 @@ class HunyuanVideoEmbeddings(nn.Module):
 
 class HunyuanVideoModel(JointTransformer):
     """Predict a velocity for each latent token. Text and latents are one sequence. Batches also have `pooled` [S, W]
-    and, for guidance-distilled models, `guidance` [S]. Tokens of conditioning frames use time 0."""
+    and, for guidance-distilled models, `guidance` [S]. Conditioning frames that replace noisy latents use time 0."""
 
     def __init__(self, config: HunyuanVideoConfig) -> None:
         super().__init__(config.shape, HunyuanVideoEmbeddings(config))

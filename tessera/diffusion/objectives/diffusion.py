@@ -76,7 +76,7 @@ class DiffusionTask(Task):
         return self._family
 
     def bind(self, spec: ModelSpec, config: Any) -> None:
-        fix = f"leave train.task out: the family's own is {spec.task}"
+        fix = f"leave train.task out: the default task of the family is {spec.task}"
         self._family = generation_family_of(spec, config, "train.task=diffusion", fix)
         stream = spec.main.plan(config).main
         self._index = "" if stream is None else stream.index
@@ -122,7 +122,7 @@ class DiffusionTask(Task):
         for key, chosen in noise.items():
             if chosen and not images.takes_noise:
                 raise TesseraError(
-                    f"{key} needs a model that reads conditioning images only as channels",
+                    f"{key} needs a model that reads conditioning images as channels of latents without a mask",
                     where=f"train.task_options.{key}",
                     fix=f"remove {key}, which is for models such as CogVideoX I2V",
                     code="generation.image-dropout-unsupported",

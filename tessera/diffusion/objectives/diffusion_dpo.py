@@ -1,8 +1,8 @@
 """Train generation by direct preference optimization (DPO) on pairs of samples, a better and a worse one.
 
 The error on the better sample should decrease more than the error on the worse sample, relative to a reference model.
-Both samples of a pair get the same noise level and the same noise. The reference is the initial model: the trained
-model without its adapters, or a frozen copy.
+Both samples of a pair get the same noise level and the same noise. With adapters, the reference is the base model: the
+trained model without its adapters. Otherwise it is a frozen copy of the initial model.
 
     loss of a pair = -log s(m),   s: the logistic function
     m = -beta / 2 ((error(better) - error(worse)) - (same difference of the reference)),   error: mean over latents

@@ -49,7 +49,7 @@ class EncoderOptions(Section):
 class GivenNoise(Section):
     """Declare the log-normal noise on conditioning images, which keeps the model from copying them."""
 
-    mean: float = Field(-3.0, ge=-100, le=10, description="of the logarithm of the strength; pixels are -1 to 1")
+    mean: float = Field(-3.0, ge=-100, le=10, description="mean of the logarithm of the strength; pixels are -1 to 1")
     std: float = Field(0.5, ge=0, le=10)
 
 

@@ -104,7 +104,7 @@ def denoise(
     """Return the latents of each sample, [tokens, values].
 
     `experts`: ordered from most to least noise. `passes`: the inputs with the prompt, and for guidance those without
-    it. `guide`: combines both predictions by a scale. `dynamic`: increase the scale from 1. `ranks`: the ranks that
+    it. `guide`: combines both predictions by a scale. `dynamic`: see `dynamic_scale`. `ranks`: the ranks that
     share the passes. `on_step`: called with the number of finished steps and of all steps.
     """
     latents = list(noise)
@@ -126,7 +126,10 @@ def denoise(
 
 
 def dynamic_scale(scale: float, timestep: float, steps: int) -> float:
-    """Return a guidance scale that grows from 1 as noise decreases, by the cosine schedule of CogVideoX."""
+    """Return a guidance scale between 1 and 1 + `scale`, by the formula of the published pipeline of CogVideoX.
+
+    The formula compares timesteps (0 to 1000) with the number of steps, so the scale grows steadily only with 1000.
+    """
     return 1 + scale * (1 - math.cos(math.pi * ((steps - timestep) / steps) ** 5.0)) / 2
 
 

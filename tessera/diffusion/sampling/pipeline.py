@@ -258,7 +258,7 @@ class Pipeline:
         return frames, rows, columns
 
     def _noise(self, request: MediaRequest, seed: int) -> Tensor:
-        """Return the initial noise of a sample as tokens. It depends only on the seed."""
+        """Return the initial noise of a sample as tokens. It depends only on the seed and the size."""
         patch, generator = self.family.patch, torch.Generator("cpu").manual_seed(seed)
         frames, rows, columns = (count * step for count, step in zip(self._grid(request), patch, strict=True))
         return patchify(self.family.draw_noise((frames, rows, columns), generator, self.dtype), patch).to(self.device)
@@ -351,7 +351,7 @@ def _check_multiple(name: str, value: int, step: int, rest: int) -> None:
         raise TesseraError(
             f"{name} {value} does not fit the strides of the VAE and the patches of the model",
             where=f"--{name}",
-            allowed=[f"multiples of {step}" + (f" and {rest} more" if rest else "")],
+            allowed=[f"multiples of {step}" + (f" plus {rest}" if rest else "")],
             fix=f"set --{name} to {' or '.join(near)}",
             code="generation.size-not-whole-patches",
         )

@@ -23,7 +23,7 @@ RECORD = "previews.jsonl"
 
 
 class Previews(Callback):
-    """Sample every `train.generate_every` steps, on all ranks together.
+    """Sample every `train.generate_every` steps and after the last step, on all ranks together.
 
     Prompts are encoded once, at the start. Then the text encoders are freed. The main rank writes the files.
     """

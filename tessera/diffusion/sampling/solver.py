@@ -75,8 +75,8 @@ def make_solver(
     sigmas: np.ndarray | None = None,
     generator: torch.Generator | None = None,
 ) -> Solver:
-    """Return a solver for one sample with `tokens` latent tokens. `sigmas`: noise levels before the shift; None: chosen
-    by the scheduler."""
+    """Return a solver for one sample with `tokens` latent tokens. `sigmas`: noise levels before the shift for the Euler
+    scheduler; None, and for other schedulers: chosen by the scheduler."""
     if not 1 <= steps <= _MOST_STEPS:
         raise TesseraError(
             f"{steps} denoising steps are not supported",

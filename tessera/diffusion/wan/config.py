@@ -27,7 +27,7 @@ class WanConfig(CrossConfig):
     patch_size: tuple[int, int, int] = (1, 2, 2)
     num_attention_heads: int = Field(40, gt=0, le=10**6)
     attention_head_dim: int = Field(128, gt=0, le=10**6)
-    in_channels: int = Field(16, gt=0, le=10**6, description="of noisy latents and condition channels together")
+    in_channels: int = Field(16, gt=0, le=10**6, description="channels of noisy latents and conditions together")
     out_channels: int = Field(16, gt=0, le=10**6)
     text_dim: int = Field(4096, gt=0, le=10**8)
     freq_dim: int = Field(256, gt=0, le=10**8)

@@ -135,7 +135,7 @@ class TalkerConfig(Section):
         24,
         gt=0,
         le=10**4,
-        description="layers of the thinker that compute what the talker reads in place of media",
+        description="number of layers of the thinker that compute what the talker reads in place of media",
     )
     reads_media: bool = Field(
         False, description="train on questions with images, videos and sound: the layers of the thinker run, too"

@@ -55,7 +55,7 @@ _SEQUENCE = Stream(
     positions=(TEXT_TRAINED, HEARD_FROM),
     read_at=HEARD_FROM,
 )
-_EXAMPLE_HEARD = 4  # share of an example's tokens that stand for media, as its divisor
+_EXAMPLE_HEARD = 4  # one in this many tokens of an example's conversations stands for media
 
 
 class HeardStates(nn.Module):
@@ -198,7 +198,7 @@ class OmniFamily(TalkerFamily):
         return float(sum(part.sum() for part in self.work(config, measures, training).values()))
 
     def example(self, config: TalkerConfig, tokens: int) -> Batch:
-        """Return a batch whose conversations, with text and media, are half as long as what the talker reads."""
+        """Return a batch; with `trains_thinker` its conversations are half as long as what the talker reads."""
         batch = super().example(config, tokens)
         if not config.trains_thinker:
             return batch

@@ -39,7 +39,7 @@ from tessera.models.speech.generation import SpeechPrompts
 from tessera.models.speech.processor import SpeechProcessor, SpokenSample
 
 _SILENT = ("tokens", "trained", CODED_FRAMES)  # measures of the speech of a sample that are 0 without speech
-_UNIT = 64  # tokens by whose multiple the thinker's sequence of a micro-batch is padded
+_UNIT = 64  # the thinker's sequence of a micro-batch is padded to a multiple of this, or to `length` of all its rows
 _PENALTY = 1.05  # repetition penalty of the first codes, as transformers' `generate` has it
 _SPEAKER = Field("", description="voice of answers that name none; default: the first of the model")
 
@@ -332,7 +332,7 @@ class OmniTrainingProcessor(MediaTalkerProcessor):
         batch = super().collate([[item for item in row if len(item.tokens)] for row in rows], length)
         questions, heard = _questions(rows, [length] * len(rows))
         total, room = sum(len(question.tokens) for question in questions), length * len(rows)
-        # Padded, so that context parallel ranks can split it evenly, and to be never empty.
+        # Padding lets context parallel ranks split the sequence evenly, and keeps it from being empty.
         padded = min(room, max(1, -(-total // _UNIT)) * _UNIT)
         read = self.thinker._pack([questions], [padded])
         read = as_question(read.with_tensors(trained=trained_positions(read["labels"])))
