@@ -13,6 +13,7 @@ import typer
 
 from tessera.config.extensions import extensions
 from tessera.errors import TesseraError, first_line
+from tessera.runtime.files import replacing
 
 if TYPE_CHECKING:
     from tessera.cli.cluster import Cluster
@@ -274,9 +275,14 @@ def check_output(path: Path | None, option: str) -> None:
 
 
 def write_output(path: Path, text: str, option: str) -> None:
+    """Write a file that the user named. If the disk is full, an earlier file stays as it is."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        if path.exists() and not path.is_file():  # a device or a pipe, such as /dev/stdout, must not be replaced
+            path.write_text(text, encoding="utf-8")
+        else:
+            with replacing(Path(os.path.realpath(path))) as fresh:
+                fresh.write_text(text, encoding="utf-8")
     except OSError as error:
         raise TesseraError(
             f"cannot write {path}: {first_line(error)}", where=option, code="output.not-writable"

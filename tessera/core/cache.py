@@ -56,7 +56,7 @@ class CacheStep:
     def of(rows: Sequence[CacheRow], block_size: int, device: torch.device | str, width: int = 0) -> CacheStep:
         """Return the `CacheStep` for these rows.
 
-        `width`: number of columns of the table; default: as many as are needed.
+        `width`: least number of columns of the table; rows with more blocks enlarge it.
         """
         width = max(width, *(len(row.blocks) for row in rows))
         parts = _indices(rows, block_size, width)

@@ -117,7 +117,7 @@ class RewindHandle(TrainerHandle, Protocol):
         """Restore all state except tensors from the result of `state_dict`."""
 
     def continue_from_here(self) -> None:
-        """Remove log records of later steps, and continue the data after the current step."""
+        """Call `on_rewind` of all callbacks, and continue the data after the current step."""
 
 
 class AsyncScalars:

@@ -118,7 +118,8 @@ class Task(ABC):
     """Define an objective. Subclasses write `counts` and `losses`; everything else has a default.
 
     The order of calls: `bind`; `check` on the unsharded model; `components`; `setup` once the modules of this rank
-    exist. Then for each micro-batch: `prepare` on the host, `encode`, `counts`, `inputs`, `forward` and `losses`.
+    exist. Then for each micro-batch: `prepare` on the host, `encode`, `inputs`, `forward` and `losses`. In training
+    `counts` is called before `inputs`, for all micro-batches of a step, which may already be encoded.
     """
 
     reads: tuple[str, ...] = ()  # names of the model's outputs that `losses` needs; see `core.outputs`

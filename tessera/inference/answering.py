@@ -178,12 +178,12 @@ def _answers_of_group(
         yield number, item, answer
 
 
-def context_of(config: Section) -> int | None:
+def context_of(config: Section, field: str = "max_position_embeddings") -> int | None:
     """Return the number of positions that a configuration states, at its top or for its text model."""
     values = config.model_dump()
     hf = values.get("hf") or {}  # configuration of a transformers class
     for part in (values, values.get("text"), hf, hf.get("text_config")):
-        length = part.get("max_position_embeddings") if isinstance(part, Mapping) else None
+        length = part.get(field) if isinstance(part, Mapping) else None
         if isinstance(length, int):
             return length
     return None

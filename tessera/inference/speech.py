@@ -135,15 +135,13 @@ def load_speaker(
     other arguments are those of `load`.
     """
     folder = local_model(path)
+    spec = _spec(folder, trust, family)
+    if spec.task != SPEECH:  # before the weights are read
+        raise _does_not_speak(spec, folder)
     model, processor = load(folder, device, dtype, adapters=adapters, family=family, trust=trust)
     model.freeze()
     if not isinstance(processor.processor, Speaks) or not isinstance(model.module, SpeechModel):
-        raise TesseraError(
-            f"{model.spec.name} does not speak",
-            where=str(folder),
-            fix="use a model of a family that speaks, such as csm",
-            code="generation.model-does-not-speak",
-        )
+        raise _does_not_speak(model.spec, folder)
     places = [local_model(codec, "codec")] if codec is not None else [folder, *([model.base] if model.base else [])]
     home = next((folder for folder in places if has_codec(folder)), None)
     if home is None:
@@ -154,6 +152,18 @@ def load_speaker(
             code="media.no-codec",
         )
     return Speaker(model, load_codec(home).to(model.device), processor.limits, _encoder(model, folder, answers))
+
+
+def _does_not_speak(spec: ModelSpec, folder: Path) -> TesseraError:
+    talker = spec.speech_family
+    return TesseraError(
+        f"{spec.name} does not speak",
+        where=str(folder),
+        fix="use a model of a family that speaks, such as csm"
+        if talker is None
+        else f'load its talker: family="{talker}", or --family {talker}; tessera.answer_speaker speaks answers',
+        code="generation.model-does-not-speak",
+    )
 
 
 def _encoder(model: LoadedModel, folder: Path, answers: LoadedModel | None) -> Callable[[Batch], Batch]:

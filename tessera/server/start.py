@@ -77,7 +77,10 @@ def start_service(options: ModelOptions, settings: Settings) -> Service:
     logger().info(f"loaded in {time.perf_counter() - begun:.1f} s on {model.device}")
     if model.spec.generate is not None and isinstance(inner, Transcriber):
         _check_one_by_one("answers one request at a time", options, settings)
+        # Not the context of the model, which limits each window of a recording: its windows have one limit together.
         settings = replace(settings, max_length=_LENGTH, max_requests=min(settings.max_requests, _RECORDINGS))
+        if (window := context_of(model.config, "max_target_positions")) is not None:
+            logger().info(f"context of each window of a recording: {window} tokens")
         logger().info(f"answers one request at a time; at most {settings.max_requests} are computed or wait")
         return _service(settings, OneByOne(model, inner), processor, options, model.spec.name)
     talker = _talker(options, model)  # load it before the engine, whose cache takes the remaining memory

@@ -39,6 +39,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def test_a_speaker_of_a_full_folder_needs_the_family_of_the_talker(folder: Path) -> None:
+    with raises("generation.model-does-not-speak") as refused:
+        load_speaker(folder, "cpu")
+    assert 'family="qwen3_omni_talker"' in str(refused.value)
+
+
 def test_the_talker_makes_the_sound_of_transformers(folder: Path) -> None:
     config = config_with_words(folder, WORDS, media=True)
     speaker = load_speaker(folder, "cpu", family="qwen3_omni_talker")

@@ -22,6 +22,7 @@ from whisper_cases import RATE, sounds
 
 import tessera
 from tessera.engine.request import Delta, Request
+from tessera.runtime.log import logger
 from tessera.server.app import make_app
 from tessera.server.one_by_one import OneByOne
 from tessera.server.settings import Settings
@@ -42,7 +43,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def client(folder: Path) -> Iterator[TestClient]:
-    service = start_service(ModelOptions(folder, "cpu"), Settings("toy", 0))
+    with pytest.MonkeyPatch.context() as patch:
+        lines: list[str] = []
+        patch.setattr(logger(), "info", lines.append)
+        service = start_service(ModelOptions(folder, "cpu"), Settings("toy", 0))
+    assert "context of each window of a recording: 48 tokens" in lines, "`max_target_positions`"
     with TestClient(make_app(service), "http://localhost") as client:
         yield client
     service.close()

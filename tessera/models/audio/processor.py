@@ -69,7 +69,7 @@ class AudioSplitter:
 
     @property
     def max_seconds(self) -> float:
-        """Return the length of the longest recording that the model reads."""
+        """Return the seconds of the longest recording that is accepted."""
         return float(self.mel.seconds) if self.silence else AudioSampling.max_seconds
 
     def frames(self, samples: int) -> int:
