@@ -78,7 +78,7 @@ def chat(
 ) -> Chat:
     """Load a model and start a conversation: `tessera.chat(folder).ask("What is this?", images=["a.jpg"])`.
 
-    `dtype`, `family`, `adapters`: as of `load`. `sampling`: temperature, top_k, top_p, seed.
+    `dtype`, `family`, `adapters`: as for `load`. `sampling`: temperature, top_k, top_p, seed.
     """
     loaded = load(model, device, dtype, family=family, trust=trust, adapters=adapters)
     return Chat(*loaded, system, max_new_tokens, sampling)

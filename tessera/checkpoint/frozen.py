@@ -27,8 +27,8 @@ STATE_KEY = "frozen"  # key of the entry in `state.json`
 class FrozenSource:
     """Locate frozen weights that checkpoints leave out: the folder that contains them, and their names.
 
-    `folder`: current path of the model's folder; None: its path when the run started. `read` fills tensors from the
-    folder. `names`: parameters that are frozen in this run and were read from the folder.
+    `folder`: current path of the model's folder; None: the path in the checkpoint, and a new run stores all weights.
+    `read` fills tensors from the folder. `names`: parameters that are frozen in this run and were read from the folder.
     """
 
     folder: Path | None

@@ -87,9 +87,7 @@ def generate(
     data: Annotated[Path | None, typer.Option("--data", help="text: file whose rows are answered to --out")] = None,
     root: Annotated[Path | None, typer.Option("--root", help="text: folder of the media of --data")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="text: answer all rows of --data again")] = False,
-    min_p: Annotated[
-        float | None, typer.Option("--min-p", help="text, with --data: minimum probability, as a share of the largest")
-    ] = None,
+    min_p: Annotated[float | None, typer.Option("--min-p", help="--data: minimum share of the likeliest")] = None,
     repetition_penalty: Annotated[
         float | None, typer.Option("--repetition-penalty", help="text, with --data: repetition penalty; 1 is none")
     ] = None,

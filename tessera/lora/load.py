@@ -83,7 +83,7 @@ def settled(
 
 
 def targets_origin(section: LoraSection) -> str | None:
-    """Return the file that the adapter targets come from; None if they are listed in the recipe."""
+    """Return the file that adapter targets come from; None without `model.lora.path`, or if a recipe has targets."""
     path = section.path
     if path is None or section.targets:
         return None

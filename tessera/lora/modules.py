@@ -242,7 +242,10 @@ def with_adapters(plan: ModelPlan) -> ModelPlan:
 
 @torch.no_grad()
 def start_factor(name: str, tensor: Tensor, generator: torch.Generator) -> None:
-    """Fill an unsharded adapter parameter with its initial values: A random, B zero, so the output is unchanged."""
+    """Fill an unsharded adapter parameter with its initial values: A random, B zero, so the output is unchanged.
+
+    Parameters of DoRA and PiSSA depend on the weights and are filled later.
+    """
     if name == factor_names(name.rsplit(".", 2)[0])[0]:
         bound = 1 / math.sqrt(tensor.shape[-1])  # Kaiming uniform with a = sqrt(5), as in PEFT and nn.Linear
         tensor.uniform_(-bound, bound, generator=generator)

@@ -198,9 +198,9 @@ class LoaderBatches(SequentialRows):
 
 
 class LoaderRows(LoaderBatches):
-    """Use the batches of a loader unchanged: row r is its r-th batch, and every batch is one micro-batch.
+    """Use the batches of a loader unchanged: every batch is one row and one micro-batch.
 
-    With a `DistributedSampler` every rank reads its own batches; otherwise the ranks take the batches in turn.
+    Row r is batch r, and ranks take batches in turn. With a `DistributedSampler` of n ranks it is r // n of a rank.
     """
 
     def __init__(self, imported: ImportedObject, data: Any, items: ItemBatcher, *, seed: int) -> None:

@@ -89,7 +89,7 @@ def _is_still_allowed(file: Path, url: str, policy: UrlPolicy) -> bool:
     if file.stat().st_size > policy.max_bytes:
         raise TesseraError(
             f"image too large: {url:.200} (more than {policy.max_bytes} bytes)",
-            fix="make the image smaller",
+            fix="make the image smaller, or raise data.urls.max_bytes",
             code="media.download-too-large",
         )
     try:

@@ -278,7 +278,7 @@ def _group_by_stem(names: list[str]) -> list[list[str]]:
         else:
             groups.append(group)
     if without_media:
-        log.warning("%d text files without an image, video or audio file of the same name are skipped", without_media)
+        log.warning("text files of %d names have no image, video or audio of the same name: skipped", without_media)
     return groups
 
 

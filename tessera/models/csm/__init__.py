@@ -10,7 +10,7 @@ from tessera.models.family import preset, quickstart_preset
 
 
 def _scaled(length: int) -> dict[str, Any]:
-    """Return rotary embeddings as in Llama 3.2. `length`: the published original length, to which factors relate."""
+    """Return rotary embeddings as in Llama 3.2. The frequency factors are proportional to the original `length`."""
     scaling = {"rope_type": "llama3", "factor": 32.0, "original_max_position_embeddings": length}
     factors = {"low_freq_factor": length / 8192, "high_freq_factor": length / 2048}
     return {"rope_theta": 5e5, "rope_scaling": {**scaling, **factors}, "rms_norm_eps": 1e-5}

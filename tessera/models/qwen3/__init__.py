@@ -41,7 +41,7 @@ _SMALL: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": 506,
 }
-_LONG: dict[str, Any] = {"max_position_embeddings": 262144}  # models of July 2025: same sizes, longer context
+_LONG: dict[str, Any] = {"max_position_embeddings": 262144}  # models of July 2025, which have a longer context
 PRESETS = {
     "quickstart": preset(512, 128, 384, 4, (4, 2), tied=True, **_SMALL),
     "quickstart-moe": preset(512, 128, 384, 4, (4, 2), tied=True, experts=_experts(8, 2, 96), **_SMALL),

@@ -28,7 +28,7 @@ HEARD = "heard"  # batch tensor [M]: positions of the talker that read these hid
 HEARD_FROM = "heard_from"  # batch tensor [M]: positions of the thinker with these hidden states
 SPOKEN = "talker."  # prefix of measures of the talker's sequence, beside those of the thinker's with `QUESTION`
 QUESTION = "thinker."  # prefix of batch tensors and segments with the conversations that the thinker reads
-# Prefixes of what a thinker reads: names of a conversation, and orders of encoder outputs that ranks share.
+# Prefixes of batch entries that a thinker reads: conversations, and the exchange of encoder outputs between ranks.
 _READ = (QUESTION, "vision.", "audio.")
 _OTHERS = ("talker.", "code2wav.")  # prefixes of tensors that are not the thinker's
 _EMBEDDING = "thinker.model.embed_tokens.weight"

@@ -153,7 +153,7 @@ def speech_plan(shape: SpeechShape) -> ModelPlan:
 
 
 def depth_rules(depth: TextConfig, prefix: str) -> list[Rule]:
-    """Return the weight rules of the layers and the norm of a depth decoder. `prefix`: of its names in folders."""
+    """Return the weight rules of the layers and the norm of a depth decoder. `prefix`: start of names in folders."""
     rules = [rule for rule in text_rules(depth, prefix) if rule.native != "text.embed.weight"]
     return [replace(rule, native=rule.native.replace("text.", "depth.", 1)) for rule in rules]
 

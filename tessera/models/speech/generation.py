@@ -156,7 +156,7 @@ class _DepthSteps:
     def frame(self, hidden: Tensor, first: Tensor, choose: Choose, rows: Sequence[int]) -> Tensor:
         """Return all codes [codebooks, N] of N frames.
 
-        `hidden` [N, D]: states from which the main head predicted codebook 0, `first` [N]. `rows`: for `choose`.
+        `hidden` [N, D]: states from which the main head predicted codebook 0, `first` [N]. `rows`: passed to `choose`.
         """
         if not len(rows):
             return first.new_empty(self._count, 0)
