@@ -10,7 +10,7 @@ from tessera.runtime import log
 
 WAITS = 0.05  # the line shows the share of time spent waiting for data if it is at least this
 UNEVEN = 1.1  # the line shows the ratio of the busiest rank's work to the mean if it is at least this
-METRICS = 3  # maximum number of the task's metrics on the line
+METRICS = 2  # maximum number of the task's metrics on the line; losses are always shown
 _UNITS = {"tokens": "tok"}
 
 Field = tuple[str, str]  # name and value; the name may be empty
@@ -29,7 +29,7 @@ def step_fields(row: Mapping[str, Any], steps: int, metrics: Sequence[str] = ())
         ("step", f"{row['step']:>{len(str(steps))}}/{steps}"),
         None if epoch is None else ("epoch", f"{epoch:.2f}" if epoch < 1 else f"{epoch:.1f}"),
         ("loss", f"{row['loss']:.4f}" if 1e-3 <= abs(row["loss"]) < 1000 else f"{row['loss']:.3g}"),
-        *((name, f"{row[name]:.3g}") for name in metrics[:METRICS]),
+        *((name, f"{row[name]:.3g}") for name in _main_metrics(metrics)),
         ("lr", f"{row['lr']:.1e}".replace("e-0", "e-")),
         ("grad", f"{row['grad_norm']:.2g}"),
         ("skipped", str(skipped)) if skipped else None,
@@ -41,6 +41,11 @@ def step_fields(row: Mapping[str, Any], steps: int, metrics: Sequence[str] = ())
         ("eta", clock(remaining)) if row["step"] > 1 else None,  # the first step is slow: it fills caches and compiles
     ]
     return [field for field in fields if field is not None]
+
+
+def _main_metrics(metrics: Sequence[str]) -> Sequence[str]:
+    """Return the metrics of the line: every loss of a task with several, otherwise the first metrics."""
+    return [name for name in metrics if name.endswith("_loss")] or metrics[:METRICS]
 
 
 def plain(fields: Sequence[Field]) -> str:
