@@ -64,7 +64,7 @@ PACKED := tests/contract/test_vision_language_numerics.py::test_packed_batches_o
 SOME_PACKED := '$(PACKED)[qwen2_5_vl-0]' '$(PACKED)[qwen3_omni-0]' '$(PACKED)[llava-0]'
 
 test: lint
-	$(call TYPES_AND_TESTS,2,-m "not slow and not gpu",$(NUMERIC) $(SOME_PACKED))
+	$(call TYPES_AND_TESTS,3,-m "not slow and not gpu",$(NUMERIC) $(SOME_PACKED))
 
 test-all: lint
 	$(call TYPES_AND_TESTS,3,-m "not gpu",$(NUMERIC) $(PACKED))
