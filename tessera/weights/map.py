@@ -183,11 +183,13 @@ class WeightMap:
     def in_memory(self, foreign: str) -> str:
         """Return a foreign name as in the current classes of transformers.
 
-        They may have a prefix `model.` that folders omit (`renames`). The shortest spelling is the current one."""
+        They may have a prefix `model.` that folders omit (`renames`), also inside of a part such as `thinker.`. The
+        shortest spelling is the current one.
+        """
         spellings = [
             old + foreign[len(new) :]
             for old, new in self.renames
-            if old.startswith("model.") and foreign.startswith(new)
+            if foreign.startswith(new) and _inside_part(old, new).startswith("model.")
         ]
         return min(spellings, key=len, default=foreign)
 
@@ -196,6 +198,12 @@ class WeightMap:
             foreign.startswith(pattern) if pattern.endswith(".") else _template(pattern).fullmatch(foreign)
             for pattern in self.skip
         )
+
+
+def _inside_part(old: str, new: str) -> str:
+    """Return a prefix without its first component if the other prefix begins with it too, and it is not `model`."""
+    part = new.partition(".")[0] + "."
+    return old if part == "model." else old.removeprefix(part)
 
 
 @functools.lru_cache(maxsize=4096)  # each template is compared with every tensor name

@@ -113,6 +113,21 @@ def joint_model(**changes: Any) -> tuple[Any, Any, nn.Module]:
         return spec, config, spec.main.build(config)
 
 
+def test_layers_have_their_names_in_the_published_class() -> None:
+    module, table = SPEC.main.build(joint(0)), SPEC.main.weight_map(joint(0))
+    modules = {name for name, _ in reference_of(joint(0), 3).named_modules()}
+    layers = [path for path, layer in module.named_modules() if isinstance(layer, nn.Linear)]
+    assert {path.partition(".")[0] for path in layers} >= {"thinker", "text", "depth"}
+    for path in layers:
+        for name in table.rule_for(f"{path}.weight")[1]:  # type: ignore[index]
+            assert table.in_memory(name).removesuffix(".weight") in modules, path
+
+
+def test_examples_may_be_shorter_than_a_recording() -> None:
+    for length in range(1, 9):
+        assert SPEC.main.example(joint(0), length)["tokens"].shape[0] == length
+
+
 def test_the_plan_covers_every_parameter_once() -> None:
     spec, config, model = joint_model()
     plan = spec.main.plan(config)

@@ -25,11 +25,12 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroupGloo, distributed_c10d
 
 GROUP_TIMEOUT = datetime.timedelta(minutes=10)  # `run_ranks` ends ranks that take longer than its caller allows
 SHARED_WORLDS = (1, 2, 4)  # most files need these
@@ -133,9 +134,27 @@ def _fit_for_more(rank: int, world: int, token: int) -> bool:
 atexit.register(end_ranks)  # before multiprocessing would wait for them
 
 
+class SharedLoop(ProcessGroupGloo):
+    """A gloo group that shares one thread for its sockets with all other groups of the process.
+
+    Otherwise each group has its own, which wakes up a hundred times a second: the hundreds of groups of ranks that have
+    served many tests took a fifth of each core.
+    """
+
+    _devices: ClassVar[list[Any]] = []
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: datetime.timedelta) -> None:
+        options = ProcessGroupGloo._Options()
+        if not self._devices:
+            self._devices.append(ProcessGroupGloo.create_default_device())
+        options._devices, options._timeout, options._threads = self._devices, timeout, 2
+        super().__init__(store, rank, size, options)
+
+
 def _rank_main(rank: int, world: int, store: str, calls: Any, reports: Any) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+    distributed_c10d.ProcessGroupGloo = SharedLoop  # type: ignore[misc]
     init = f"file://{store}"
     try:
         dist.init_process_group("gloo", init_method=init, rank=rank, world_size=world, timeout=GROUP_TIMEOUT)

@@ -91,6 +91,23 @@ def rows(tmp_path: Path) -> Path:
     return write_jsonl(tmp_path / "rows.jsonl", listed)
 
 
+@pytest.mark.parametrize(("rate", "hertz"), [(192_000, 440), (44_100, 50), (16_000, 1000)])
+@pytest.mark.parametrize("bits", [16, 24])
+@pytest.mark.parametrize("shift", [0.0, 0.25, 0.5])
+def test_smooth_crests_are_not_clipped_and_flat_ones_are(rate: int, hertz: int, bits: int, shift: float) -> None:
+    wave = np.sin(2 * np.pi * hertz * (np.arange(rate // 4) + shift) / rate)
+    smooth, flat = 0.3 * wave, np.clip(0.4 * wave, -0.3, 0.3)
+    as_stored = [np.round(sound * 2 ** (bits - 1)) / 2 ** (bits - 1) for sound in (smooth, flat)]
+    problems = [dict(Sound(sound.astype(np.float32), rate, 0.25).problems()) for sound in as_stored]
+    assert ["clipped" in kinds for kinds in problems] == [False, True]
+
+
+def test_samples_far_above_full_scale_are_reported() -> None:
+    ((kind, detail),) = Sound(noise(0.4) * 3e5, RATE, 0.4).problems()
+    assert kind == "clipped"
+    assert detail.endswith("times full scale")
+
+
 def locations(diagnosis: Diagnosis) -> dict[str, list[str]]:
     return {kind: [location.id for location in finding.locations] for kind, finding in diagnosis.findings.items()}
 

@@ -149,7 +149,7 @@ def with_clips(batch: Batch, shape: AudioShape, tokens: int) -> Batch:
 
     No recording has more audio frames than the encoder has stored position embeddings.
     """
-    longest = shape.positions // shape.pool if shape.positions else tokens
+    longest = shape.positions // shape.pool if shape.positions else max(1, tokens)
     count = max(1, min(max(EXAMPLE_CLIPS, -(-tokens // longest)), tokens))
     each = max(1, tokens // count)
     elements = each * shape.pool

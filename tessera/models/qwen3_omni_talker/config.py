@@ -197,9 +197,20 @@ class TalkerConfig(Section):
         self._check_ids(
             {f"speaker_id.{name}": code for name, code in self.speaker_id.items()}, self.text.vocab_size, "codes"
         )
+        self._check_voices({getattr(self, name): name for name in codes})
         tokens = {name: getattr(self, name) for name in _TOKEN_FIELDS}
         self._check_ids(tokens, self.thinker.text.vocab_size, "tokens of the thinker")
         return self
+
+    def _check_voices(self, control: Mapping[int, str]) -> None:
+        """Raise if the code of a voice has another meaning. `control`: names of control codes, by code."""
+        for name, code in self.speaker_id.items():
+            if code < self.depth.vocab_size:
+                raise ValueError(
+                    f"speaker_id.{name}: {code} is a code of speech; those below {self.depth.vocab_size} are"
+                )
+            if code in control:
+                raise ValueError(f"speaker_id.{name}: {code} is {control[code]}")
 
     def _check_training(self) -> None:
         if self.reads_media:

@@ -64,7 +64,7 @@ class TalkerIds:
 
     def speaker(self, name: str) -> int:
         """Return the control code of a voice; of the first voice for an empty name."""
-        codes = dict(self.speakers)
+        codes = {voice.lower(): code for voice, code in self.speakers}
         code = codes.get(name.lower(), next(iter(codes.values()), None) if not name else None)
         if code is None:
             raise TesseraError(

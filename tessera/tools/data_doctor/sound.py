@@ -19,6 +19,9 @@ SILENT = 1e-3  # a recording whose largest sample is below this value is silent;
 CLIPPED = 1e-3  # a recording with a larger share of samples in flat tops is clipped
 _FLAT_TOP = 0.99  # minimum level of a flat top, as a share of the largest sample
 _EQUAL = 2e-5  # maximum difference of neighbouring samples in a flat top: less than a step of 16 bits
+_LEAST_FLAT = 2  # minimum number of equal pairs in a flat top: a crest between two samples has one
+_EDGE = 2.5e-4  # minimum change within two samples before and after a flat top; that of a smooth crest is smaller
+_LOUD = 4.0  # recordings with larger samples are too loud; decoders give samples somewhat above full scale
 _SHORTEST = 0.5  # seconds; the spectrum of a shorter recording is not examined
 # A recording without power above this share of its sampling rate was upsampled. The share is a bit above 1/4, which is
 # the limit of a recording at half the rate, because resamplers leave some power there.
@@ -42,16 +45,29 @@ class Sound:
         if peak < SILENT:
             yield "silent", "no sound" if peak == 0 else f"the largest sample is {peak:.1e} of full scale"
             return
-        top = np.abs(self.samples) >= _FLAT_TOP * peak
-        flat = top[1:] & top[:-1] & (np.abs(np.diff(self.samples)) <= _EQUAL)
-        share = float(flat.mean()) if len(flat) else 0.0
-        if share > CLIPPED:
+        if peak > _LOUD:
+            yield "clipped", f"the largest sample is {peak:.3g} times full scale"
+        elif (share := _flat_share(self.samples, peak)) > CLIPPED:
             yield "clipped", f"{share:.1%} of the samples are at a flat top"
         if len(self.samples) >= _SHORTEST * self.rate:
             power = np.abs(np.fft.rfft(self.samples.astype(np.float64))) ** 2
             above = power[round(_EMPTY_ABOVE * 2 * (len(power) - 1)) :].sum()
             if above < _EMPTY * power[1:].sum():
                 yield "narrow-band", f"nothing above {self.rate / 4000:g} kHz in a file of {self.rate / 1000:g} kHz"
+
+
+def _flat_share(samples: np.ndarray, peak: float) -> float:
+    """Return the share of samples in flat tops: equal neighbours near the largest sample, between two edges."""
+    if len(samples) < 2:
+        return 0.0
+    top, steps = np.abs(samples) >= _FLAT_TOP * peak, np.abs(np.diff(samples))
+    flat = top[1:] & top[:-1] & (steps <= _EQUAL)
+    bounds = np.flatnonzero(np.diff(np.concatenate([[False], flat, [False]]).astype(np.int8)))
+    starts, ends = bounds[::2], bounds[1::2]
+    around = np.pad(steps, 2, constant_values=np.inf)  # the beginning and the end of the recording count as edges
+    before, after = around[starts] + around[starts + 1], around[ends + 2] + around[ends + 3]
+    clipped = (ends - starts >= _LEAST_FLAT) & (np.minimum(before, after) > _EDGE)
+    return float((ends - starts)[clipped].sum()) / len(flat)
 
 
 def listen(part: Part, size: MediaSize, rate: int, root: Path, limits: Limits) -> Sound:
