@@ -67,7 +67,7 @@ class AnswerOptions:
             )
 
     def facts(self) -> Row:
-        """Return the options as JSON."""
+        """Return the options as a JSON mapping. It is compared when an earlier batch is continued."""
         fields = {name: getattr(self.sampling, name) for name in _SAMPLING}
         return {"max_new_tokens": self.max_new_tokens, **fields, "system": self.system}
 

@@ -20,7 +20,7 @@ GROUP = "tessera.weight_forms"
 
 
 class ModelForm(ABC):
-    """Read and write the weights of one configured model in a format.
+    """Read and write the weights of one model in one file format. The model's configuration is known.
 
     A layout describes how the files of a folder are split, for example over ranks. Each format has its own layout
     options (`--layout`).

@@ -191,7 +191,7 @@ def check_copies(weight_map: WeightMap, shapes: Mapping[str, Shape], read: ReadB
 
 
 def check_copy(copy: str, other: str, shapes: Mapping[str, Shape], read: ReadBox, where: str) -> None:
-    """Raise unless the stored tensors `copy` and `other` are equal."""
+    """Raise unless the stored tensors `copy` and `other`, a tied head and its embedding, are equal."""
     if not same_numbers(copy, other, shapes, read):
         raise TesseraError(
             f"config.json ties the head to the embeddings, and {copy} differs from {other}",

@@ -26,7 +26,7 @@ _LARGEST = 10**12
 
 @dataclass(frozen=True)
 class Interval:
-    """Hold an interval, such as 500 steps or 10 minutes. An amount of 0 means never."""
+    """Hold an interval, such as 500 steps, 10 minutes or 2 epochs. An amount of 0 means never."""
 
     amount: float
     unit: Literal["steps", "minutes", "epochs"] = "steps"

@@ -36,7 +36,8 @@ class Region:
     numbers: tuple[float, ...] = ()
     label: str = ""  # name of the object; empty: unknown
     image: int = 0  # index among the images of the sample
-    scale: int = 0  # coordinate of the right and the lower edge of the image: 1 or 1000; 0: pixels of the upright image
+    # 1 or 1000: coordinates go from 0 to this number over the width and the height; 0: pixels, after EXIF rotation
+    scale: int = 0
 
     def pixels(self, size: MediaSize) -> tuple[float, ...]:
         """Return the coordinates in pixels of an image of this size."""

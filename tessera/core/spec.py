@@ -53,7 +53,7 @@ class Processor(Protocol):
         """Return a sample ready to be packed: for conversations an `Encoded`, for other data another type.
 
         `media`: one decoded object per media part (PIL image, or uint8 frames [F, H, W, 3]), in order. `sizes`: the
-        sizes in the files' headers, which are larger if images were scaled down while they were decoded.
+        sizes in the files' headers; images may have been decoded at a smaller size.
         """
         ...
 

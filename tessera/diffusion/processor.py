@@ -227,8 +227,8 @@ class GenerationProcessor:
             )
         if kind == "video" and self.frames(size.frames) < self.options.min_frames:
             raise TesseraError(
-                f"{self.frames(size.frames)} frames are taken from a video of {size.total}, fewer than min_frames "
-                f"{self.options.min_frames}",
+                f"only {self.frames(size.frames)} of the {size.total} frames of this video are used at this fps, but "
+                f"min_frames is {self.options.min_frames}",
                 fix="lower data.processor.min_frames, or raise fps",
                 code="media.too-few-frames",
             )
@@ -271,7 +271,7 @@ class GenerationProcessor:
         if references and self.family.edits and self.edit is None:
             names = ", ".join(edit.pipeline for edit in self.family.edits)
             raise TesseraError(
-                "the text encoder must read the images to edit, and the folder's pipeline gives it only text",
+                "to edit images, the text encoder must read them, but the pipeline of model.path gives it only text",
                 fix=f"set model.path to the folder of a {names}",
                 code="generation.not-an-edit-pipeline",
             )

@@ -394,7 +394,8 @@ class Engine:
         self._versions[None] = self._versions.get(None, 0) + 1
         self._pool.forget_all()
         for state in self._scheduler.running:
-            # Later requests must not reuse blocks that were computed with the old weights.
+            # Never publish the blocks of running requests, which were computed with the old weights: later requests
+            # would reuse them.
             state.published = NEVER_PUBLISHED
         self._runner.forget_media()
 

@@ -43,7 +43,8 @@ class Piece:
     # [outputs, K]: features that each output is interpolated from, counted from 1; 0: a learned embedding
     index: Tensor | None
     weights: Tensor | None
-    constants: Mapping[str, Tensor]  # tensors that are equal for all prompts of a model
+    # other inputs of the encoder. They are equal for all prompts of a model, so `digest` does not hash them
+    constants: Mapping[str, Tensor]
     hashes: Sequence[Future[bytes]] = ()  # hashes of the bytes of its tensors; see `hashed`
 
     @cached_property

@@ -113,7 +113,10 @@ class Sampler:
                 )
 
     def join(self, row: int, request: Request, generated: Sequence[int] = ()) -> None:
-        """Assign a row to a request. `generated`: tokens of its answer so far, if it was preempted."""
+        """Assign a free row of the batch to a request. `generated`: its tokens from before it was preempted.
+
+        Its penalties and its length count these tokens.
+        """
         assert row not in self._requests, f"row {row} is in use"
         self.check(request)
         self._requests[row], self._lengths[row] = request, len(generated)

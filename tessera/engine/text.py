@@ -47,7 +47,7 @@ class AnswerText:
         # Tokens since the second last border between complete characters. Decoders treat the first token of a text
         # differently (its space), so the text of new tokens is the difference of two decoded texts.
         self._tokens: list[int] = []
-        self._border = 0  # number of tokens before the last border
+        self._border = 0  # number of tokens in `_tokens` before the last border between complete characters
         self._passed = 0  # number of characters of the tokens' text that were sent or are in `_waiting`
         self._waiting = ""  # the possible beginning of a stop string
         self._ended = False

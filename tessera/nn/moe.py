@@ -104,7 +104,7 @@ class Balance(ExpertBalance):
         super().__init__()
         self.coefficient = shape.balance
         self.row_total = RowSum()  # sums over all ranks that have tokens of the same row
-        self.part_total = RowSum()  # sums over the ranks whose losses are parts of one loss
+        self.part_total = RowSum()  # sums over the tp ranks that split a sequence: each of them needs the full loss
 
     def forward(self, shares: Tensor, ids: Tensor, rows: RowIds) -> Tensor | None:
         """Return statistics [2, R, E]: how often each expert was chosen in each row, and its summed router

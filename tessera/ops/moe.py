@@ -76,7 +76,10 @@ class LowRank(NamedTuple):
         return self._replace(a=local_shard(self.a), b=local_shard(self.b))
 
     def spread(self, at: ExpertOrder, choices: int) -> LowRank:
-        """Return the adapter for rows that are sorted by expert, see `spread_rows`."""
+        """Return the adapter with the rows of `others` repeated and sorted as `spread_rows` does it with tokens.
+
+        The matrices stay as they are. `choices`: number of experts of a token.
+        """
         return self if self.others is None else self._replace(others=self.others[at.order // choices])
 
 

@@ -29,7 +29,8 @@ from tessera.parallel.collectives import all_to_all
 from tessera.parallel.sequence_sharding import Range, lengths_inside
 from tessera.runtime.distributed import wait_for
 
-_KEYS, _GRADIENTS = 0, 1  # tags of point-to-point messages: backward sends keys and gradients at the same time
+# Tags of point-to-point messages: in backward, a rank sends keys and gradients to the same rank at the same time.
+_KEYS, _GRADIENTS = 0, 1
 
 
 @dataclass(frozen=True)

@@ -196,7 +196,7 @@ def _nearest_layout(section: ParallelSection, world: int) -> str:
     divisors = [d for d in range(1, world + 1) if world % d == 0]
 
     def distance(degrees: tuple[int, ...]) -> tuple[float, int]:
-        # The distance is the factor between degrees, not their difference. Among equals prefer the larger product.
+        # Compare degrees by their ratio: 2 is as far from 4 as 4 from 8. At equal distance, prefer the larger product.
         return sum(abs(log2(d / a)) for d, a in zip(degrees, requested, strict=True)), -prod(degrees)
 
     near = [sorted(divisors, key=lambda d: abs(log2(d / degree)))[:6] for degree in requested]

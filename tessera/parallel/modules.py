@@ -411,7 +411,7 @@ def wrap_submodule(root: nn.Module, path: str, wrapper: Callable[[nn.Module], nn
     """Replace a submodule by a wrapper around it, which adds a prefix to parameter names (see `clean_name`)."""
     parent, _, name = path.rpartition(".")
     owner = root.get_submodule(parent)
-    while isinstance(owner, ActivationWrapper):  # setattr on a wrapper would not reach its module
+    while isinstance(owner, ActivationWrapper):  # setattr on a wrapper does not change the module inside
         owner = wrapped_module(owner)
     setattr(owner, name, wrapper(owner.get_submodule(name)))
 

@@ -113,7 +113,7 @@ def keep_only(model: nn.Module, units: Collection[str], paths: Collection[str]) 
 class SequentialStages:
     """Run the stages one after another, without a schedule.
 
-    Each activation is sent with its shape. So batches may have different shapes, unlike in training.
+    The shape is sent before each activation. So batches may have different shapes; in training all have one shape.
     """
 
     def __init__(self, stages: LocalStages, plan: Plan, mesh: Mesh, device: torch.device) -> None:

@@ -133,7 +133,10 @@ class RunFolder:
                 write_config(self.path, config, self._objects)
 
     def publish(self, config: RunConfig) -> None:
-        """Write the configuration after the first applied step or checkpoint, and remove the replaced run."""
+        """Write the configuration, and remove the run that this one replaces.
+
+        This happens after the first applied step or checkpoint: if the run fails before, the old run is kept.
+        """
         write_config(self.path, config, self._objects)
         old = self.path / REPLACED
         if old.exists():

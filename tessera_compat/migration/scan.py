@@ -226,7 +226,7 @@ class Scanner:
                 self._match(rule, text, node)
 
     def _formatted(self, node: ast.JoinedStr) -> None:
-        """Match an f-string that formats a device with its index, by the text before the first value."""
+        """Match an f-string that formats a device with its index, such as f"device:{i}", by the text before the `{`."""
         first = node.values[0] if node.values else None
         if isinstance(first, ast.Constant) and isinstance(first.value, str) and first.value.endswith(":"):
             rule = self.rules.by_string(first.value.rstrip(":"))

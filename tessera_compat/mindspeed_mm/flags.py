@@ -15,7 +15,7 @@ State = Literal["honoured", "meaningless", "refused"]
 Kind = Literal["switch", "switch off", "int", "float", "str", "words"]  # "switch off": the flag sets False
 Scope = Literal[
     "launcher", "training", "other"
-]  # the program that reads the flag: torchrun, an entry point of Tessera, or another program
+]  # the program that reads the flag: torchrun ("launcher"), an entry point of Tessera ("training"), or another one
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from tessera.workers.worker import memory_limit
 # Pillow's other formats are not allowed: some run programs (EPS) or are documents.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF")
 COPY_PIXELS = 420  # limit of the longer side of a copy for a report, in pixels; smaller images keep their size
-TINY = 64  # images up to 64 pixels per side are copied without loss, as PNG
+TINY = 64  # copies for a report are PNG for images up to 64 pixels per side, and JPEG for larger ones
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,

@@ -303,9 +303,10 @@ class RecordMedia:
         return [self.next(kind) for kind, listed in self.listed.items() for _ in listed]
 
     def check_used(self, messages: Iterable[Message] = ()) -> None:
-        """Raise if the numbers of placeholders and listed files differ.
+        """Raise if the text has more or fewer placeholders than the record lists files.
 
-        A file under a singular key such as "image" needs no placeholder if a part of `messages` has the same kind.
+        A file under a singular key such as "image" needs no placeholder if a part of `messages` stands for it: a part
+        of the same kind.
         """
         named = {part.kind for message in messages for part in message.parts}
         for kind, used in self.used.items():

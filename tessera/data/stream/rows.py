@@ -272,7 +272,7 @@ class StreamedRows(GuardedRows):
     def _fetch_ahead(self, shard: int) -> None:
         try:
             self._rows(shard)
-        except NothingUsable:  # `_counted` reports it when the run reaches the file
+        except NothingUsable:  # no sample of the file is usable: `_counted` reports it when the run reaches the file
             return
         except TesseraError as error:  # a lasting error is raised when the run reaches the file
             log.warning("%s could not be prepared in the background: %s", self.shards[shard].name, error.what)

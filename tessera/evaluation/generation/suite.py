@@ -144,7 +144,7 @@ def check_protocol(folder: Path, protocol: Mapping[str, Any]) -> bool:
     if not file.is_file():
         if folder.is_dir() and any(folder.iterdir()):
             raise TesseraError(
-                "the folder has files, but no samples of this command",
+                "the folder is not empty, and its files are not from this command",
                 where=str(folder),
                 fix="name a new folder: --out FOLDER",
                 code="output.other-files",

@@ -243,7 +243,11 @@ def _after_extraction(metric: AnswerMetric, extraction: ExtractionSection) -> An
 
 
 def extracted(answer: str, extraction: ExtractionSection) -> str:
-    """Return the part of an answer that is scored: without reasoning, and if there is a pattern, its last match."""
+    """Return the part of an answer that is scored.
+
+    Reasoning is removed, unless `reasoning` is false. Then `pattern`, if it is set, takes the first group of its last
+    match. Without a match, `otherwise` decides.
+    """
     if extraction.reasoning:
         for start, end in _REASONING:
             answer = re.sub(f"{start}.*?{end}", "", answer, flags=re.DOTALL)

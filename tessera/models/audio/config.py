@@ -19,7 +19,8 @@ _NO_DROPOUT = ("dropout", "attention_dropout", "activation_dropout", "encoder_la
 class AudioConfig(Section):
     """Configure the blocks of an audio encoder. Fields have the names that transformers uses."""
 
-    defaults: ClassVar[Mapping[str, Any]] = {}  # defaults of transformers that differ from the defaults of a recipe
+    # field -> default of transformers, where it differs from the default below; for keys that a config.json lacks
+    defaults: ClassVar[Mapping[str, Any]] = {}
     fixed: ClassVar[Mapping[str, Any]] = {}  # constant fields that `write` adds
 
     num_mel_bins: int = Field(128, gt=0, le=1024)

@@ -28,7 +28,7 @@ class LogMel:
 
     @property
     def longest(self) -> int:
-        """Return the number of samples of the longest recording."""
+        """Return the maximum length of a recording in samples, to which some models pad all recordings."""
         return self.seconds * self.rate
 
     def frames(self, samples: int) -> int:

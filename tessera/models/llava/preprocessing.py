@@ -240,9 +240,9 @@ def _check_tiles(data: dict[str, Any], config: LlavaConfig, path: Path) -> None:
     pinpoints = data.get("image_grid_pinpoints")
     if pinpoints is not None and tuple(map(tuple, pinpoints)) != config.tiles.pinpoints:
         raise TesseraError(
-            "image_grid_pinpoints differ from the model's",
+            "image_grid_pinpoints differ from those of config.json",
             where=str(path),
-            fix="copy them from config.json",
+            fix="copy them from config.json into this file",
             code="media.preprocessor-mismatch",
         )
     size = data.get("size") or {}

@@ -56,7 +56,7 @@ _MIN_FILLED = 0.8
 class ConversationProcessor:
     """Turn conversations into batches and tokens back into text."""
 
-    version: ClassVar[str]  # family name and a number, which is increased when the same options give other tokens
+    version: ClassVar[str]  # family name and a number; increase it if equal options give other tokens than before
     streams: ClassVar[MediaStreams] = {}  # inputs of media encoders (vision, audio), by name in the model's plan
     axes: ClassVar[int] = 3  # number of position axes: 3 (time, height, width) or 1
     position_type: ClassVar[type[np.generic]] = np.int64

@@ -332,7 +332,7 @@ class OmniTrainingProcessor(MediaTalkerProcessor):
         batch = super().collate([[item for item in row if len(item.tokens)] for row in rows], length)
         questions, heard = _questions(rows, [length] * len(rows))
         total, room = sum(len(question.tokens) for question in questions), length * len(rows)
-        # Padding lets context parallel ranks split the sequence evenly, and keeps it from being empty.
+        # Pad the thinker's tokens: context parallel ranks must get equal parts, and the sequence must not be empty.
         padded = min(room, max(1, -(-total // _UNIT)) * _UNIT)
         read = self.thinker._pack([questions], [padded])
         read = as_question(read.with_tensors(trained=trained_positions(read["labels"])))
@@ -378,7 +378,7 @@ def _indices(runs: Sequence[tuple[int, int]]) -> Tensor:
 
 
 def _speaks(sample: Sample) -> bool:
-    """Return whether the last message is an answer with speech."""
+    """Return whether the last message is an answer that contains codes of speech."""
     answer = sample.messages[-1]
     return answer.role == "assistant" and any(part.kind == "codes" for part in answer.parts)
 

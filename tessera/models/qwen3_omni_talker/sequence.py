@@ -116,7 +116,7 @@ class Opening:
         """`tokens`: a conversation that ends with the text to speak."""
         turns = SpokenTurns.of(tokens, ids)
         if not turns.words:
-            raise TesseraError("the answer has no text to speak", code="data.no-text")
+            raise TesseraError("the last answer has no text to speak", code="data.no-text")
         control = (*ids.prefix, speaker, ids.code_pad, ids.code_begin)
         first, *words = (tokens[index] for index in turns.words)
         before = [tokens[index] for index in (*turns.read, *turns.header)]

@@ -43,7 +43,7 @@ class Codec(nn.Module, ABC):
         self.rate, self.stride = rate, stride
         self.codebooks, self.size = codebooks, size  # number of codebooks, and of codes in each of them
         self.context = context
-        self.longest = max(_LONGEST, 2 * context)  # frames that are computed together
+        self.longest = max(_LONGEST, 2 * context)  # maximum frames of one call, with the `context` frames before them
 
     @property
     def device(self) -> torch.device:

@@ -74,7 +74,7 @@ class Guard(OptimizerStep):
         self._normal: dict[str, float] = {}  # largest absolute value of each parameter when it was last checked
         self._moved = 0.0  # sum of learning rates since `_normal` was measured: limits how far weights moved
         self._never_finite: dict[str, Damage] = {}  # tensors that were not finite when the run began
-        self._first_buffers: dict[str, Tensor] = {}  # buffers at the start of this session, by name
+        self._first_buffers: dict[str, Tensor] = {}  # copies at the start of this session: for a rollback to its start
         # Number of bad steps by action: skipped, clipped, went back, stopped, reported.
         self._counts: dict[str, int] = {}
 

@@ -148,7 +148,7 @@ class Heartbeat:
 
     @property
     def at_work(self) -> bool:
-        """Return whether the rank makes progress by itself, and waits for no other rank."""
+        """Return whether the rank reads data, compiles, computes or is outside of a step, and is in no collective."""
         return not self.collective and self.activity in AT_WORK
 
     @property

@@ -36,7 +36,7 @@ _WITH_TEXTS = ("transcript", "speech")  # formats whose texts are compared with 
 _ODD_TRANSCRIPTS = ("long-transcript", "short-transcript")
 FEW = 20  # shares such as ONE_ANSWER are not reported for fewer samples than this
 PACKED = 200_000  # maximum number of samples that a forecast packs, before it extrapolates to all
-# Histograms: (title, unit, column of measurements).
+# Histograms of the report: (title, unit of the values, name of the measured column).
 _WITH_TOKENS = (
     ("Length of a sample", "tokens", "tokens"),
     ("Trained on in a sample", "tokens", "trained"),

@@ -39,7 +39,7 @@ def record_beside(folder: Path, other: str, family: str | None, budget: Budget) 
     diffuses = isinstance(spec, GenerationSpec)
     if (other == "diffusers") != diffuses and other in LIBRARIES:
         raise TesseraError(
-            f"{other} does not implement models of the family {spec.name}",
+            f"{other} is not the library that implements the family {spec.name}",
             where=str(folder),
             allowed=["diffusers" if diffuses else "transformers", "package.module:function"],
             code="parity.wrong-library",
