@@ -135,7 +135,7 @@ class VideoWithSound(NamedTuple):
 
 @dataclass
 class EncodedStream:
-    """Hold the input of one encoder for one sample, before packing. The fields follow `Stream` in the model's plan."""
+    """Hold the input of one encoder for one sample, before packing. Its `Stream` in the plan names the tensors."""
 
     tensors: dict[str, Tensor]  # name in a batch -> tensor with one entry per element: a patch or audio frame
     lengths: tuple[int, ...]  # number of elements of each sequence: an image, a video frame, a recording

@@ -27,7 +27,7 @@ class Passes:
     and once for the gradient of the weight if that is trained.
     """
 
-    weights: float = 3.0  # products with weights
+    weights: float = 3.0  # products of activations with weights
     attention: float = 3.0  # the QK and AV products of attention
     first: float = 2.0  # the first product of an encoder, whose input has no gradient
 
@@ -103,7 +103,7 @@ class InitializesByName(Protocol):
 
 @runtime_checkable
 class InitializesItself(Protocol):
-    """Declare a module that draws the initial weights of all its parameters at once."""
+    """Declare a module whose `init_weights` draws the initial values of all its parameters."""
 
     def init_weights(self) -> None:
         """Fill every parameter in place."""

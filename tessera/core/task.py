@@ -142,8 +142,10 @@ class Task(ABC):
 
     @property
     def computed_shares(self) -> Mapping[str, float]:
-        """Return the share of their input that parts of the model compute in training, by path, for costs. Other parts
-        compute all of it."""
+        """Return module path -> fraction of its input that the module computes in a training step, to estimate costs.
+
+        A module that is not listed computes all of its input.
+        """
         return {}
 
     def compile(self) -> None:  # noqa: B027

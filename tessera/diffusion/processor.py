@@ -67,7 +67,8 @@ class GenerationProcessor:
     folder: Path | None = None  # diffusers folder with tokenizers and VAE
     images_only: bool = False  # whether the VAE encodes only images
     edit: EditReader | None = None  # set for pipelines whose text encoder reads the images to edit
-    embeds: int | None = None  # number of embeddings of a conditioning frame in the main sequence; None: unknown
+    # number of embeddings that the image encoder adds to the main sequence for a conditioning frame; None: unknown
+    embeds: int | None = None
 
     @classmethod
     def load(cls, family: GenerationFamily, folder: Path | None, **options: Any) -> Self:
@@ -117,7 +118,7 @@ class GenerationProcessor:
 
     @property
     def _unit(self) -> tuple[int, int]:
-        """Return the height and width in pixels of one patch."""
+        """Return the height and width in pixels of the image area that becomes one token."""
         space = self._strides[1]
         return space * self.family.patch[1], space * self.family.patch[2]
 

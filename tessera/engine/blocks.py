@@ -113,7 +113,7 @@ class BlockKeys:
 
     @property
     def tokens(self) -> int:
-        """Return the number of tokens whose contents are known."""
+        """Return the number of tokens that have been added: those of the prompt, and of the answer so far."""
         return len(self._contents)
 
     @property

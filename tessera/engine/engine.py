@@ -88,7 +88,7 @@ class Engine:
         self._flight: Flight | None = None
         self._deltas: list[Delta] = []  # deltas of requests ended between steps
         self._leaving: set[str] = set()  # adapters that are being unloaded
-        self._versions: dict[str | None, int] = {}  # number of loads of each adapter; None: of weight replacements
+        self._versions: dict[str | None, int] = {}  # adapter -> how often it was loaded; None -> weights were replaced
         self._counters = _Counters()
 
     # ------------------------------------------------------------------------------------------ requests

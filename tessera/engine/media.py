@@ -135,7 +135,7 @@ def join_media(pieces: Sequence[Piece], device: torch.device | None = None) -> B
 
 
 def split_prompts(batch: Batch, encoders: Sequence[Encoder]) -> list[Batch]:
-    """Return a batch of several prompts as one batch for each prompt."""
+    """Split a batch of prompts. Return a batch for each prompt."""
     text = batch.segments["text"]
     lengths = text.lengths or tuple(int(length) for length in text.bounds.diff().tolist())
     if len(lengths) == 1:

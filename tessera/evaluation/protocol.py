@@ -82,7 +82,7 @@ def processor_facts(processor: LoadedProcessor) -> dict[str, Any]:
 
 
 def environment() -> dict[str, str]:
-    """Return versions to record. Results of different versions can still be compared."""
+    """Return versions of packages to record with a result. They do not decide whether results can be compared."""
     names = ("torch", "transformers", "tokenizers", "pillow", "numpy")
     return {"python": platform.python_version(), "machine": platform.machine(), **package_versions(names)}
 

@@ -325,7 +325,7 @@ class LoadedProcessor:
         return processor.prompt(items, media, sizes, ending)
 
     def _sampling(self, frames: int) -> LanguageProcessor:
-        """Return a processor that samples this number of frames from each video."""
+        """Return a processor that samples `frames` frames from each video."""
         if not isinstance(self.processor, ConversationProcessor):
             raise TesseraError(
                 f"the processor of {self.spec.name} chooses the number of frames itself",

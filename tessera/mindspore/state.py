@@ -71,7 +71,7 @@ class DeviceState:
 
 
 def _moments(optimizer: torch.optim.Optimizer) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Return the moments of each trained parameter on the host, by its name."""
+    """Return both Adam moments of each trained parameter, by its name. They are on the host."""
     moments: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     for group in optimizer.param_groups:
         for name, parameter in zip(group["names"], group["params"], strict=True):

@@ -88,7 +88,7 @@ class TokenRows(RowStatistics):
         row = index // (tokens // count)
         segment = torch.searchsorted(segments.bounds[1:], index.to(segments.bounds.dtype), right=True)
         trained = (labels != IGNORE).float()
-        # number of trained labels of each row, followed by that of each segment
+        # Numbers of trained labels: first one for each row, then one for each segment.
         totals = torch.zeros(count + segment_count, device=labels.device)
         totals = self.row_total(totals.index_add(0, row, trained).index_add(0, count + segment, trained))
         return RowIds(row, totals[count:].index_select(0, segment) > 0, totals[:count])

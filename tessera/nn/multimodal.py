@@ -42,7 +42,7 @@ class Encoder:
 
     @property
     def embeddings(self) -> str:
-        """Return the name of the batch tensor with precomputed embeddings."""
+        """Return the name of the batch tensor with precomputed outputs of this encoder, such as those of the engine."""
         return f"{self.prefix}_embeddings"
 
 

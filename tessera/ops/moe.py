@@ -26,7 +26,7 @@ _ALIGNMENT = 16  # required alignment of a row in grouped kernels, in bytes
 class ExpertOrder:
     """Hold the permutation that sorts choices by expert. Token t has the choices t * k to t * k + k - 1."""
 
-    order: Tensor  # [N] int64: argsort by expert: index of the (token, expert) choice at each sorted position
+    order: Tensor  # [N] int64: index of the (token, expert) choice at each sorted position (argsort by expert)
     inverse: Tensor  # [N] int64: sorted position of each choice
     ends: Tensor  # [E] int32: sorted position after each expert's last choice
 

@@ -251,7 +251,7 @@ def total_norm(
     total = torch.zeros((), dtype=wide, device=device)
     for (mesh, placements), tensors in by_layout.items():
         norms = torch.stack(foreach_norm(tensors, dtype=torch.float32))
-        # Move to the device before the all-reduce: the mesh belongs to the device, also with CPU offload.
+        # With CPU offload gradients are on the CPU, but process groups communicate only tensors on the device.
         squares = norms.to(device=device, dtype=wide).square().sum()
         for axis, placement in enumerate(placements):
             if not placement.is_replicate():  # strided shards are not instances of `Shard`

@@ -274,7 +274,7 @@ class Ulysses:
 
 
 def _repeated(x: Tensor, often: Sequence[int]) -> Tensor:
-    """Repeat head i `often[i]` times. Slices are used, since an index tensor would be copied from the host."""
+    """Repeat head i `often[i]` times. An index tensor would be copied from the host, so it uses slices instead."""
     if all(count == 1 for count in often):
         return x
     return torch.cat([head.expand(-1, count, -1) for head, count in zip(x.split(1, 1), often, strict=True)], 1)

@@ -103,7 +103,7 @@ def divisors(number: int) -> list[int]:
 def _check_world(world: int) -> None:
     if world < 1:
         raise TesseraError(
-            f"a run has 1 rank or more, got {world}",
+            f"a run needs at least 1 rank, not {world}",
             where="number of ranks",
             fix="use the number of ranks that you will start",
             code="layout.too-few-ranks",

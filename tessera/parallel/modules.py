@@ -116,7 +116,8 @@ def _blocks(
                 code="layout.wrapped-root-module",
             )
         if any(home(other, [path]) for other in at_root):
-            # The module contains modules of the root's FSDP group: wrap the model's blocks inside of it instead.
+            # The named module contains modules that must stay in the FSDP group of the root. So make FSDP groups of the
+            # model's blocks inside of it, instead of one group of the module.
             inside = [block for block in _select_once(model_plan.blocks, tree, where) if home(block, [path])]
             blocks.update(dict.fromkeys(block for block in inside if not home(block, ignored)))
         else:

@@ -225,7 +225,7 @@ class TiedCopies:
     def __init__(self, stages: LocalStages, pipeline: PipelinePlan, mesh: Mesh) -> None:
         self.group = mesh.group(PP)
         self.pairs: list[tuple[Tensor, Tensor]] = []  # original and copy, both on this rank
-        # original or copy on this rank, and the pipeline position of its counterpart
+        # (original or copy on this rank, pipeline position of the rank that has the other one)
         self.apart: list[tuple[Tensor, int]] = []
         here, last = stages.here(), len(pipeline.stages) - 1
         for name in pipeline.copies:

@@ -113,7 +113,8 @@ class BatchSharding:
     main: Stream
     split: SequenceSharding
     encoders: tuple[EncoderSharding, ...] = ()
-    sequences: Mapping[str, Stream] = field(default_factory=dict)  # second token sequences, split like the main one
+    # other token sequences of the micro-batch, split like the main one
+    sequences: Mapping[str, Stream] = field(default_factory=dict)
 
 
 def too_short(length: int, minimum: int) -> TesseraError:

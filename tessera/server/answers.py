@@ -83,7 +83,7 @@ class Submitters:
     """Hold threads that pass requests to the engine, so that other requests do not wait while a constraint compiles."""
 
     plain: Executor
-    quick: Executor  # takes requests whose constraint compiles quickly; `slow` takes other constraints
+    quick: Executor  # for requests whose constraint compiles quickly; `slow`: other constraints; `plain`: no constraint
     slow: Executor
 
     def of(self, request: Request) -> Executor:

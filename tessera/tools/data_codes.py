@@ -101,7 +101,7 @@ def write_codes(
         )
     rank, ranks, local = environment_ranks()
     encoder = load_codec(_codec_folder(config, codec)).to(devices.resolve(config.train.device, local))
-    encoder.encode(torch.empty(0), len(processor.sizes))  # raise for unusable codecs before rows are read
+    encoder.encode(torch.empty(0), len(processor.sizes))  # raise before rows are read if the codec does not fit
     return CodeWriter(
         encoder,
         sources_of(config.data, split),
@@ -368,7 +368,8 @@ def _finish(home: Path, folder: Path, shards: int, key: str) -> int:
     records = [_Shard(home, number, key).record() for number in range(shards)]
     missing = sum(record is None for record in records)
     if missing:
-        return 0 if (folder / RECORDS / PLAN).is_file() else missing  # another rank has published the folder
+        # If the folder is published already, another rank did it, and so moved the shards away.
+        return 0 if (folder / RECORDS / PLAN).is_file() else missing
     bad = [BadSample(*map(str, words)) for record in records if record for words in record["bad"]]
     if not any(record["rows"] for record in records if record):
         raise TesseraError(

@@ -33,7 +33,7 @@ class Meter(Callback):
     def __init__(self, every: int) -> None:
         self.every = every
         self._file: JsonLines | None = None  # open only on the main rank, while the run trains
-        self._unwritten: list[dict[str, Any]] = []  # rows in the loaded checkpoint that the file may lack
+        self._unwritten: list[dict[str, Any]] = []  # rows of the loaded checkpoint, which the file may not contain yet
         self._reset()
 
     def _reset(self) -> None:

@@ -43,7 +43,7 @@ from tessera.workers.worker import (
 # (kind, number). FORK (sent with file descriptors) and KILL: the number that the pool gives the child process. IMPORT:
 # the number of bytes of the module names that follow.
 REQUEST = struct.Struct("<cQ")
-EXIT = struct.Struct("<Qi")  # number and exit code of a child process
+EXIT = struct.Struct("<Qi")  # (number, exit code) of a child process that has ended
 FORK, KILL, IMPORT = b"f", b"k", b"i"
 # The terminal or scheduler sends these to all processes of a group. The trainer handles them and ends its workers.
 _IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -191,7 +191,7 @@ from tessera.workers.servers import first_server
 first_server({control}, {client})
 """
 _OWN_MODULES = __name__.partition(".")[0] + "."
-_MESSAGE_TIMEOUT_S = 30.0  # time limit for the rest of a message whose first bytes have arrived
+_MESSAGE_TIMEOUT_S = 30.0  # after the first bytes of a message, wait at most this many seconds for the others
 
 
 @dataclass(eq=False)

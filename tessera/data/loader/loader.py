@@ -345,7 +345,7 @@ class RowReader:
         work = partial(_make_batch, self.source)
         try:
             return Pool(work, self.workers, timeout_s=self.sample_timeout_s)
-        except Exception as error:  # the source cannot be pickled
+        except Exception as error:  # the source cannot be pickled: make batches in this process
             log.info("no worker processes: %s", first_line(error))
             return Pool(work, 0)
 

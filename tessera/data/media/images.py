@@ -238,7 +238,8 @@ def _jpeg_size(file: BinaryIO) -> tuple[int, int] | None:
     for _ in range(_MAX_SEGMENTS if file.read(2) == b"\xff\xd8" else 0):
         file.seek(at)
         segment = file.read(9)
-        if len(segment) < 9 or segment[0] != 0xFF or segment[1] in (0xE1, 0xFF):  # EXIF, or padding
+        # Leave EXIF (0xE1: it may contain a rotation) and padding (0xFF) to Pillow.
+        if len(segment) < 9 or segment[0] != 0xFF or segment[1] in (0xE1, 0xFF):
             break
         if 0xC0 <= segment[1] <= 0xC2:  # baseline, extended or progressive; then precision, height, width
             height, width = struct.unpack_from(">HH", segment, 5)

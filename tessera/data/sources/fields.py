@@ -84,7 +84,7 @@ class ColumnMap:
     content: str
     media: Mapping[PartKind, tuple[str, ...]]
     speakers: Mapping[str, str] = field(default_factory=lambda: _SPEAKERS)
-    callers: tuple[str, ...] = _CALLERS  # speakers whose text is a function call
+    callers: tuple[str, ...] = _CALLERS  # names of speakers whose messages are function calls
     id: str = "id"
     system: str = "system"
     tools: str = "tools"

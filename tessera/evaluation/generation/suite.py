@@ -32,7 +32,7 @@ _LIMIT = 64 << 20
 
 @dataclass(frozen=True)
 class SuitePrompt:
-    """Hold a prompt and its columns in VBench_full_info.json."""
+    """Hold a prompt, and the other fields of its entry in VBench_full_info.json."""
 
     text: str
     columns: Mapping[str, Any] = field(default_factory=dict)

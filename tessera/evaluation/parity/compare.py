@@ -265,7 +265,7 @@ class _Judge:
         return finding
 
     def _samples(self, finding: ParityFinding, positions: Sequence[int], stride: int) -> tuple[str, ...]:
-        """Return the samples of the packed row that the positions belong to.
+        """Return the samples, in the packed row, to which the positions belong.
 
         If the tensor does not have an entry per token, return all samples of the micro-batch.
         """

@@ -58,7 +58,7 @@ class TaskBenchmark:
         for number, question in self.rows.scan(numbers):
             if isinstance(question, BenchmarkQuestion):
                 try:
-                    # report a row that the metric cannot score before the question is asked
+                    # Score an empty answer: a row that the metric cannot score is reported before it is asked.
                     self.metric.mark("", question)
                 except RecordError as error:
                     yield number, error

@@ -11,7 +11,7 @@ from tessera.config.reader import Section
 from tessera.models.text.hf import Check, check_supported
 from tessera.nn.audio import AudioShape
 
-CHUNK_STRIDE = 8  # mel frames per token of a `ChunkAudioConfig`
+CHUNK_STRIDE = 8  # mel frames that become one token in encoders with a `ChunkAudioConfig`
 CHUNK_TOKENS = 13  # number of tokens that transformers assumes in each full chunk
 _NO_DROPOUT = ("dropout", "attention_dropout", "activation_dropout", "encoder_layerdrop")
 

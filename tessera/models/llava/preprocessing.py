@@ -157,7 +157,10 @@ class AnyResTiles:
         return FeatureInterpolation(np.concatenate([whole, index]), shares)
 
     def video(self, frames: int) -> FeatureInterpolation:
-        """Return the features that become tokens of a video: each frame is pooled to half its side."""
+        """Return the features that become tokens of a video: each frame is interpolated to half its side.
+
+        The last token of the video is the model's newline embedding.
+        """
         half = math.ceil(self.side / 2)
         index, weights = _smaller(np.arange(self.side**2).reshape(self.side, self.side), half, half)
         width = index.shape[-1]

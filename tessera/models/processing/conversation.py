@@ -98,7 +98,7 @@ class ConversationProcessor:
         return None
 
     def positions(self, length: int, spans: Sequence[tuple[int, int]], layouts: Sequence[MediaLayout]) -> np.ndarray:
-        """Return the positions of all tokens, [3, length] or [length].
+        """Return the position ids of all tokens, [3, length] (time, height, width) or [length].
 
         `spans`: start and length of each run of tokens that stand for media.
         """
@@ -129,7 +129,7 @@ class ConversationProcessor:
         )
 
     def fingerprint_fields(self) -> list[Any]:
-        """Return JSON values that `measure` depends on besides tokenizer, template and sampling."""
+        """Return JSON values that change what `measure` returns, besides tokenizer, template and frame sampling."""
         return []
 
     def named_tokens(self) -> dict[str, str]:

@@ -109,7 +109,8 @@ def token_runs(layouts: Sequence[MediaLayout]) -> list[int]:
 
 
 Runs = Sequence[tuple[int, int]]  # start and length of each run of consecutive placeholder tokens
-EncodedMedium = tuple[MediaLayout, Runs, Mapping[str, Tensor]]  # layout, runs of placeholders, encoder inputs
+# (layout, runs of placeholder tokens, encoder inputs) of one image, video or recording
+EncodedMedium = tuple[MediaLayout, Runs, Mapping[str, Tensor]]
 
 
 def encode_stream(media: Sequence[EncodedMedium], dim: int = 0) -> EncodedStream:

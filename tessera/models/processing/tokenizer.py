@@ -116,7 +116,7 @@ _PUBLISHED = "use the published tokenizer of the model"
 
 
 def _highest_id(data: Mapping[str, Any]) -> int:
-    """Return the highest token id in a tokenizer.json. Ids that are not integers are left to the library."""
+    """Return the highest token id in a tokenizer.json. Skip ids that are not integers: the library checks them."""
     model, added = data.get("model"), data.get("added_tokens")
     vocab = model.get("vocab") if isinstance(model, dict) else None
     ids: list[Any] = [*vocab.values()] if isinstance(vocab, dict) else []

@@ -134,7 +134,7 @@ class TalkerProcessor(SpeechProcessor):
         return self._prompts([sample.id for sample in samples], openings)
 
     def answer_prompt(self, prompt: Batch, answer: Sequence[int], speaker: str) -> SpeechPrompts:
-        """Return the prompt for the speech of an answer. `prompt`: what the thinker has answered, media included."""
+        """Return the prompt for the speech of an answer. `prompt`: that of the thinker; `answer`: the next tokens."""
         tokens = [*prompt["tokens"].tolist(), *answer]
         prompts = self._prompts(["answer"], [Opening.of(tokens, self.ids, self._voice(speaker))])
         turns = SpokenTurns.of(tokens, self.ids)
@@ -181,7 +181,7 @@ class TalkerProcessor(SpeechProcessor):
         """Return the tokens of a conversation, which the thinker reads."""
         text = _without_speech(sample)
         for part in text.media():
-            self.layout(part.kind, MediaSize(0, 0))  # raises an error
+            self.layout(part.kind, MediaSize(0, 0))  # raises the error of the talker: it reads no media here
         return self.encoder.encode(self._chat_spans(text, [], []), [])[0]
 
     def _spoken(self, sample: Sample, tokens: Sequence[int]) -> SpokenSample:

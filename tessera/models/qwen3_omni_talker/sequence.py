@@ -108,8 +108,8 @@ class Opening:
     """Hold what a talker reads before the first frame of speech, and the text that runs beside the frames."""
 
     text: tuple[int, ...]  # tokens before the first frame
-    control: tuple[int, ...]  # control codes at the last of these positions
-    beside: tuple[int, ...]  # tokens at the positions of the frames, until the text ends
+    control: tuple[int, ...]  # control codes at the last positions of `text`
+    beside: tuple[int, ...]  # tokens of text at the positions of the first frames: one per frame until the text ends
 
     @staticmethod
     def of(tokens: Sequence[int], ids: TalkerIds, speaker: int) -> Opening:

@@ -35,7 +35,7 @@ class Codec(nn.Module, ABC):
     """
 
     encodes = True
-    ahead = 0  # frames that follow a frame and change its sound
+    ahead = 0  # number of following frames that the sound of a frame depends on
 
     def __init__(self, module: nn.Module, *, rate: int, stride: int, codebooks: int, size: int, context: int) -> None:
         super().__init__()

@@ -131,7 +131,7 @@ class Guard(OptimizerStep):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the statistics. Excluded samples stay excluded, even after a rollback."""
+        """Restore the statistics. Samples that are excluded now stay excluded: a rollback does not read them again."""
         self.left_out = {**state.get("left_out", {}), **self.left_out}
         self._loss.restore(state.get("loss", {}))
         self._norm.restore(state.get("norm", {}))

@@ -320,11 +320,11 @@ class Rung:
 
     length: int
     dropped: int  # samples longer than a row
-    dropped_share: float  # dropped samples over all usable samples
+    dropped_share: float  # fraction of the usable samples that are dropped
     tokens_lost: float  # share of all tokens in dropped samples
     padding: float  # share of padding tokens in packed rows
     rows: int
-    work: float | None  # FLOPs of the heaviest row over the mean; None: FLOPs are unknown
+    work: float | None  # FLOPs of the row with most FLOPs, divided by the mean of all rows; None: FLOPs are unknown
     chosen: bool
 
 
