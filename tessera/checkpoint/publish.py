@@ -32,7 +32,7 @@ _MAX_RECORD_BYTES = 256 << 20
 _OF_WEIGHTS = (MARK, "model_index.json", "adapter_config.json", "latest_checkpointed_iteration.txt", ".metadata")
 _OF_A_RUN = ("run.json", ".lock")  # files of a run that has begun, or is just starting
 
-Origin = Mapping[str, str]  # see `made_from`
+Origin = Mapping[str, str]  # what an export was made from, as `made_from` returns it
 
 
 def made_from(form: str, source: str | Path) -> Origin:

@@ -237,7 +237,7 @@ class ModelSpec:
     originals: Mapping[str, Callable[[Path, Mapping[str, Any]], dict[str, Any]]] = field(default_factory=dict)
     # The family that speaks the answers of this one, with other weights of the same folder; None: no family does.
     speech_family: str | None = None
-    frozen_input: FrozenInput | None = None  # used by tasks that train on speech
+    frozen_input: FrozenInput | None = None  # a frozen model whose outputs tasks that train on speech read
     # (folder of the initial weights) -> a warning about parts of the folder that are not trained; None if there are
     # none.
     untrained_parts: Callable[[Path], str | None] = no_warning

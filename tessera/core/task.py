@@ -66,7 +66,7 @@ class Losses:
 
     terms: Sequence[LossTerm]
     metrics: Mapping[str, Metric] = field(default_factory=dict)
-    counts: Counts | None = None  # set only if `Task.counts` returned None
+    counts: Counts | None = None  # numbers of tokens or samples to divide by; None: `Task.counts` has returned them
 
 
 class Reference(Protocol):

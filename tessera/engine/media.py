@@ -49,7 +49,7 @@ class Piece:
 
     @cached_property
     def digest(self) -> bytes:
-        """Return a hash of everything besides the model that determines its outputs. This waits for `hashes`."""
+        """Return a hash of all input that determines the encoder's outputs, without the weights. Wait for `hashes`."""
         header = repr((self.encoder.prefix, self.lengths, self.windows, self._hashed_shapes))
         parts = b"".join(part.result() for part in self.hashes or self.hashed(None).hashes)
         return blake2b(header.encode() + parts, digest_size=16).digest()

@@ -78,7 +78,7 @@ class AnswerText:
             return ""
         stable = len(text.rstrip(_UNFINISHED)) if text.endswith(_UNFINISHED) else len(text)
         if len(self._tokens) - self._border > _LONGEST and stable < len(text):
-            stable = len(text) - 1  # only the last of these tokens can belong to a character that is still incomplete
+            stable = len(text) - 1  # after so many tokens, only the last character can still be incomplete
         passed, self._passed = self._passed, max(self._passed, stable)
         if self._passed == len(text):
             self._tokens, self._border = self._tokens[self._border :], len(self._tokens) - self._border

@@ -186,7 +186,7 @@ def flat(value: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]
 
 
 def _plain(value: Any) -> Any:
-    """Return a setting as JSON."""
+    """Convert a setting to a JSON value."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):

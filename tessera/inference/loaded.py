@@ -310,7 +310,7 @@ class LoadedProcessor:
         processor = _needed(self.processor, self.spec)
         if frames is not None:
             processor = self._sampling(frames)
-        if not isinstance(processor, ChatProcessor):  # `prompt` raises an error with the reason
+        if not isinstance(processor, ChatProcessor):  # it takes no conversations: its `prompt` raises the reason
             return processor.prompt([sample for sample, _ in samples], [[] for _ in samples])
         read = [self._media(sample, root, processor) for sample, root in samples]
         items, media, sizes = [sample for sample, _ in samples], [m for m, _ in read], [s for _, s in read]

@@ -117,7 +117,7 @@ class Balance(ExpertBalance):
             return None
         counts = self._choices(shares, ids, rows)
         sums = torch.zeros_like(counts).index_add(0, rows.row, shares.float() * rows.counts.unsqueeze(1))
-        # Ranks that compute one loss together all get its full value, and each the gradient of its own tokens.
+        # Each tp rank that has tokens of a sequence gets the value of all its tokens, but the gradient of its own ones.
         summed = sums + (self.part_total(sums.detach()) - sums.detach())
         return torch.stack([self.row_total(counts), summed])
 

@@ -29,7 +29,7 @@ from tessera.runtime.gradients import scale_gradients
 from tessera.runtime.modules import clean_name, local_shard
 from tessera.runtime.torch_internals import foreach_norm
 
-NOT_OFFLOADED = ("adafactor", "muon")  # updates with collectives or matrix products, which need the device
+NOT_OFFLOADED = ("adafactor", "muon")  # their updates contain collectives or matrix products, which need the device
 
 
 def parameter_groups(module: nn.Module, section: OptimSection, names: Collection[str] = ()) -> list[dict[str, Any]]:

@@ -128,7 +128,7 @@ class Plan:
     parameters: int  # number of parameters of the unsharded model
     trained: int
     param_shards: tuple[ParamShard, ...]  # all parameters
-    device_fit: DeviceFit | None = None  # set by `tessera plan --device`
+    device_fit: DeviceFit | None = None  # whether the memory fits into a device; only `tessera plan --device` sets it
     notes: tuple[str, ...] = ()  # lines to print after the plan
 
     def __repr__(self) -> str:

@@ -306,7 +306,7 @@ def free_memory(device: torch.device) -> int:
         with open("/proc/meminfo") as file:
             fields = dict(line.split(":", 1) for line in file)
         return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):  # only Linux has this file
+    except (OSError, KeyError, ValueError):  # other systems than Linux do not have this file
         return 0
 
 

@@ -212,13 +212,13 @@ def is_peer_error(error: BaseException) -> bool:
 def main_rank_first(world: World) -> Iterator[None]:
     """Run the `with` block on rank 0 first, then on the other ranks.
 
-    These poll the store until rank 0 is done, which may take longer than the timeout of a barrier.
+    The other ranks poll the store until rank 0 is done, which may take longer than the timeout of a barrier.
     """
     if world.size == 1:
         yield
         return
     store = PrefixStore("main-rank-first", default_store())
-    done = f"done/{store.add(f'turns/{world.rank}', 1)}"  # this call's index is equal on all ranks
+    done = f"done/{store.add(f'turns/{world.rank}', 1)}"  # number of the call: each rank counts its own calls
     if world.is_main:
         try:
             yield

@@ -89,7 +89,8 @@ def write_codes(
     launcher share the work.
     """
     config = load_local_config(recipe, dict(overrides or {}))
-    config = config.model_copy(update={"parallel": ParallelSection()})  # each rank encodes alone
+    # Ignore the recipe's parallelism: each rank has the full codec, and encodes other rows.
+    config = config.model_copy(update={"parallel": ParallelSection()})
     setup = build_meta_model(config, 1)
     processor = build_processor(config, setup)
     if not isinstance(processor, SpeechProcessor):
@@ -219,7 +220,11 @@ class ReadSpeech:
             if part.kind == "audio" and (flat or self.roles is None or message.role in self.roles)
         }
         if flat and len(wanted) != 1:
-            raise RecordError(f"a text has {len(wanted)} recordings", where=sample.id, code="data.several-recordings")
+            raise RecordError(
+                f"a text needs exactly one recording, but this one has {len(wanted)}",
+                where=sample.id,
+                code="data.several-recordings",
+            )
         if not wanted and not any(part.kind == "codes" for _, part in media):
             roles = f" in messages of {', '.join(self.roles)}" if self.roles else ""
             raise RecordError(f"the row has no recording{roles}", where=sample.id, code="data.no-audio")
@@ -384,6 +389,6 @@ def _finish(home: Path, folder: Path, shards: int, key: str) -> int:
             leftover.unlink(missing_ok=True)
         home.rename(folder)
     except (TesseraError, FileNotFoundError):
-        if not (folder / RECORDS / PLAN).is_file():  # otherwise another rank has published the folder in the meantime
+        if not (folder / RECORDS / PLAN).is_file():  # if it exists, another rank has published the folder meanwhile
             raise
     return 0

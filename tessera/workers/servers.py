@@ -82,7 +82,7 @@ def _pool_server(fds: Sequence[int]) -> None:
             send(control, error)
         return
     send(control, None)
-    gc.freeze()  # otherwise garbage collection in a worker writes to, and so copies, shared pages
+    gc.freeze()  # else the garbage collector of a forked worker would write to shared pages, which copies them
     _serve(control, functools.partial(work_until_end, work))
 
 
@@ -134,7 +134,7 @@ def _serve(
     for process in alive.values():
         os.kill(process, signal.SIGKILL)
     for process in alive.values():
-        os.waitpid(process, 0)  # this process must not end before its children
+        os.waitpid(process, 0)  # wait, because a server must not end before its children
 
 
 def _import_modules(names: Sequence[str]) -> None:

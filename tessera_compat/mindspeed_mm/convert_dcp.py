@@ -313,7 +313,7 @@ def _check_chosen(layers: Mapping[str, Mapping[str, str]], modules: Sequence[str
     for layer, sides in layers.items():
         if set(sides) != {"A", "B"}:
             raise TesseraError(
-                f"the adapter of {layer} has only lora_{''.join(sides)}",
+                f"the adapter of {layer} has only lora_{''.join(sides)}, but needs lora_A and lora_B",
                 where=where,
                 code="adapter.matrix-missing",
             )

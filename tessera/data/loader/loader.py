@@ -111,7 +111,7 @@ class Tuner:
     def __init__(self, cpus: int, micro_batches: int, steps: int | None = None, first: int = 0) -> None:
         self.workers = first
         self.settled = False
-        self.batch_seconds = 0.0  # time to make a batch in the training process
+        self.batch_seconds = 0.0  # seconds that it takes to make a batch in the training process
         self.step_seconds = 0.0  # time of a step without the wait for data
         self._cpus = max(1, cpus)
         self._micro_batches = micro_batches

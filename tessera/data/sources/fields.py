@@ -245,7 +245,7 @@ class RecordMedia:
 
     def __init__(self, record: Mapping[str, Any], names: ColumnMap, always: tuple[PartKind, ...] = ()) -> None:
         self.listed: dict[PartKind, list[Any]] = {}
-        self.alone: set[PartKind] = set()  # kinds of media that the record has under a singular key, such as "image"
+        self.alone: set[PartKind] = set()  # kinds of media for which the record has a singular key, such as "image"
         self._record = record
         for kind in MEDIA:
             key = next((key for key in names.media[kind] if has(record, key)), None)

@@ -66,7 +66,7 @@ class TaskBenchmark:
             yield number, question
 
     def protocol(self) -> dict[str, Any]:
-        """Return the settings that determine scores, as JSON."""
+        """Return all settings that affect the scores, as a JSON mapping."""
         task = self.task.model_dump(mode="json", exclude=_NOT_OF_THE_PROTOCOL)
         names = [file.name for file in self.table.files]
         data = {"source": self.table.source, "files": names, "md5": self.table.sums, "published": self.published}

@@ -24,7 +24,7 @@ class LogMel:
     rate: int = 16_000  # samples per second
     fft: int = 400  # samples in the window of a frame
     hop: int = 160  # samples between the middles of neighbouring frames
-    seconds: int = 30  # longest recording in seconds, of models that pad all recordings to one length
+    seconds: int = 30  # for models that pad all recordings to one length: that length, which is the maximum
 
     @property
     def longest(self) -> int:

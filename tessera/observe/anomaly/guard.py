@@ -360,7 +360,7 @@ class Guard(OptimizerStep):
             while trainer.resume(before):
                 if not self._damage(trainer):
                     return
-                before = trainer.step  # this checkpoint has damaged weights: try an older one
+                before = trainer.step  # the loaded checkpoint has damaged weights, too: try an older one
             restart(trainer, self._first_buffers)
 
     def _stop_if_asked_for_damage(self, trainer: TrainerHandle, bad_step: BadStep) -> None:

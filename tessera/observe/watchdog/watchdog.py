@@ -240,7 +240,7 @@ class Watchdog(Callback):
         self._check_silent_neighbours(channel, silent_s)
         busy = {*self._busy_silent, *(rank for other in channel.heartbeats.values() for rank in other.busy_silent)}
         busy &= {rank for rank in silent_s if silent_s[rank] > self.interval}
-        # The main rank diagnoses all ranks. The others diagnose the main rank alone.
+        # The main rank diagnoses all ranks. Every other rank diagnoses only the main rank.
         diagnosed = channel.heartbeats if channel.rank == 0 else {0: channel.heartbeats[0]}
         return diagnose(diagnosed, silent_s, self.timeouts, self._heartbeat(), busy)
 
