@@ -72,7 +72,8 @@ class AnswerOptions:
         return {"max_new_tokens": self.max_new_tokens, **fields, "system": self.system}
 
 
-_OF_SAMPLING: dict[str, float] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}  # no effect at temperature 0 -> "off"
+# Option without effect at temperature 0 -> value that turns it off.
+_OF_SAMPLING: dict[str, float] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 
 

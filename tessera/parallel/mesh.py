@@ -47,7 +47,7 @@ class EncoderViews:
 @dataclass(frozen=True)
 class Axes:
     root: Mapping[str, int]  # axis -> number of ranks, outermost first; axes of size 1 are left out, except dp_shard
-    views: Mapping[str, tuple[str, ...]]  # view -> its axes; an empty tuple means one rank
+    views: Mapping[str, tuple[str, ...]]  # name of a view -> the mesh axes that it joins; none: one rank
     encoders: Mapping[str, EncoderViews] = field(default_factory=dict)  # module path of an encoder -> its views
 
     def encoder(self, path: str) -> EncoderViews | None:

@@ -148,7 +148,7 @@ class PipelineEngine:
         return encode_on_one_rank(task, microbatches, self.pp_group, self.pipeline.owner[0], self.device)
 
     def step(self, task: Task, microbatches: Sequence[Batch]) -> LossTotals:
-        if task.encode_steps == 1:  # above 1, the loader has encoded the micro-batches already
+        if task.encode_steps == 1:  # if it is above 1, the loader has encoded the micro-batches already
             microbatches = self.encode(task, microbatches)
         count = self.pipeline.microbatches
         assert len(microbatches) == count, f"{len(microbatches)} micro-batches, planned were {count}"

@@ -72,7 +72,7 @@ class Mailbox:
                 self._loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
-        self._scheduled = False  # first reset, so that a delta that arrives now schedules a call
+        self._scheduled = False  # reset it first: a delta that arrives from now on must schedule another call
         while self._waiting:
             deliver, delta = self._waiting.popleft()
             deliver(delta)

@@ -266,7 +266,7 @@ class Quarantine(Callback):
     def on_step_end(self, trainer: TrainerHandle, result: StepResult) -> None:
         for batch in result.microbatches:
             for bad in batch.problems:
-                self.note(BadSample(*bad), result.step)  # a user's data set may return (id, reason)
+                self.note(BadSample(*bad), result.step)  # convert it: a user's data set may report plain (id, reason)
             self._samples += len(batch.sample_ids)
             masked = [id for id in masked_samples(batch) if id not in self._guarded()]
             self._used += len(batch.sample_ids) - len(masked)

@@ -198,7 +198,7 @@ class WeightMap:
         )
 
 
-@functools.lru_cache(maxsize=4096)  # each template is compared with every tensor name
+@functools.lru_cache(maxsize=4096)  # a cache, because each template is compared with every tensor name
 def _template(template: str) -> re.Pattern[str]:
     parts = re.split(r"\{(\w+)\}", template)
     pattern = "".join(re.escape(p) if i % 2 == 0 else f"(?P<{p}>[^.]+)" for i, p in enumerate(parts))

@@ -47,7 +47,7 @@ EXIT = struct.Struct("<Qi")  # (number, exit code) of a child process that has e
 FORK, KILL, IMPORT = b"f", b"k", b"i"
 # The terminal or scheduler sends these to all processes of a group. The trainer handles them and ends its workers.
 _IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG, the option of prctl by which a process ends when its parent ends
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ _TOKEN = re.compile(rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+|[^\w\s]")
 
 
 def spoken(text: str) -> str:
-    """Return a text as it is heard: without case, punctuation and repeated white space, in one Unicode form."""
+    """Normalize a text for comparison by ear: NFKC, no case, no punctuation, and single spaces between words."""
     text = unicodedata.normalize("NFKC", text).casefold().replace("’", "'")
     return " ".join(_WORD.findall(text))
 

@@ -245,8 +245,8 @@ def _after_extraction(metric: AnswerMetric, extraction: ExtractionSection) -> An
 def extracted(answer: str, extraction: ExtractionSection) -> str:
     """Return the part of an answer that is scored.
 
-    Reasoning is removed, unless `reasoning` is false. Then `pattern`, if it is set, takes the first group of its last
-    match. Without a match, `otherwise` decides.
+    Reasoning is removed, unless `reasoning` is false. If `pattern` is set, the result is its last match (of this, the
+    first group, if it has groups). Without a match, `otherwise` decides.
     """
     if extraction.reasoning:
         for start, end in _REASONING:

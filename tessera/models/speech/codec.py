@@ -229,7 +229,7 @@ class CodecSource:
 
 _MIMI = ("MimiConfig", "MimiModel")
 _WAVE_CLASSES = ("Qwen3OmniMoeCode2WavConfig", "Qwen3OmniMoeCode2Wav")
-# By `model_type` of config.json.
+# `model_type` of a folder's config.json -> how to load the codec from this folder.
 SOURCES: Mapping[str, CodecSource] = {
     "mimi": CodecSource(MimiCodec, _MIMI),
     "csm": CodecSource(MimiCodec, _MIMI, "codec_config", "codec_model."),

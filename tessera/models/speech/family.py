@@ -48,7 +48,7 @@ class SpeechShape:
     """Hold the sizes of the parts of a model that speaks."""
 
     text: TextConfig
-    depth: TextConfig  # the depth decoder; its vocabulary and its largest length are not used
+    depth: TextConfig  # the depth decoder; its vocabulary size and its maximum length are not used
     sizes: tuple[int, ...]  # number of codes of each codebook
     head: int  # number of outputs of the main head
     projected: bool  # whether inputs of the depth decoder are projected to its width
