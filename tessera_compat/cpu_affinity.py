@@ -75,7 +75,7 @@ def parse_affinity(text: str) -> AffinityConf:
             _refuse(item, "not understood", _FORMS, near=nearest(key, ["mode", *_SWITCHES]))
     if mode is None and (cores or switches):
         raise TesseraError(
-            "the value has no mode (0, 1 or 2), so no thread would be bound",
+            "no item of the value is a mode (0, 1, 2 or mode:N), so no thread would be bound",
             where=f"{VARIABLE}={text}",
             fix=f"write {VARIABLE}=1,{text}",
             code="environment.affinity-without-mode",

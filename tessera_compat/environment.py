@@ -166,7 +166,7 @@ def check_run(world_size: int | None, environ: Mapping[str, str] = os.environ) -
     lines = check_environment(environ)
     launched_here = (
         environ.get("TORCHELASTIC_RUN_ID") == "tessera"
-    )  # the launcher of Tessera has printed the lines already
+    )  # then Tessera's launcher has printed the lines already
     if environment_ranks(environ)[0] == 0 and not launched_here:
         for line in lines:
             print(line, file=sys.stderr)

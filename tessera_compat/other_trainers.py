@@ -54,7 +54,7 @@ def _plain(key: str) -> str:
     return key.lower().lstrip("-").replace("-", "_")
 
 
-_NEAR = 0.8  # least similarity (0 to 1) of a misspelled name: one or two wrong letters in a long name
+_NEAR = 0.8  # minimum similarity (0 to 1) at which an unknown name is taken as a misspelled key
 
 
 def hint(key: str, value: Any = None, allowed: Collection[str] | None = None) -> KeyHint | None:

@@ -38,7 +38,7 @@ class DeviceNames(TorchFunctionMode):
         return value
 
     def present(self, absent: torch.device) -> torch.device:
-        """Return the device of this machine in place of a missing device."""
+        """Return the device of this machine that replaces `absent`. An accelerator keeps the index of `absent`."""
         if self._device.type == "cpu" or absent.index is None:
             return self._device
         return torch.device(self._device.type, absent.index)

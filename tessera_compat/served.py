@@ -214,7 +214,7 @@ def source_parts(source: str) -> tuple[str, tuple[str, ...] | None]:
 
 
 def packages() -> set[str]:
-    """Return the provided names that are packages."""
+    """Return the dotted names of all packages that contain a provided module."""
     return {name[:end] for name in SERVED for end, letter in enumerate(name) if letter == "."}
 
 

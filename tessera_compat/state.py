@@ -15,7 +15,7 @@ from tessera.errors import TesseraError
 class RunState:
     """Store the global state of a run. A field is None until the function that sets it is called."""
 
-    args: Any = None  # the namespace that `get_args` returns
+    args: Any = None  # the parsed arguments that `get_args` returns
     parallel: Any = None  # process groups that `parallel_state` returns
     rng: Any = None  # the named random streams that `get_cuda_rng_tracker` returns
     rank_callbacks: Any = None  # callbacks that bind this rank to CPU cores

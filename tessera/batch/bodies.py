@@ -54,7 +54,7 @@ class BodyRows:
         return len(self.records)
 
     def facts(self) -> Row:
-        """Return JSON that changes whenever the requests may have changed."""
+        """Return a JSON mapping that is equal only if the requests are the same: file, media folder and seed."""
         return {"data": [self.records.facts, str(self.root.resolve())], "seed": self.seed}
 
     def read(self, numbers: range) -> Iterator[BodyRow | UnusableRow]:

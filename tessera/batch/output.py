@@ -60,7 +60,7 @@ class BatchOutput:
 
     @staticmethod
     def joined(path: Path) -> BatchOutput:
-        """Return the output that the main rank has claimed."""
+        """Return, on another rank, the output that the main rank has claimed."""
         return BatchOutput(path, read_json_mapping(_folder_of(path) / SETTINGS))
 
     def answered(self) -> np.ndarray:
@@ -124,7 +124,7 @@ def discard(path: Path) -> None:
 
 
 class PartFile:
-    """Append answered rows to the file of one rank."""
+    """Append answered rows to the part file of one rank."""
 
     def __init__(self, path: Path) -> None:
         keep_inside(path)
@@ -172,8 +172,8 @@ def _continued(path: Path, rows: int, facts: Mapping[str, Any], overwrite: bool)
             fix=_OVERWRITE,
             code="output.changed",
         )
-    # A hash in the settings means that the output file is complete. Part files are then left by a process that was
-    # killed before it removed them.
+    # A hash in the settings means that the output file is complete. If part files still exist, a process was killed
+    # before it removed them.
     if settings is None or settings["sha256"] is not None:
         for part in folder.glob(_PART.replace("{:05d}", "*")):
             part.unlink()

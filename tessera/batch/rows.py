@@ -67,12 +67,13 @@ class AnswerOptions:
             )
 
     def facts(self) -> Row:
-        """Return the options as JSON."""
+        """Return the options as a JSON mapping. It is compared when an earlier batch is continued."""
         fields = {name: getattr(self.sampling, name) for name in _SAMPLING}
         return {"max_new_tokens": self.max_new_tokens, **fields, "system": self.system}
 
 
-_OF_SAMPLING: dict[str, float] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}  # no effect at temperature 0 -> "off"
+# Option without effect at temperature 0 -> value that turns it off.
+_OF_SAMPLING: dict[str, float] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 
 

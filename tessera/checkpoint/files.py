@@ -192,7 +192,7 @@ def remove_folder(folder: Path) -> None:
     """Remove a folder, a file or a link. Errors are ignored: the next save, resume or export tries again."""
     if folder.is_dir() and not folder.is_symlink():
         shutil.rmtree(folder, ignore_errors=True)
-    else:  # rmtree would open the path, and opening a pipe waits for a writer
+    else:  # a file, link or pipe: rmtree would open it, and opening a pipe waits for a writer
         with contextlib.suppress(OSError):
             folder.unlink()
 
@@ -212,8 +212,8 @@ def _plain(path: Path) -> str:
 class Manifest:
     """Hold the content of `manifest.json`: the files of a checkpoint with size and hash.
 
-    A folder without a manifest is not a checkpoint. `serial` is the number of the save in its run. It orders
-    checkpoints even after training went back to an earlier step.
+    A folder without a manifest is not a checkpoint. `serial` counts the saves of a run. After a rollback, a newer
+    checkpoint may have an earlier step, but it has a larger `serial`.
     """
 
     step: int

@@ -90,7 +90,7 @@ class Fp8Map(WeightMap):
         return {name: TensorRows.of(tensor) for name, tensor in parts}
 
     def scales_of(self, foreign: str) -> tuple[str, ...]:
-        """Return the names of the scale tensors of a weight in the written folder."""
+        """Return the name of a weight's scale tensor in the written folder, as a tuple."""
         return (f"{foreign}_scale" if self.kind == "fp8" else f"{foreign}_scale_inv",)
 
     def config(self, config: Mapping[str, Any]) -> dict[str, Any]:

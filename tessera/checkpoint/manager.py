@@ -102,8 +102,7 @@ class CheckpointManager:
     ) -> None:
         """Copy the tensors and return; a thread writes and publishes the checkpoint.
 
-        Call `finish_background` before the next save. Without enough host memory for the copies, the checkpoint is
-        written before this returns.
+        Call `finish_background` before the next save. If host memory is too small for copies, write before returning.
         """
         assert self._thread is None, "one save at a time"
         ranks = Ranks.current()
@@ -281,8 +280,7 @@ class CheckpointManager:
     ) -> tuple[int, dict[str, Any]] | None:
         """Fill `tensors` from the newest undamaged checkpoint. Return its step and state; None if the run has none.
 
-        `may_lack`: optional tensors, which are filled if the checkpoint contains them. `before`: use checkpoints of
-        earlier steps only.
+        `may_lack`: tensors that are filled only if the checkpoint has them. `before`: use only earlier checkpoints.
         """
         ranks, optional = Ranks.current(), may_lack or {}
         ranks.on_rank0(self.folders.clean)

@@ -32,7 +32,7 @@ _MAX_RECORD_BYTES = 256 << 20
 _OF_WEIGHTS = (MARK, "model_index.json", "adapter_config.json", "latest_checkpointed_iteration.txt", ".metadata")
 _OF_A_RUN = ("run.json", ".lock")  # files of a run that has begun, or is just starting
 
-Origin = Mapping[str, str]  # see `made_from`
+Origin = Mapping[str, str]  # what an export was made from, as `made_from` returns it
 
 
 def made_from(form: str, source: str | Path) -> Origin:
@@ -123,8 +123,7 @@ def space_report(folder: Path, needed: int) -> str:
 def check_target(folder: Path, overwrite: bool, origin: Origin | None = None) -> tuple[Path, ...]:
     """Raise unless the target is missing, empty or an earlier export of this origin.
 
-    With `overwrite`, the target may be any other export or folder of weights. Create its missing parent folders and
-    return them.
+    With `overwrite`, it may be any other export or folder of weights. Create missing parent folders, and return them.
     """
     with written_in(folder):
         if folder.is_symlink():  # the rename would replace the link, not the linked folder
@@ -182,7 +181,7 @@ def _why_not_replaced(folder: Path) -> str | None:
 
 
 def _is_export(folder: Path, origin: Origin | None) -> bool:
-    """Return whether `tessera_export.json` in a folder records this origin."""
+    """Return whether a folder is an earlier export of `origin`, by its `tessera_export.json`; False for None."""
     try:
         return origin is not None and read_json_mapping(folder / MARK, _MAX_RECORD_BYTES).get("origin") == origin
     except TesseraError:
@@ -201,7 +200,8 @@ def show(staging: Path, folder: Path, fault: Fault, origin: Origin | None, overw
     write_file(mark, record, fault)
     sync_folder(staging, fault)
     if folder.is_dir():
-        _remove_trash(folder)  # old exports of killed processes: partly removed, so `_recover` must not restore them
+        # Remove old exports that killed processes left. Files of them may be missing, so `_recover` must not use them.
+        _remove_trash(folder)
         rename(folder, folder.parent / f".trash-{folder.name}~{uuid.uuid4().hex[:8]}", fault)
     rename(staging, folder, fault)
     _remove_trash(folder)  # the old export, which `_recover` would restore after a kill between the two renames

@@ -191,7 +191,7 @@ class StepFolders:
             else:
                 has_good = not problems_in(path, manifest.files)
         if not full and free + sum(size for _, size in spare) < needed:
-            return False  # removing all of them would not free enough
+            return False  # even without all spare checkpoints there would not be enough space
         freed = 0
         spare.reverse()
         for path, size in sorted(spare, key=lambda entry: step_of(entry[0]) == self.protected_step):

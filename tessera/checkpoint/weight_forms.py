@@ -20,10 +20,9 @@ GROUP = "tessera.weight_forms"
 
 
 class ModelForm(ABC):
-    """Read and write the weights of one configured model in a format.
+    """Read and write the weights of one model in one file format. The model's configuration is known.
 
-    A layout describes how the files of a folder are split, for example over ranks. Each format has its own layout
-    options (`--layout`).
+    A layout describes how a folder's files are split, such as over ranks. Each format has its own options (`--layout`).
     """
 
     weights: WeightMap
@@ -31,10 +30,7 @@ class ModelForm(ABC):
 
     @abstractmethod
     def open(self, folder: Path, layout: Any = None) -> StoredForm:
-        """Open a folder for reading. Raise if its files do not have the layout `layout`.
-
-        With None, any layout is accepted.
-        """
+        """Open a folder for reading. Raise if its files do not have this layout; None accepts any layout."""
 
     @abstractmethod
     def plan(self, tensors: Mapping[str, PlannedTensor], layout: Any, where: str) -> FolderPlan:

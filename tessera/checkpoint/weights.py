@@ -191,7 +191,7 @@ def check_copies(weight_map: WeightMap, shapes: Mapping[str, Shape], read: ReadB
 
 
 def check_copy(copy: str, other: str, shapes: Mapping[str, Shape], read: ReadBox, where: str) -> None:
-    """Raise unless the stored tensors `copy` and `other` are equal."""
+    """Raise unless the stored tensors `copy` and `other`, a tied head and its embedding, are equal."""
     if not same_numbers(copy, other, shapes, read):
         raise TesseraError(
             f"config.json ties the head to the embeddings, and {copy} differs from {other}",
@@ -220,7 +220,7 @@ _LAYERS = frozenset(
     | {"decoder_layers", "num_encoder_layers", "num_decoder_layers"}
 )
 _LAYERS_ANYWAY = 4096  # up to this number of layers, a model is built quickly enough to need no check
-_LARGEST = 1 << 53  # largest number accepted in config.json: floats are exact up to it
+_LARGEST = 1 << 53  # maximum of numbers in config.json: up to it, floats represent all integers
 
 
 def check_config_numbers(data: Mapping[str, Any], folder: Path) -> None:

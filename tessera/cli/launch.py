@@ -77,7 +77,7 @@ def start_ranks(words: Sequence[str], cluster: Cluster, join_timeout_s: float, f
 
 
 def _quiet_launcher() -> None:
-    """Silence log lines of torch's launcher: the ranks report signals and failures themselves."""
+    """Hide log lines of torch's launcher, unless TESSERA_WARNINGS is set: ranks report their failures themselves."""
     if not os.environ.get("TESSERA_WARNINGS"):
         for name in list(logging.root.manager.loggerDict):
             if name.startswith("torch.distributed.elastic"):

@@ -103,7 +103,7 @@ def plan(
 
     check_output(json_file, "--json")
     changes = parse_overrides(overrides or [])
-    check_model_names(load_config(recipe, changes))  # first, because importing torch takes seconds
+    check_model_names(load_config(recipe, changes))  # check before torch is imported, which takes seconds
     from tessera.api import dry_run as run_dry
     from tessera.api import plan as make
     from tessera.runtime import log

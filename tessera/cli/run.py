@@ -142,7 +142,7 @@ def resume(
     from tessera.config.reader import parse_overrides
     from tessera.config.run_paths import no_run
 
-    if not run.is_dir():  # checked before torch is imported
+    if not run.is_dir():  # check before the import of torch, which takes seconds
         raise no_run(run, "config.yaml")
     from tessera.training.run import resume as go_on
     from tessera.training.run import resume_config

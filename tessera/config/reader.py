@@ -31,7 +31,7 @@ class Section(BaseModel):
     """Base class of configuration sections: unknown keys are refused, and values cannot be changed."""
 
     renamed: ClassVar[Mapping[str, str]] = {}  # removed key -> the key to use now
-    unlisted: ClassVar[frozenset[str]] = frozenset()  # keys that error messages do not list: other keys fill them
+    unlisted: ClassVar[frozenset[str]] = frozenset()  # keys that errors do not list: other keys set their values
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
 
@@ -237,7 +237,7 @@ def _problem(section: type[Section], key: str, reports: Sequence[tuple[list[Any]
     literals = [report for _, report in reports if report["type"] == "literal_error"]
     words = [word for report in literals for word in _words(report["ctx"]["expected"])]
     reasons = list(dict.fromkeys(_reason(report) for _, report in reports))
-    if words and len(literals) == len(reports):  # list the allowed words of all types together
+    if words and len(literals) == len(reports):  # all types are literals: list their allowed words together
         reasons = [f"must be {_one_of(words)}"]
     if isinstance(value, (str, int, float)) and first["type"] != "missing":
         reasons[-1] += f", got {_spelled(value)}"
@@ -328,7 +328,7 @@ def _section_at(section: type[Section], path: Iterable[Any]) -> type[Section] | 
 
 
 def keys_of(section: type[Section]) -> list[str]:
-    """Return all dotted keys of a section and its sub-sections, without keys inside of lists and free mappings."""
+    """Return all dotted keys of a section and its sub-sections, but none inside of lists or mappings with free keys."""
     keys: list[str] = []
     for name, field in section.model_fields.items():
         word, members = field.alias or name, members_of(field.annotation)

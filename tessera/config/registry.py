@@ -37,7 +37,7 @@ class Registry(Generic[T]):
     """Import a built-in by its name, or an object of the user by its import path."""
 
     built_ins: BuiltIns
-    accepts: Maker | Instance  # which objects of the user are accepted
+    accepts: Maker | Instance  # which objects at a user's import path are accepted
 
     def names(self) -> list[str]:
         return self.built_ins.names()

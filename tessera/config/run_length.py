@@ -26,7 +26,7 @@ _LARGEST = 10**12
 
 @dataclass(frozen=True)
 class Interval:
-    """Hold an interval, such as 500 steps or 10 minutes. An amount of 0 means never."""
+    """Hold an interval, such as 500 steps, 10 minutes or 2 epochs. An amount of 0 means never."""
 
     amount: float
     unit: Literal["steps", "minutes", "epochs"] = "steps"
@@ -71,7 +71,7 @@ class RunLength:
     steps: int
     rows_per_step: int
     rows_per_epoch: int | None  # None: the length of the data is unknown
-    samples_per_step: int | None = None  # set if the recipe counts the samples of a step, not its rows
+    samples_per_step: int | None = None  # set if the recipe sets the samples of a step; None: it sets the rows
     packed: bool = True  # whether several samples share a row
 
     @staticmethod
@@ -121,7 +121,7 @@ class RunLength:
         """
         rows, before = int(state["rows_drawn"]), state.get("length") or {}
         if not 0 <= rows < 1 << 63:  # row indices are 64-bit integers
-            raise ValueError(f"not a row index: {rows}")
+            raise ValueError(f"rows_drawn is {rows}, which is not a row index")
         same = all(before.get(key) == getattr(self, key) for key in ("samples_per_step", "rows_per_step"))
         if same or (self.samples_per_step is None and before.get("samples_per_step") is None):
             return rows

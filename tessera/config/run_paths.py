@@ -33,7 +33,7 @@ def located(config: RunConfig, base: Path) -> RunConfig:
     base = base.absolute()
 
     def absolute(path: Path) -> Path:
-        if is_hub_id(path):  # data to stream from a hub has no local path
+        if is_hub_id(path):  # the id of a data set on a hub is no path
             return path
         return Path(os.path.normpath(base / path))
 

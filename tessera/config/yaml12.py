@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 MAX_DEPTH = 100
-MAX_DIGITS = 100  # maximum digits of a number; the keys have lower limits of their own
+MAX_DIGITS = 100  # maximum digits of a number in YAML; recipe keys limit their values further
 
 # (YAML tag, regular expression of its texts, characters with which such a text can begin).
 _RESOLVERS: tuple[tuple[str, str, list[str]], ...] = (

@@ -95,7 +95,10 @@ class CacheStep:
 
 
 def _indices(rows: Sequence[CacheRow], block_size: int, width: int) -> tuple[np.ndarray, ...]:
-    """Return the contents of the tensors bounds, lengths, table (with `width` columns), slots and last."""
+    """Return the values of five tensors of a `CacheStep`: bounds, lengths, table, slots and last.
+
+    `width`: number of columns of the table.
+    """
     cached = np.array([row.cached for row in rows])
     new = np.array([row.new for row in rows])
     lengths, room = cached + new, block_size * np.array([len(row.blocks) for row in rows])

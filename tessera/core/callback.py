@@ -70,7 +70,10 @@ class TrainerHandle(Protocol):
 
     @property
     def eval_weights(self) -> Callable[[], AbstractContextManager[None]]:
-        """Return a function that returns a context in which the module has the weights to evaluate, such as EMA."""
+        """Return a function that makes a context manager: inside of it the module has the weights to evaluate.
+
+        These are, for example, the EMA weights.
+        """
         ...
 
     def tensors(self) -> dict[str, Tensor]:
@@ -192,7 +195,10 @@ class Callback:
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
     def state_tensors(self, trainer: TrainerHandle) -> dict[str, Tensor]:
-        """Return the callback's own tensors for the checkpoint, by name; a resume fills them in place."""
+        """Return the tensors of this callback that checkpoints store, by name.
+
+        A resume copies the stored values into these tensors.
+        """
         return {}
 
 

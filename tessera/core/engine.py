@@ -31,7 +31,7 @@ class TrainingEngine(Protocol):
         ...
 
     def settle(self, optimizer: torch.optim.Optimizer) -> None:
-        """Copy loaded weights and optimizer state to their duplicates, such as a tied weight on another stage."""
+        """Copy weights and optimizer state, after loading, to their duplicates (a tied weight on another stage)."""
         ...
 
     def collect(self, optimizer: torch.optim.Optimizer) -> None:

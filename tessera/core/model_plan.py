@@ -93,7 +93,7 @@ class PipelineUnit:
 class ModelPlan:
     """Describe how a model may be split over devices, by patterns of module paths (see `config.pattern`)."""
 
-    blocks: tuple[str, ...]  # modules that are sharded, recomputed and compiled as a whole
+    blocks: tuple[str, ...]  # modules that each are one unit of sharding, recompute and compilation
     tensor: Mapping[str, TensorStyle]  # parameter pattern -> style; every parameter is matched exactly once
     units: tuple[PipelineUnit, ...] = ()  # what a pipeline assigns to stages, in order of execution
     streams: Mapping[str, Stream] = field(default_factory=dict)  # stream name, as in `parallel.encoders` and `units`
@@ -101,7 +101,7 @@ class ModelPlan:
     # Modules that compute attention alone, forward(q, k, v, segments): context parallelism wraps them.
     attention: tuple[str, ...] = ()
     heads: Mapping[str, int] = field(default_factory=dict)  # module pattern -> number of heads in its output features
-    decoder: str = ""  # path of the text decoder, if `streams` does not declare the encoders
+    decoder: str = ""  # path of the text decoder; only for a model with encoders that `streams` does not declare
     # Modules that keep float32 weights and cast their inputs and outputs themselves. Inside of blocks they are small,
     # and every rank has them unsharded.
     float32: tuple[str, ...] = ()

@@ -36,7 +36,8 @@ class Region:
     numbers: tuple[float, ...] = ()
     label: str = ""  # name of the object; empty: unknown
     image: int = 0  # index among the images of the sample
-    scale: int = 0  # coordinate of the right and the lower edge of the image: 1 or 1000; 0: pixels of the upright image
+    # 1 or 1000: coordinates go from 0 to this number over the width and the height; 0: pixels, after EXIF rotation
+    scale: int = 0
 
     def pixels(self, size: MediaSize) -> tuple[float, ...]:
         """Return the coordinates in pixels of an image of this size."""
@@ -134,7 +135,7 @@ class VideoWithSound(NamedTuple):
 
 @dataclass
 class EncodedStream:
-    """Hold the input of one encoder for one sample, before packing. The fields follow `Stream` in the model's plan."""
+    """Hold the input of one encoder for one sample, before packing. Its `Stream` in the plan names the tensors."""
 
     tensors: dict[str, Tensor]  # name in a batch -> tensor with one entry per element: a patch or audio frame
     lengths: tuple[int, ...]  # number of elements of each sequence: an image, a video frame, a recording

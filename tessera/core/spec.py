@@ -27,7 +27,7 @@ class Passes:
     and once for the gradient of the weight if that is trained.
     """
 
-    weights: float = 3.0  # products with weights
+    weights: float = 3.0  # products of activations with weights
     attention: float = 3.0  # the QK and AV products of attention
     first: float = 2.0  # the first product of an encoder, whose input has no gradient
 
@@ -53,7 +53,7 @@ class Processor(Protocol):
         """Return a sample ready to be packed: for conversations an `Encoded`, for other data another type.
 
         `media`: one decoded object per media part (PIL image, or uint8 frames [F, H, W, 3]), in order. `sizes`: the
-        sizes in the files' headers, which are larger if images were scaled down while they were decoded.
+        sizes in the files' headers; images may have been decoded at a smaller size.
         """
         ...
 
@@ -103,7 +103,7 @@ class InitializesByName(Protocol):
 
 @runtime_checkable
 class InitializesItself(Protocol):
-    """Declare a module that draws the initial weights of all its parameters at once."""
+    """Declare a module whose `init_weights` draws the initial values of all its parameters."""
 
     def init_weights(self) -> None:
         """Fill every parameter in place."""
@@ -237,7 +237,7 @@ class ModelSpec:
     originals: Mapping[str, Callable[[Path, Mapping[str, Any]], dict[str, Any]]] = field(default_factory=dict)
     # The family that speaks the answers of this one, with other weights of the same folder; None: no family does.
     speech_family: str | None = None
-    frozen_input: FrozenInput | None = None  # used by tasks that train on speech
+    frozen_input: FrozenInput | None = None  # a frozen model whose outputs tasks that train on speech read
     # (folder of the initial weights) -> a warning about parts of the folder that are not trained; None if there are
     # none.
     untrained_parts: Callable[[Path], str | None] = no_warning

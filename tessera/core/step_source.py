@@ -42,7 +42,7 @@ class StepSource(ABC):
         """End processes and close files. `start` may be called again."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last returned step, as JSON. Each rank restores the state of rank 0."""
+        """Return the state after the last returned step, as a JSON mapping. A resume gives all ranks that of rank 0."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027

@@ -66,7 +66,7 @@ class Losses:
 
     terms: Sequence[LossTerm]
     metrics: Mapping[str, Metric] = field(default_factory=dict)
-    counts: Counts | None = None  # set only if `Task.counts` returned None
+    counts: Counts | None = None  # numbers of tokens or samples to divide by; None: `Task.counts` has returned them
 
 
 class Reference(Protocol):
@@ -142,8 +142,10 @@ class Task(ABC):
 
     @property
     def computed_shares(self) -> Mapping[str, float]:
-        """Return the share of their input that parts of the model compute in training, by path, for costs. Other parts
-        compute all of it."""
+        """Return module path -> fraction of its input that the module computes in a training step, to estimate costs.
+
+        A module that is not listed computes all of its input.
+        """
         return {}
 
     def compile(self) -> None:  # noqa: B027

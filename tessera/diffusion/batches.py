@@ -20,7 +20,10 @@ _LATENTS = "latents"
 
 
 def latent_lengths(batch: Batch, family: GenerationFamily) -> list[int]:
-    """Return the number of latent tokens in each segment of the main sequence, without text and image embeddings."""
+    """Return the number of latent tokens of each sample.
+
+    In joint models a segment also contains text and image embeddings, which are not counted.
+    """
     lengths = batch.segments[_LATENTS].lengths
     if not family.joint:
         return list(lengths)

@@ -166,7 +166,7 @@ class FrameCaptions(Captions):
     word: str = "<image>"  # the word of the template that stands for the frame
     every: int = 1  # stride: the model reads one of this many hidden states of the frame
     mark: str = ""  # the special token that ends a header of the template
-    closing: int = 4  # number of tokens that are dropped, of which the last is a `mark`
+    closing: int = 4  # number of tokens of the header, which are dropped; the last of them is a `mark`
     frame_tokens: int = 576  # number of tokens of a frame in the encoder
     negative_every: int = 2  # stride over the frame's hidden states for negative prompts; their frame is black
 

@@ -30,7 +30,7 @@ class DiffusersConfig(Section):
     class_name: ClassVar[str]  # `_class_name` in config.json
     # Fields of config.json with few supported values. The first value is the default and is written to exports.
     fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    native: ClassVar[tuple[str, ...]] = ("attention",)  # fields that only Tessera reads
+    native: ClassVar[tuple[str, ...]] = ("attention",)  # fields of Tessera, which the diffusers class does not have
 
     attention: AttentionBackend = Field("auto", description="implementation of attention")
 

@@ -39,7 +39,7 @@ class EditPipeline:
     """Describe how the text encoder of a published pipeline reads captions together with the images to edit."""
 
     pipeline: str  # class name of the pipeline in model_index.json
-    captions: Captions  # used instead of the family's captions
+    captions: Captions  # how captions are read; it replaces the captions of the family
     image: str = ""  # the token of the template that stands for an image
     each: str = ""  # text for each image; the joined texts replace {images} in the template, {} is the image number
     shown_pixels: int | None = None  # area of an image resized for the text encoder; None: same size as for the VAE
@@ -197,7 +197,7 @@ class EditImages:
             # Without token types, transformers gives image tokens the positions of text. The published models were
             # trained with positions by row and column.
             mm_token_type_ids=((ids == encoder.image_token) & (mask == 1)).int(),
-            logits_to_keep=1,  # only hidden states are used: compute the fewest logits
+            logits_to_keep=1,  # only hidden states are used, so compute logits of a single token
             use_cache=False,
         )
         assert states is not None, "encoders of this kind return the states of tokens"

@@ -46,7 +46,7 @@ class SampleConditions:
 
     text: Tensor  # token embeddings, [L, D]
     pooled: Tensor | None = None  # pooled text embedding, [Dp]
-    image_embeds: Tensor | None = None  # embeddings of conditioning frames, [M, Di]
+    image_embeds: Tensor | None = None  # embeddings of the conditioning frames by an image encoder, [M, Di]
     condition: Tensor | None = None  # [n, values]: condition channels beside the latents
     first: Tensor | None = None  # [n, values]: clean tokens of conditioning frames, which replace noise
     references: tuple[tuple[Tensor, Grid], ...] = ()  # tokens [n, values] and grid of each image to edit
@@ -413,7 +413,7 @@ def _with_rows(batch: Batch, name: str, parts: Sequence[Tensor]) -> Batch:
 
 
 def _videos(batch: Batch) -> list[Tensor]:
-    """Return the images and videos, uint8 [F, H, W, 3], of the readable samples of a batch."""
+    """Return the image or video, uint8 [F, H, W, 3], of each sample of a batch that could be read."""
     return _split(batch["frames"], [shape for shape in batch.shapes["frames"] if shape[0]])
 
 

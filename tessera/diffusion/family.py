@@ -71,7 +71,7 @@ class GenerationFamily:
 
     @property
     def patch_values(self) -> int:
-        """Return the number of values in one token of latents."""
+        """Return the number of latent values in a patch, which becomes one token."""
         frames, rows, columns = self.patch
         return self.channels * frames * rows * columns
 
@@ -178,7 +178,7 @@ class EvenLevels:
 
 
 class NoiseInModelType:
-    """Draw noise in the data type of the model. A mixin for families."""
+    """Draw noise in the dtype of the model, as a mixin of families whose published pipeline does so."""
 
     channels: int
 

@@ -153,7 +153,10 @@ def keep_plan(folder: Path, facts: Mapping[str, Any]) -> None:
 
 
 def complete_shard(file: Path, key: str) -> tuple[list[dict[str, Any]], list[BadSample]] | None:
-    """Return the descriptions of samples, and the unusable samples, of a complete shard; None if it must be written."""
+    """Return the descriptions of a complete shard's samples, and its unusable samples.
+
+    Return None if the shard must be written: the file is missing or damaged, or contains other features.
+    """
     try:
         return shard_content(file, key) if file.is_file() else None
     except TesseraError:

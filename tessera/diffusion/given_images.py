@@ -128,7 +128,10 @@ class MarkedFrameChannels(FirstFrameChannels):
 
 
 class MaskedVideoChannels(GivenImages):
-    """Add channels: a mask of conditioning frames, then the latents of a video whose other frames are grey."""
+    """Add channels to the noisy latents: a mask of the given frames, then the latents of a video.
+
+    The video contains the given frames; all its other frames are grey.
+    """
 
     reads_first = True
     reads_last = True

@@ -67,7 +67,8 @@ class GenerationProcessor:
     folder: Path | None = None  # diffusers folder with tokenizers and VAE
     images_only: bool = False  # whether the VAE encodes only images
     edit: EditReader | None = None  # set for pipelines whose text encoder reads the images to edit
-    embeds: int | None = None  # number of embeddings of a conditioning frame in the main sequence; None: unknown
+    # number of embeddings that the image encoder adds to the main sequence for a conditioning frame; None: unknown
+    embeds: int | None = None
 
     @classmethod
     def load(cls, family: GenerationFamily, folder: Path | None, **options: Any) -> Self:
@@ -117,7 +118,7 @@ class GenerationProcessor:
 
     @property
     def _unit(self) -> tuple[int, int]:
-        """Return the height and width in pixels of one patch."""
+        """Return the height and width in pixels of the image area that becomes one token."""
         space = self._strides[1]
         return space * self.family.patch[1], space * self.family.patch[2]
 
@@ -227,8 +228,8 @@ class GenerationProcessor:
             )
         if kind == "video" and self.frames(size.frames) < self.options.min_frames:
             raise TesseraError(
-                f"{self.frames(size.frames)} frames are taken from a video of {size.total}, fewer than min_frames "
-                f"{self.options.min_frames}",
+                f"only {self.frames(size.frames)} of the {size.total} frames of this video are used at this fps, but "
+                f"min_frames is {self.options.min_frames}",
                 fix="lower data.processor.min_frames, or raise fps",
                 code="media.too-few-frames",
             )
@@ -271,7 +272,7 @@ class GenerationProcessor:
         if references and self.family.edits and self.edit is None:
             names = ", ".join(edit.pipeline for edit in self.family.edits)
             raise TesseraError(
-                "the text encoder must read the images to edit, and the folder's pipeline gives it only text",
+                "to edit images, the text encoder must read them, but the pipeline of model.path gives it only text",
                 fix=f"set model.path to the folder of a {names}",
                 code="generation.not-an-edit-pipeline",
             )

@@ -25,7 +25,7 @@ class BlockPool:
         # free blocks, the next one to allocate first
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, blocks + 1))
         self._users = [0] * (blocks + 1)
-        self._keys: dict[int, bytes] = {}  # the keys of blocks that can be reused
+        self._keys: dict[int, bytes] = {}  # block -> its key, for each block that later requests can reuse
         self._with_key: dict[bytes, int] = {}
 
     @property
@@ -113,7 +113,7 @@ class BlockKeys:
 
     @property
     def tokens(self) -> int:
-        """Return the number of tokens whose contents are known."""
+        """Return the number of tokens that have been added: those of the prompt, and of the answer so far."""
         return len(self._contents)
 
     @property

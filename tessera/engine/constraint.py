@@ -223,7 +223,10 @@ def _check_schema(schema: Any) -> None:
 
 
 def _check_schemas_of_grammar(text: str) -> None:
-    """Check the JSON schema after every `%json` of a grammar, even in string literals, which are not parsed here."""
+    """Check the JSON schema after every `%json` of a grammar.
+
+    The grammar is not parsed here. So even a `%json` in a string literal must have a schema.
+    """
     for match in re.finditer(r"%json\s*", text):
         try:
             _check_schema(json.JSONDecoder().raw_decode(text, match.end())[0])

@@ -88,7 +88,7 @@ class Engine:
         self._flight: Flight | None = None
         self._deltas: list[Delta] = []  # deltas of requests ended between steps
         self._leaving: set[str] = set()  # adapters that are being unloaded
-        self._versions: dict[str | None, int] = {}  # number of loads of each adapter; None: of weight replacements
+        self._versions: dict[str | None, int] = {}  # adapter -> how often it was loaded; None -> weights were replaced
         self._counters = _Counters()
 
     # ------------------------------------------------------------------------------------------ requests
@@ -394,7 +394,8 @@ class Engine:
         self._versions[None] = self._versions.get(None, 0) + 1
         self._pool.forget_all()
         for state in self._scheduler.running:
-            # Later requests must not reuse blocks that were computed with the old weights.
+            # Never publish the blocks of running requests, which were computed with the old weights: later requests
+            # would reuse them.
             state.published = NEVER_PUBLISHED
         self._runner.forget_media()
 

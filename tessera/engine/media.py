@@ -43,12 +43,13 @@ class Piece:
     # [outputs, K]: features that each output is interpolated from, counted from 1; 0: a learned embedding
     index: Tensor | None
     weights: Tensor | None
-    constants: Mapping[str, Tensor]  # tensors that are equal for all prompts of a model
+    # other inputs of the encoder. They are equal for all prompts of a model, so `digest` does not hash them
+    constants: Mapping[str, Tensor]
     hashes: Sequence[Future[bytes]] = ()  # hashes of the bytes of its tensors; see `hashed`
 
     @cached_property
     def digest(self) -> bytes:
-        """Return a hash of everything besides the model that determines its outputs. This waits for `hashes`."""
+        """Return a hash of all input that determines the encoder's outputs, without the weights. Wait for `hashes`."""
         header = repr((self.encoder.prefix, self.lengths, self.windows, self._hashed_shapes))
         parts = b"".join(part.result() for part in self.hashes or self.hashed(None).hashes)
         return blake2b(header.encode() + parts, digest_size=16).digest()
@@ -134,7 +135,7 @@ def join_media(pieces: Sequence[Piece], device: torch.device | None = None) -> B
 
 
 def split_prompts(batch: Batch, encoders: Sequence[Encoder]) -> list[Batch]:
-    """Return a batch of several prompts as one batch for each prompt."""
+    """Split a batch of prompts. Return a batch for each prompt."""
     text = batch.segments["text"]
     lengths = text.lengths or tuple(int(length) for length in text.bounds.diff().tolist())
     if len(lengths) == 1:

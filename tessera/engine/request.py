@@ -82,7 +82,7 @@ class Request:
     stop: tuple[str, ...] = ()
     include_stop: bool = False  # whether a stop string is a part of the answer
     stream: bool = True  # whether text is needed token by token; False: it may all come with the last delta
-    # log-probabilities of sampled tokens (0), and of the n likeliest tokens (n); None: none
+    # None: return no log-probabilities; 0: those of the sampled tokens; n: also those of the n likeliest tokens
     logprobs: int | None = None
     prompt_logprobs: int | None = None  # the same for the tokens of the prompt
     constraint: Constraint | None = None

@@ -215,7 +215,8 @@ class Runner:
             start = end
         positions[..., after_at] = after
         if previous is not None and where == origin == [*range(len(previous))] and len(where) == len(tokens):
-            # Usual decoding: each row continues with its token of the previous call, so only positions are sent.
+            # Usual decoding: each row continues with the token that the previous call sampled for it, which is on the
+            # device already. So only positions are sent.
             return previous, positions_of(self._send(position_bits(positions)), kind)
         arrays = (tokens, position_bits(positions).ravel(), np.array(where, np.int64), np.array(origin, np.int64))
         numbers = self._send(np.concatenate(arrays))

@@ -34,8 +34,8 @@ class Sampled:
     tokens: Tensor  # [n] int64
     not_finite: Tensor  # [n] bool: the logits have NaN or +inf, or are all -inf; the token is meaningless
     logprobs: Tensor | None = None  # [n] float32; None: no row needs them
-    top_values: Tensor | None = None  # [n, k] float32; None: no row needs them
-    top_tokens: Tensor | None = None  # [n, k] int64
+    top_values: Tensor | None = None  # [n, k] float32: their log-probabilities; None: no row needs the likeliest tokens
+    top_tokens: Tensor | None = None  # [n, k] int64: ids of the likeliest tokens
     ranks: Tensor | None = None  # [n] float32: 1 + number of tokens with a larger logit
 
 
@@ -57,7 +57,7 @@ class _Group:
 
 @dataclass(frozen=True)
 class _Limit:
-    """Hold top_k and top_p of rows whose score thresholds are computed together."""
+    """Hold top_k and top_p of a group of rows, for which the smallest score to sample from is computed together."""
 
     group: _Group
     depth: int  # number of largest scores of a row that are compared
@@ -113,7 +113,10 @@ class Sampler:
                 )
 
     def join(self, row: int, request: Request, generated: Sequence[int] = ()) -> None:
-        """Assign a row to a request. `generated`: tokens of its answer so far, if it was preempted."""
+        """Assign a free row of the batch to a request. `generated`: its tokens from before it was preempted.
+
+        Its penalties and its length count these tokens.
+        """
         assert row not in self._requests, f"row {row} is in use"
         self.check(request)
         self._requests[row], self._lengths[row] = request, len(generated)

@@ -32,7 +32,7 @@ class RequestState:
     tokens: list[int]  # tokens of the prompt, and those of the answer that the host has read
     pieces: Sequence[Piece]  # media of the prompt
     block_size: int
-    root: str = ""  # further input of the keys of blocks, besides tokens, positions and media: versions of the weights
+    root: str = ""  # versions of the weights: they enter the keys of blocks, as do tokens, positions and media
     prompt_length: int = field(init=False)
     offset: float = field(init=False)  # difference between the positions of new tokens and their indices
     # number of tokens of prompt and complete answer that the cache stores: all but the last
@@ -56,7 +56,8 @@ class RequestState:
         positions = self.request.prompt["positions"]
         self.prompt_length = len(self.tokens)
         self.text_positions = positions.numpy()
-        # Continue from the position of the last token, although a video frame before it may have a larger position.
+        # The answer continues from the position of the prompt's last token, although a video frame before it may have a
+        # larger position.
         self.offset = positions[..., -1].max().item() + 1 - self.prompt_length
         self.needed = self.prompt_length + max(self.request.max_new_tokens, 1) - 1
         self.media_end = max((piece.end for piece in self.pieces), default=0)

@@ -47,7 +47,7 @@ class AnswerText:
         # Tokens since the second last border between complete characters. Decoders treat the first token of a text
         # differently (its space), so the text of new tokens is the difference of two decoded texts.
         self._tokens: list[int] = []
-        self._border = 0  # number of tokens before the last border
+        self._border = 0  # number of tokens in `_tokens` before the last border between complete characters
         self._passed = 0  # number of characters of the tokens' text that were sent or are in `_waiting`
         self._waiting = ""  # the possible beginning of a stop string
         self._ended = False
@@ -78,7 +78,7 @@ class AnswerText:
             return ""
         stable = len(text.rstrip(_UNFINISHED)) if text.endswith(_UNFINISHED) else len(text)
         if len(self._tokens) - self._border > _LONGEST and stable < len(text):
-            stable = len(text) - 1  # only the last of these tokens can belong to a character that is still incomplete
+            stable = len(text) - 1  # after so many tokens, only the last character can still be incomplete
         passed, self._passed = self._passed, max(self._passed, stable)
         if self._passed == len(text):
             self._tokens, self._border = self._tokens[self._border :], len(self._tokens) - self._border

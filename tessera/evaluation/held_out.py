@@ -91,7 +91,7 @@ class HeldOutBenchmark:
             begin += len(source)
 
     def protocol(self) -> dict[str, Any]:
-        """Return the settings that determine scores, as JSON."""
+        """Return all settings that affect the scores, as a JSON mapping."""
         return {
             "task": self.name,
             "variant": self.variant,

@@ -127,7 +127,10 @@ def mcnemar(better: int, worse: int) -> float:
 
 
 def _without_spread(value: float, units: int) -> Estimate:
-    """Return the estimate for a single question, or for several with equal marks: their variance is unknown."""
+    """Return the estimate for one question, or for several with the same mark, from which no variance can be computed.
+
+    The interval of a value from 0 to 1 is Wilson's; that of any other value is the value itself.
+    """
     return Estimate(value, *_wilson(value, units, _z())) if 0 <= value <= 1 else Estimate(value, value, value)
 
 

@@ -82,7 +82,7 @@ def processor_facts(processor: LoadedProcessor) -> dict[str, Any]:
 
 
 def environment() -> dict[str, str]:
-    """Return versions to record. Results of different versions can still be compared."""
+    """Return versions of packages to record with a result. They do not decide whether results can be compared."""
     names = ("torch", "transformers", "tokenizers", "pillow", "numpy")
     return {"python": platform.python_version(), "machine": platform.machine(), **package_versions(names)}
 
@@ -186,7 +186,7 @@ def flat(value: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]
 
 
 def _plain(value: Any) -> Any:
-    """Return a setting as JSON."""
+    """Convert a setting to a JSON value."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):

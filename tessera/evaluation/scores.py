@@ -100,7 +100,7 @@ class TaskResult:
         return [printable(line.replace("\n", " ")) for line in (*out, f"  protocol {self.fingerprint}")]
 
     def facts(self) -> dict[str, Any]:
-        """Return the result as JSON."""
+        """Return the result as a JSON mapping."""
 
         def figures(of: Mapping[str, Estimate]) -> dict[str, Any]:
             return {name: asdict(each) for name, each in of.items()}
@@ -133,7 +133,7 @@ class TaskResult:
 
 
 def unit_values(rows: Sequence[Row]) -> dict[str, Mapping[str, float]]:
-    """Return the values of each unit: the marks of its rows, joined."""
+    """Return the values of each unit (a question, or a group of questions), joined from the marks of its rows."""
     units = units_of(rows)
     return {
         unit: together([Mark(row.get("extracted"), row["values"]) for row in members]).values

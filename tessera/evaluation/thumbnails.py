@@ -18,8 +18,8 @@ from tessera.observe.report.answers import RECORDING
 from tessera.runtime.files import read_json_mapping, replace_file
 
 MOST_CARDS = 600  # limit of answers of a benchmark in a report
-MOST_IMAGES = 240  # a report copies no further question of a benchmark after this number of images
-_MOST_RECORDINGS = 60  # or after this number of recordings
+MOST_IMAGES = 240  # after copies of this many images, a report copies no media of further questions of a benchmark
+_MOST_RECORDINGS = 60  # the same for recordings
 _PER_QUESTION = 6
 _FOLDER = "images"
 
@@ -101,7 +101,7 @@ def _recordings(out: Path, question: BenchmarkQuestion, root: Path) -> Iterable[
 
 
 def _written(out: Path, content: bytes, suffix: str) -> str:
-    """Write a copy and return its name, which is a hash of the content."""
+    """Write a copy of a file into the folder of copies, unless it exists. Return its path, named by a content hash."""
     name = f"{_FOLDER}/{hashlib.sha256(content).hexdigest()[:20]}{suffix}"
     if not (out / name).exists():
         (out / _FOLDER).mkdir(exist_ok=True)

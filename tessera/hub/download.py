@@ -319,7 +319,7 @@ def _remove(path: Path, folder: Path) -> None:
 class RemoteShards:
     """List the record files of a streamed data set at one commit, sorted by name."""
 
-    id: HubId  # pinned to the commit
+    id: HubId  # id of the data set, with this commit as its revision
     files: tuple[RemoteFile, ...]
 
 

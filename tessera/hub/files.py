@@ -168,7 +168,10 @@ def _pattern(chosen: Sequence[str], readable: Sequence[str]) -> str | None:
 
 
 def _glob_matches(pattern: str, name: str) -> bool:
-    """Return whether a pattern matches a name: `*` within a folder, `**` across folders, {000..127} any number."""
+    """Return whether a pattern matches a name.
+
+    `*` matches within a folder name, `**` across folders, and a range such as {000..127} any number.
+    """
     parts = re.split(r"(\*\*/|\*\*|\*|\{\d+\.\.\d+\})", pattern)
     written = {"**/": r"(?:.*/)?", "**": r".*", "*": r"[^/]*"}
     expression = "".join(

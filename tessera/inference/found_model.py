@@ -37,7 +37,7 @@ class FoundModel:
     files: Path | None  # folder with tokenizer and chat template
     options: Mapping[str, Any]  # options of the processor
     limits: Limits
-    parts: Path | None = None  # diffusers folder with the VAE and text encoders of a run
+    parts: Path | None = None  # for a run of a generation model: diffusers folder with its VAE and text encoders
 
 
 def find_model(

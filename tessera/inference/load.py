@@ -314,7 +314,7 @@ def adapter_strengths(adapters: AdapterPaths | None) -> dict[Path, float]:
     by_path = {Path(path): float(strength) for path, strength in strengths.items()}
     for path in by_path:
         if not is_adapters(path):
-            origin_of(path)  # raises if the path does not exist
+            origin_of(path)  # raises another error if the path does not exist
             raise TesseraError(
                 "this path is a model, not an adapter",
                 where=str(path),

@@ -77,7 +77,7 @@ def load_pipeline(
     if not (SECOND in DiffusersFolder(home).components() and isinstance(boundary, (int, float))):
         if adapters_2 is not None:
             raise TesseraError(
-                "adapters_2 is for models with two experts, and this model has one",
+                "adapters_2 is for the second expert, but this model has only one",
                 where="adapters_2",
                 fix="pass the adapters as adapters=",
                 code="adapter.model-has-one-expert",

@@ -310,7 +310,7 @@ class LoadedProcessor:
         processor = _needed(self.processor, self.spec)
         if frames is not None:
             processor = self._sampling(frames)
-        if not isinstance(processor, ChatProcessor):  # `prompt` raises an error with the reason
+        if not isinstance(processor, ChatProcessor):  # it takes no conversations: its `prompt` raises the reason
             return processor.prompt([sample for sample, _ in samples], [[] for _ in samples])
         read = [self._media(sample, root, processor) for sample, root in samples]
         items, media, sizes = [sample for sample, _ in samples], [m for m, _ in read], [s for _, s in read]
@@ -325,7 +325,7 @@ class LoadedProcessor:
         return processor.prompt(items, media, sizes, ending)
 
     def _sampling(self, frames: int) -> LanguageProcessor:
-        """Return a processor that samples this number of frames from each video."""
+        """Return a processor that samples `frames` frames from each video."""
         if not isinstance(self.processor, ConversationProcessor):
             raise TesseraError(
                 f"the processor of {self.spec.name} chooses the number of frames itself",

@@ -143,7 +143,7 @@ def _media(kind: PartKind, value: Any, where: str, base: Path) -> Any:
     if isinstance(value, str) and is_data_url(value):
         return decode_data_url(value)
     if "://" in str(value):
-        resolve(value, base)  # raises an error: URLs are not supported
+        resolve(value, base)  # raises the error that URLs are not supported
     clip = clip_of(str(value)) if kind == "audio" else value
     path = clip.value if isinstance(clip, AudioClip) else value
     absolute = str((base / Path(path).expanduser()).resolve())

@@ -133,7 +133,7 @@ def _compare_latents(folder: Path, spec: ModelSpec, config: Any) -> Proof:
     latents = from_tokens(batch["latents"], family.patch, config.proof_grid())
     ours, moved = OurModel(folder, spec, config).results(batch)
     stock = DiffusersModel(folder)
-    if stock.missing:  # diffusers leaves missing weights on the meta device, so it cannot compute
+    if stock.missing:  # diffusers leaves weights without a tensor on the meta device, so its model cannot compute
         return Proof("compared with diffusers", (f"diffusers finds no tensor for {few_names(stock.missing)}",))
     expected = config.diffusers_tokens(stock.predict(config.diffusers_inputs(batch, latents)))
     return _judged("diffusers", "latents", stock, (ours, moved, expected), f"{len(ours)} tokens")

@@ -100,7 +100,7 @@ def question_of(sample: Sample | RecordError, root: Path, processor: object = No
     if isinstance(sample, RecordError):
         return sample
     last = max((i for i, message in enumerate(sample.messages) if message.role == "assistant"), default=None)
-    if not last:  # without an assistant message, or with one that no question precedes
+    if not last:  # no message of the assistant, or only the first message, so that no question precedes it
         return RecordError("no question with an answer", where=sample.id, code="data.no-question")
     question = Question(Sample(sample.id, sample.messages[:last]), _text(sample.messages[last]), root)
     try:

@@ -316,7 +316,7 @@ class Speaker:
 
 
 class _Choice:
-    """Sample the codes of `rows` rows.
+    """Sample codes of speech for `rows` rows of the batch.
 
     `size`: number of codes that the codec decodes; of the codes above it, only `end` is sampled. `checked`: raise if
     logits are not finite. The check waits for the device, so it is done once for each frame.

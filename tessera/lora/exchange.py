@@ -224,7 +224,7 @@ def open_adapters(path: Path, part: str = FIRST) -> StoredAdapters:
 
 
 def read_saved(path: Path, parameters: Sequence[str], weight_map: WeightMap | None) -> dict[str, Tensor]:
-    """Return the fully trained parameters of a PEFT folder (`modules_to_save`), by native names.
+    """Return the fully trained parameters (`modules_to_save`) that a PEFT folder contains, by their native names.
 
     `parameters`: all parameter names of the model.
     """

@@ -33,7 +33,7 @@ def to_peft(native: Mapping[str, Factors], weight_map: WeightMap, where: str) ->
 
 
 def wrapper_names(parameters: Mapping[str, Factors]) -> dict[str, str]:
-    """Return the wrapper's module name for each adapted parameter. PEFT nests the wrappers of one module."""
+    """Return parameter -> path of its PEFT wrapper. Wrappers of several parameters of one module are nested."""
     order, wrappers = list(EXPERT_WEIGHTS), dict[str, str]()
     for parameter in parameters:
         home, _, name = parameter.rpartition(".")

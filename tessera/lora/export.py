@@ -150,7 +150,7 @@ def _saved_tensors(
     for name, foreign in in_memory.items():
         rule, _ = weight_map.required_rule(name)
         stored |= dict(zip(foreign, rule.op.to_foreign(tensors[name].cpu()), strict=True))
-        for copy, native in weight_map.copies:  # PEFT expects a tied head beside its embedding
+        for copy, native in weight_map.copies:  # PEFT stores the embedding and its tied head, although they are equal
             if native == name:
                 stored[weight_map.in_memory(copy)] = tensors[name].cpu()
     return stored

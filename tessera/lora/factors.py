@@ -100,7 +100,7 @@ def experts_in_memory(path: str, weight_map: WeightMap, where: str) -> str:
 
 
 def parameters_in_memory(names: Collection[str], weight_map: WeightMap) -> dict[str, tuple[str, ...]]:
-    """Return the names in transformers of fully trained parameters."""
+    """Return native name -> names in transformers for fully trained parameters."""
     rules = {name: weight_map.required_rule(name, "model.lora.modules_to_save") for name in names}
     return {name: tuple(map(weight_map.in_memory, foreign)) for name, (_, foreign) in rules.items()}
 
@@ -157,7 +157,7 @@ def _joined(op: TensorChunk, members: Sequence[Factors | None]) -> Factors:
 
 
 def _norms(members: Sequence[Factors | None]) -> list[Tensor]:
-    """Return DoRA's row norms [out, 1] of layers to fuse; raise if only some of them have an adapter."""
+    """Return DoRA's norms [out, 1] of the rows of each layer to fuse; raise if a layer has no DoRA adapter."""
     norms = [factors.m for factors in members if factors is not None and factors.m is not None]
     if len(norms) != len(members):
         raise TesseraError(
@@ -219,7 +219,7 @@ def _without_idle_ranks(factors: Factors) -> Factors:
 
 
 def check_operation(op: Operation, path: str, where: str) -> None:
-    """Raise if the adapted layer is no linear layer in the format to write: its adapter cannot be translated."""
+    """Raise if `path` is not stored as a linear layer in the format to write, so its adapter cannot be translated."""
     if not (_of_outputs(op) or isinstance(op, ColumnsByHead)):  # column order affects only A
         raise TesseraError(
             f"{path} is not a linear layer in this format ({type(op).__name__}): its adapter cannot be translated",
@@ -249,7 +249,7 @@ def plain_form(tensors: Mapping[str, Tensor], adapters: Adapters) -> tuple[dict[
     for path, adapter in adapters.items():
         if not adapter.pissa:
             continue
-        alpha = adapter.alpha * (2**0.5 if adapter.rslora else 2)  # keeps the scale
+        alpha = adapter.alpha * (2**0.5 if adapter.rslora else 2)  # the scale stays the same at twice the rank
         plain[path] = replace(adapter, rank=2 * adapter.rank, alpha=alpha, pissa=False)
         (a, b), (a0, b0) = factor_names(path), start_names(path)
         if a in tensors:

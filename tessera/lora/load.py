@@ -187,9 +187,8 @@ def read_adapters(
 ) -> dict[str, Factors]:
     """Read all adapters of a file or a PEFT folder and return them by the paths of native layers.
 
-    `parameters`: names of all parameters of the model. Raise if the file has an adapter of a layer that the model does
-    not have. Adapters of layers that the forward pass does not use (`WeightMap.idle`) are left out. `part`: see
-    `part_of`.
+    `parameters`: names of all parameters of the model. `part`: see `part_of`. Raise if the file has an adapter of a
+    layer that the model lacks. Leave out adapters of layers that the forward pass does not use (`WeightMap.idle`).
     """
     if weight_map is None:
         raise TesseraError(

@@ -38,7 +38,7 @@ def prepare_process(ranks: int) -> None:
 
 
 def serve_scheduler() -> NoReturn:
-    """Serve the ranks that msrun started until they have ended, then end this process."""
+    """Run this process as the scheduler of the ranks that msrun started. It ends when they have ended."""
     communication.init()
     raise SystemExit(0)
 

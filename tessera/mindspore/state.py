@@ -20,7 +20,7 @@ class DeviceState:
     """Hold the tensors of MindSpore. The torch module and optimizer hold copies on the host."""
 
     def __init__(self, module: nn.Module) -> None:
-        """Store the torch module of the run. `load` copies its tensors to this state."""
+        """Store the torch module of the run, which is on the host. `load` copies its tensors to MindSpore."""
         self._module = module
         self.weights: dict[str, Tensor] = {}  # `Parameter` if trained, for `mindspore.value_and_grad`
         self.moments: dict[str, tuple[Tensor, Tensor]] = {}
@@ -71,7 +71,7 @@ class DeviceState:
 
 
 def _moments(optimizer: torch.optim.Optimizer) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Return the moments of each trained parameter on the host, by its name."""
+    """Return both Adam moments of each trained parameter, by its name. They are on the host."""
     moments: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     for group in optimizer.param_groups:
         for name, parameter in zip(group["names"], group["params"], strict=True):

@@ -42,7 +42,7 @@ class Tower:
     encoder: Encoder
     build: Callable[[], Mapping[str, nn.Module]]  # returns a new encoder and projector, by path
     blocks: str  # pattern of the blocks that are computed
-    heads: Mapping[str, int]  # see `ModelPlan.heads`
+    heads: Mapping[str, int]  # module pattern -> number of heads in its output features, as in `ModelPlan.heads`
     styles: Mapping[str, TensorStyle]
     units: tuple[PipelineUnit, ...]
     work: Callable[[Measures, Training], np.ndarray]  # returns the FLOPs of encoder and projector for each sample

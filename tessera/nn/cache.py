@@ -25,7 +25,7 @@ class KVCache:
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values, [blocks, block_size, heads, head_dim]
 
     def layer(self, index: int, step: CacheStep) -> LayerCache:
-        """Return a layer's view of the cache for one call."""
+        """Return the object through which layer `index` reads and writes this cache in one call."""
         return LayerCache(self, index, step)
 
     def allocate(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:

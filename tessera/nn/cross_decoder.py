@@ -54,7 +54,7 @@ class MemoryCache(KVCache):
 
     def __init__(self, blocks: int, block_size: int) -> None:
         super().__init__(blocks, block_size)
-        self.memory: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> keys, values [M, heads, head size]
+        self.memory: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> keys and values, each [M, heads, head size]
 
 
 class CausalAttention(nn.Module):

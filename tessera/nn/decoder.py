@@ -101,7 +101,7 @@ class DecoderLayer(nn.Module):
         self.attn = Attention(shape)
         self.mlp_norm = RMSNorm(shape.hidden, shape.norm_eps)
         self.mlp = GatedMLP(shape.hidden, shape.intermediate) if mlp is None else mlp
-        self.routed = isinstance(mlp, MoE)  # checked here, because wrappers hide the class later
+        self.routed = isinstance(mlp, MoE)  # stored now, because wrappers hide the class of `mlp` later
         self.attn_out_norm = RMSNorm(shape.hidden, shape.norm_eps) if shape.sandwich_norm else None
         self.mlp_out_norm = RMSNorm(shape.hidden, shape.norm_eps) if shape.sandwich_norm else None
 

@@ -16,7 +16,7 @@ from tessera.nn.causal_lm import CausalLMBase
 from tessera.nn.cross_decoder import CrossDecoder, MemoryCache
 from tessera.nn.multimodal import with_input
 
-MEMORY = "memory"  # key in `Batch.segments` of the encoder outputs that belong to each segment of tokens
+MEMORY = "memory"  # key in `Batch.segments`: segments of encoder outputs; one for each segment of tokens, to attend to
 
 
 class EncoderDecoder(CausalLMBase):

@@ -56,7 +56,8 @@ class JointLayout:
     latent_angles: Angles | None = None
     order: Tensor | None = None
     inverse: Tensor | None = None
-    # Separate segments for text and latents of each sample, for attention among latents only.
+    # Two segments per sample, one of its text and one of its latents: for layers in which latents attend only to
+    # latents, and text only to text.
     kinds: Segments | None = None
 
     def join(self, text: Tensor, latents: Tensor) -> Tensor:

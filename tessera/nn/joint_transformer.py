@@ -95,7 +95,7 @@ class Embeddings(nn.Module):
 
     def _condition(self, batch: Batch, dtype: torch.dtype) -> Tensor:
         times = batch["timesteps"]
-        if self.reference_time:  # two conditions per sample: one for its timestep, one for timestep 0
+        if self.reference_time:  # a second condition per sample, for timestep 0: that of the reference images
             times = torch.cat([times, torch.zeros_like(times)])
         condition: Tensor = self.time(times).to(dtype)
         if self.guidance is not None:

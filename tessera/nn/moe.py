@@ -88,7 +88,7 @@ class TokenRows(RowStatistics):
         row = index // (tokens // count)
         segment = torch.searchsorted(segments.bounds[1:], index.to(segments.bounds.dtype), right=True)
         trained = (labels != IGNORE).float()
-        # number of trained labels of each row, followed by that of each segment
+        # Numbers of trained labels: first one for each row, then one for each segment.
         totals = torch.zeros(count + segment_count, device=labels.device)
         totals = self.row_total(totals.index_add(0, row, trained).index_add(0, count + segment, trained))
         return RowIds(row, totals[count:].index_select(0, segment) > 0, totals[:count])
@@ -104,7 +104,7 @@ class Balance(ExpertBalance):
         super().__init__()
         self.coefficient = shape.balance
         self.row_total = RowSum()  # sums over all ranks that have tokens of the same row
-        self.part_total = RowSum()  # sums over the ranks whose losses are parts of one loss
+        self.part_total = RowSum()  # sums over the tp ranks that split a sequence: each of them needs the full loss
 
     def forward(self, shares: Tensor, ids: Tensor, rows: RowIds) -> Tensor | None:
         """Return statistics [2, R, E]: how often each expert was chosen in each row, and its summed router
@@ -117,7 +117,7 @@ class Balance(ExpertBalance):
             return None
         counts = self._choices(shares, ids, rows)
         sums = torch.zeros_like(counts).index_add(0, rows.row, shares.float() * rows.counts.unsqueeze(1))
-        # Ranks that compute one loss together all get its full value, and each the gradient of its own tokens.
+        # Each tp rank that has tokens of a sequence gets the value of all its tokens, but the gradient of its own ones.
         summed = sums + (self.part_total(sums.detach()) - sums.detach())
         return torch.stack([self.row_total(counts), summed])
 

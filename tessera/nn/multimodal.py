@@ -42,7 +42,7 @@ class Encoder:
 
     @property
     def embeddings(self) -> str:
-        """Return the name of the batch tensor with precomputed embeddings."""
+        """Return the name of the batch tensor with precomputed outputs of this encoder, such as those of the engine."""
         return f"{self.prefix}_embeddings"
 
 
@@ -185,7 +185,7 @@ class MultimodalModel(CausalLMBase):
             features: Tensor = module(with_input(batch, stream), carry)
             if projector is None:
                 return embeddings, [features]
-            carry = None  # this encoder has used the carry; remaining rows are padding
+            carry = None  # this encoder has read the rest of the carry, so later encoders begin in this stage
             embeddings.append(_select(projector(_projected(features, batch, encoder)), batch, encoder))
         return embeddings, []
 

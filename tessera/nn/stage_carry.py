@@ -10,7 +10,9 @@ from torch import Tensor
 
 from tessera.errors import TesseraError
 
-CARRY = 2  # rows per token of the tensor between pipeline stages: tokens, then conditions (timestep, text), then zeros
+# Rows per token of the tensor that pipeline stages send: first a row for each token, then the conditions (timestep,
+# text), then zeros.
+CARRY = 2
 
 
 def pack_carry(x: Tensor, *conditions: Tensor) -> Tensor:

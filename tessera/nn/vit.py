@@ -278,7 +278,7 @@ class VisionEncoder(nn.Module):
         x = x if self.norm_after is None or shape.num_blocks_used is not None else self.norm_after(x)
         if not shape.deepstack_blocks:
             return x
-        # Features of DeepStack blocks on later pipeline stages are zeros here.
+        # Zeros stand for the features of DeepStack blocks that are on later pipeline stages.
         deepstack += [torch.zeros_like(x)] * (len(shape.deepstack_blocks) - len(deepstack))
         return torch.cat([x, *deepstack], dim=-1)
 

@@ -170,7 +170,10 @@ def _flash_backward(
 
 
 def _extents(q: Tensor, k: Tensor, segments: BlockSegments) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-    """Return the bounds and largest lengths of query and key segments. Bounds are made on the device, not copied."""
+    """Return the bounds and the largest lengths of the segments, of queries and of keys.
+
+    Without segments, all tokens are one segment. Its bounds are computed on the device, so that nothing is copied.
+    """
     if segments is not None:
         return (segments.bounds, segments.bounds), (segments.longest, segments.longest)
     both = torch.arange(2, dtype=torch.int32, device=q.device)

@@ -28,7 +28,7 @@ class LayerWeights:
     qk_norms: tuple[Tensor, Tensor] | None
     o: Tensor
     mlp_norm: Tensor
-    gate_up: Tensor | None  # None: `mlp` replaces the gated MLP
+    gate_up: Tensor | None  # None: the layer has no gated MLP, and `mlp` computes its MLP
     down: Tensor | None
     mlp: Callable[[Tensor], Tensor]
     eps: float

@@ -16,7 +16,7 @@ from tessera.ops.block_attention import block_attention, block_attention_backwar
 from tessera.runtime import device as devices
 from tessera.runtime.torch_internals import cudnn_attention_backward, cudnn_attention_forward
 
-_VERY_LONG = 4096  # least number of tokens of a segment for which building a cuDNN plan pays off
+_VERY_LONG = 4096  # minimum number of tokens of a segment from which building a cuDNN plan pays off
 
 
 def first_segment_serves(q: Tensor, count: int, first: int) -> bool:

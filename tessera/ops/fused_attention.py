@@ -30,7 +30,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 Kernel = Literal["cudnn", "cudnn and flash", "short", "flash"]
 
 _LONG = 512  # segment length from which cuDNN is faster
-_SHORT = 64  # longest segment that fits into the registers of a thread block
+_SHORT = 64  # maximum tokens of a segment for the "short" kernel: a thread block keeps a segment in its registers
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool, scale: float) -> Tensor:

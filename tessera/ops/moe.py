@@ -26,7 +26,7 @@ _ALIGNMENT = 16  # required alignment of a row in grouped kernels, in bytes
 class ExpertOrder:
     """Hold the permutation that sorts choices by expert. Token t has the choices t * k to t * k + k - 1."""
 
-    order: Tensor  # [N] int64: argsort by expert: index of the (token, expert) choice at each sorted position
+    order: Tensor  # [N] int64: index of the (token, expert) choice at each sorted position (argsort by expert)
     inverse: Tensor  # [N] int64: sorted position of each choice
     ends: Tensor  # [E] int32: sorted position after each expert's last choice
 
@@ -76,7 +76,10 @@ class LowRank(NamedTuple):
         return self._replace(a=local_shard(self.a), b=local_shard(self.b))
 
     def spread(self, at: ExpertOrder, choices: int) -> LowRank:
-        """Return the adapter for rows that are sorted by expert, see `spread_rows`."""
+        """Return the adapter with the rows of `others` repeated and sorted as `spread_rows` does it with tokens.
+
+        The matrices stay as they are. `choices`: number of experts of a token.
+        """
         return self if self.others is None else self._replace(others=self.others[at.order // choices])
 
 

@@ -10,5 +10,8 @@ from torch import Tensor
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Multiply groups of rows by their weights. The compiler knows the shape of the result only for bf16."""
+    """Multiply each group of rows by its weight. `ends`: end of each group.
+
+    torch.compile leaves it out: it knows the shape of the result only for bf16.
+    """
     return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)

@@ -101,7 +101,10 @@ def _statistic(parameter: Tensor, dim: int) -> Tensor:
 
 
 def _summed(values: Tensor, parameter: Tensor, over: Callable[[int], bool]) -> Tensor:
-    """All-reduce sums over the mesh axes that shard a tensor dimension for which `over` is true."""
+    """Sum `values` in place over the ranks that have other shards of a dimension of `parameter`, and return them.
+
+    `over`: returns for the index of a dimension whether its shards are summed.
+    """
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
         for axis, placement in enumerate(parameter.placements):

@@ -56,7 +56,7 @@ class AdamW(torch.optim.AdamW):
                 scale_gradients((p.grad for group in self.param_groups for p in group["params"]), scale)
             super().step()
             return
-        bad: Tensor | None = getattr(self, "found_inf", None)  # set by torch's gradient scaler
+        bad: Tensor | None = getattr(self, "found_inf", None)  # torch's gradient scaler sets it; not 0: skip the update
         by_kind: dict[Any, list[_LocalState]] = {}
         for group in self.param_groups:
             for five in zip(*init_adamw_group(self, group), strict=True):

@@ -49,7 +49,7 @@ def adamw_update(
     rate, root, shrink = tl.load(rates_at + owner), tl.load(roots_at + owner), tl.load(shrinks_at + owner)
     scale = tl.load(scale_at)
     if tl.load(bad_at) == 0.0:
-        # Only the last block of a tensor needs a mask, which prevents vectorized loads.
+        # Only the last block of a tensor needs a mask. Other blocks use none, because a mask prevents vectorized loads.
         if start + BLOCK <= end:
             _update(param_at, grad_at, mean_at, square_at, None, scale, rate, root, shrink, beta1, beta2, eps)
         else:

@@ -29,7 +29,7 @@ from tessera.runtime.gradients import scale_gradients
 from tessera.runtime.modules import clean_name, local_shard
 from tessera.runtime.torch_internals import foreach_norm
 
-NOT_OFFLOADED = ("adafactor", "muon")  # updates with collectives or matrix products, which need the device
+NOT_OFFLOADED = ("adafactor", "muon")  # their updates contain collectives or matrix products, which need the device
 
 
 def parameter_groups(module: nn.Module, section: OptimSection, names: Collection[str] = ()) -> list[dict[str, Any]]:
@@ -251,7 +251,7 @@ def total_norm(
     total = torch.zeros((), dtype=wide, device=device)
     for (mesh, placements), tensors in by_layout.items():
         norms = torch.stack(foreach_norm(tensors, dtype=torch.float32))
-        # Move to the device before the all-reduce: the mesh belongs to the device, also with CPU offload.
+        # With CPU offload gradients are on the CPU, but process groups communicate only tensors on the device.
         squares = norms.to(device=device, dtype=wide).square().sum()
         for axis, placement in enumerate(placements):
             if not placement.is_replicate():  # strided shards are not instances of `Shard`

@@ -101,7 +101,7 @@ def _apply_to_stage(module: nn.Module, root: nn.Module, plan: Plan, mesh: Mesh, 
 
 
 def _set_types(module: nn.Module, plan: Plan) -> None:
-    """Set the dtypes of parameters. Buffers keep theirs."""
+    """Set the dtype of each parameter by the plan. Buffers keep their dtypes."""
     ignored = {p for path in plan.layout.modules.ignored for p in module.get_submodule(path).parameters()}
     for name, parameter in module.named_parameters():
         if home(name, plan.precision.float32) is not None:
@@ -206,7 +206,7 @@ def build_engine(
     if layout.pipeline is not None:
         assert isinstance(module, LocalStages)
         return pipeline(module, plan, mesh, device, shared, loss_scale)
-    losses = mesh.view(LOSS).get_group()  # this group has one rank if all ranks compute the same loss
+    losses = mesh.view(LOSS).get_group()  # ranks with different losses; a single rank if all compute the same loss
     return SimpleEngine(
         module, layout.sharding.accumulate, device=device, group=losses, shared=shared, loss_scale=loss_scale
     )

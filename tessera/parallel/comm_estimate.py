@@ -70,7 +70,11 @@ def _shard_groups(layout: Layout, here: Sequence[ParamShard]) -> dict[str, list[
 
 
 def _gathers(plan: Plan, group: str) -> int:
-    """Return how often FSDP gathers a group in a step. In a pipeline, a group that stays gathered counts once."""
+    """Return how often FSDP all-gathers the weights of a group in a step.
+
+    A group that is resharded after forward is gathered twice per micro-batch, another one once. In a pipeline, the
+    other one is gathered only once per step.
+    """
     again = bool(plan.layout.sharding.reshard_after_forward) and group != "" and _gathered_for_backward(plan, group)
     if plan.layout.pipeline is not None and not again:
         return 1

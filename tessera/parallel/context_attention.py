@@ -29,7 +29,8 @@ from tessera.parallel.collectives import all_to_all
 from tessera.parallel.sequence_sharding import Range, lengths_inside
 from tessera.runtime.distributed import wait_for
 
-_KEYS, _GRADIENTS = 0, 1  # tags of point-to-point messages: backward sends keys and gradients at the same time
+# Tags of point-to-point messages: in backward, a rank sends keys and gradients to the same rank at the same time.
+_KEYS, _GRADIENTS = 0, 1
 
 
 @dataclass(frozen=True)
@@ -273,7 +274,7 @@ class Ulysses:
 
 
 def _repeated(x: Tensor, often: Sequence[int]) -> Tensor:
-    """Repeat head i `often[i]` times. Slices are used, since an index tensor would be copied from the host."""
+    """Repeat head i `often[i]` times. An index tensor would be copied from the host, so it uses slices instead."""
     if all(count == 1 for count in often):
         return x
     return torch.cat([head.expand(-1, count, -1) for head, count in zip(x.split(1, 1), often, strict=True)], 1)

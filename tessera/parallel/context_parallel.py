@@ -206,7 +206,7 @@ class ContextAttention(nn.Module):
         return out if self.ulysses is None else self.ulysses.to_tokens(out, heads, sizes)
 
     def _schedule(self, ring: Ring, length: int, lengths: tuple[int, ...], size: int) -> RingSchedule:
-        """Return the arguments of `ring_attention`. The plan has checked the mask of `core`."""
+        """Return the arguments of `ring_attention`. `plan_context` has checked that a ring supports the mask."""
         assert isinstance(self.core, AttentionCore)
         # Only flash and eager support attention between parts of a sequence. AUTO selects one of them.
         implementation = "eager" if self.core.implementation == "eager" else AUTO

@@ -185,7 +185,7 @@ def reduce_losses(
 ) -> LossTotals:
     """Sum terms and metrics over micro-batches and ranks, without waiting for the device.
 
-    It is one all-reduce, and another one for the counts if `counts` is None.
+    One all-reduce sums them. If `counts` is None, another one sums the counts (of tokens or samples) of the batches.
     """
     wide = devices.sum_dtype(device)
     total = torch.zeros(len(specs), dtype=wide, device=device)

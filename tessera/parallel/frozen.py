@@ -21,7 +21,7 @@ from tessera.parallel.pipeline_plan import PipelinePlan
 
 @dataclass(frozen=True)
 class FrozenBytes:
-    """Hold the bytes that a frozen component, such as a VAE, takes on a rank."""
+    """Hold the memory in bytes that a frozen component, such as a VAE, takes on a rank, and which ranks have it."""
 
     size: int
     residence: Residence

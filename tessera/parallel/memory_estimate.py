@@ -77,7 +77,7 @@ class MemoryBytes:
     parameters: int
     gradients: int
     optimizer: int
-    buffers: int = 0  # quantized weights and tables, which are not sharded
+    buffers: int = 0  # quantized weights, tables and other buffers: they are not sharded
     window: int = 0  # device memory for the two largest offloaded blocks
     host: int = 0  # offloaded weights in host memory
 
@@ -97,7 +97,7 @@ def param_shards(
     ignored: Sequence[str],
     rows_only: bool = False,
 ) -> list[ParamShard]:
-    """Return the shards of all parameters, in the model's order. `rows_only`: shard first dimensions only."""
+    """Return the shards of all parameters, in the model's order. `rows_only`: FSDP shards only the first dimension."""
     untrained = set(frozen)
     shards = []
     for name, parameter in module.named_parameters():

@@ -47,7 +47,7 @@ class EncoderViews:
 @dataclass(frozen=True)
 class Axes:
     root: Mapping[str, int]  # axis -> number of ranks, outermost first; axes of size 1 are left out, except dp_shard
-    views: Mapping[str, tuple[str, ...]]  # view -> its axes; an empty tuple means one rank
+    views: Mapping[str, tuple[str, ...]]  # name of a view -> the mesh axes that it joins; none: one rank
     encoders: Mapping[str, EncoderViews] = field(default_factory=dict)  # module path of an encoder -> its views
 
     def encoder(self, path: str) -> EncoderViews | None:
@@ -103,7 +103,7 @@ def divisors(number: int) -> list[int]:
 def _check_world(world: int) -> None:
     if world < 1:
         raise TesseraError(
-            f"a run has 1 rank or more, got {world}",
+            f"a run needs at least 1 rank, not {world}",
             where="number of ranks",
             fix="use the number of ranks that you will start",
             code="layout.too-few-ranks",
@@ -196,7 +196,7 @@ def _nearest_layout(section: ParallelSection, world: int) -> str:
     divisors = [d for d in range(1, world + 1) if world % d == 0]
 
     def distance(degrees: tuple[int, ...]) -> tuple[float, int]:
-        # The distance is the factor between degrees, not their difference. Among equals prefer the larger product.
+        # Compare degrees by their ratio: 2 is as far from 4 as 4 from 8. At equal distance, prefer the larger product.
         return sum(abs(log2(d / a)) for d, a in zip(degrees, requested, strict=True)), -prod(degrees)
 
     near = [sorted(divisors, key=lambda d: abs(log2(d / degree)))[:6] for degree in requested]

@@ -116,7 +116,8 @@ def _blocks(
                 code="layout.wrapped-root-module",
             )
         if any(home(other, [path]) for other in at_root):
-            # The module contains modules of the root's FSDP group: wrap the model's blocks inside of it instead.
+            # The named module contains modules that must stay in the FSDP group of the root. So make FSDP groups of the
+            # model's blocks inside of it, instead of one group of the module.
             inside = [block for block in _select_once(model_plan.blocks, tree, where) if home(block, [path])]
             blocks.update(dict.fromkeys(block for block in inside if not home(block, ignored)))
         else:
@@ -411,7 +412,7 @@ def wrap_submodule(root: nn.Module, path: str, wrapper: Callable[[nn.Module], nn
     """Replace a submodule by a wrapper around it, which adds a prefix to parameter names (see `clean_name`)."""
     parent, _, name = path.rpartition(".")
     owner = root.get_submodule(parent)
-    while isinstance(owner, ActivationWrapper):  # setattr on a wrapper would not reach its module
+    while isinstance(owner, ActivationWrapper):  # setattr on a wrapper does not change the module inside
         owner = wrapped_module(owner)
     setattr(owner, name, wrapper(owner.get_submodule(name)))
 

@@ -40,7 +40,7 @@ from tessera.runtime.torch_internals import self_loop_stage, tree_map_only
 
 @dataclass
 class _Loss:
-    """Run one micro-batch through one stage; the last stage ends with the loss."""
+    """Run one micro-batch through one stage. On the last stage, also compute and store its loss."""
 
     task: Task
     microbatches: Sequence[Batch]
@@ -68,7 +68,7 @@ class _Loss:
 
 @dataclass
 class _Compare:
-    """Run one micro-batch of the reference model of a task (`Task.reference`) through one stage."""
+    """Run one micro-batch through one stage of a task's reference model (`Task.reference`)."""
 
     task: Task
     reference: Reference
@@ -126,7 +126,7 @@ class PipelineEngine:
         self.device = device
         self.shared = shared
         self.loss_scale = loss_scale
-        self.microbatch: int | None = None  # no current micro-batch: a schedule computes several at a time
+        self.microbatch: int | None = None  # always None: a pipeline computes several micro-batches at a time
         self.pp_group = mesh.group(PP)
         self.loss_group = mesh.group(LOSS)
         self.tied = TiedCopies(stages, self.pipeline, mesh)
@@ -148,7 +148,7 @@ class PipelineEngine:
         return encode_on_one_rank(task, microbatches, self.pp_group, self.pipeline.owner[0], self.device)
 
     def step(self, task: Task, microbatches: Sequence[Batch]) -> LossTotals:
-        if task.encode_steps == 1:  # above 1, the loader has encoded the micro-batches already
+        if task.encode_steps == 1:  # if it is above 1, the loader has encoded the micro-batches already
             microbatches = self.encode(task, microbatches)
         count = self.pipeline.microbatches
         assert len(microbatches) == count, f"{len(microbatches)} micro-batches, planned were {count}"
@@ -289,7 +289,10 @@ class PipelineEngine:
 
 
 def _nothing_left() -> Callable[[], None]:
-    """Return a no-op for the weight half of backward: here the input half computes all gradients."""
+    """Return a function that does nothing, for the weight half of a split backward.
+
+    The input half has computed the gradients of the weights, too.
+    """
     return lambda: None
 
 

@@ -113,7 +113,7 @@ def keep_only(model: nn.Module, units: Collection[str], paths: Collection[str]) 
 class SequentialStages:
     """Run the stages one after another, without a schedule.
 
-    Each activation is sent with its shape. So batches may have different shapes, unlike in training.
+    The shape is sent before each activation. So batches may have different shapes; in training all have one shape.
     """
 
     def __init__(self, stages: LocalStages, plan: Plan, mesh: Mesh, device: torch.device) -> None:
@@ -225,7 +225,7 @@ class TiedCopies:
     def __init__(self, stages: LocalStages, pipeline: PipelinePlan, mesh: Mesh) -> None:
         self.group = mesh.group(PP)
         self.pairs: list[tuple[Tensor, Tensor]] = []  # original and copy, both on this rank
-        # original or copy on this rank, and the pipeline position of its counterpart
+        # (original or copy on this rank, pipeline position of the rank that has the other one)
         self.apart: list[tuple[Tensor, int]] = []
         here, last = stages.here(), len(pipeline.stages) - 1
         for name in pipeline.copies:

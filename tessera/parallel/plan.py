@@ -107,7 +107,7 @@ class Precision:
 class MemoryPlan:
     """Hold the memory of ranks in bytes, without activations."""
 
-    by_position: tuple[MemoryBytes, ...]  # memory of the largest rank at each pipeline position
+    by_position: tuple[MemoryBytes, ...]  # for each pipeline position, memory of the rank that needs most
     whole_gradients: int  # bytes of unsharded gradients with parallel.accumulate: local
     frozen: Mapping[str, FrozenBytes] = field(default_factory=dict)  # frozen component, such as "vae" -> its bytes
     # (number of steps whose batches are encoded together, bytes of the encoded tensors)
@@ -128,7 +128,7 @@ class Plan:
     parameters: int  # number of parameters of the unsharded model
     trained: int
     param_shards: tuple[ParamShard, ...]  # all parameters
-    device_fit: DeviceFit | None = None  # set by `tessera plan --device`
+    device_fit: DeviceFit | None = None  # whether the memory fits into a device; only `tessera plan --device` sets it
     notes: tuple[str, ...] = ()  # lines to print after the plan
 
     def __repr__(self) -> str:

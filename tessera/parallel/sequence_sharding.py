@@ -54,7 +54,7 @@ class SequenceSharding:
         return [self._part(length, 2 * self.ring, chunk) for chunk in (at, 2 * self.ring - 1 - at)]
 
     def sizes(self, length: int, at: int) -> list[int]:
-        """Return the number of elements of each ulysses rank at a ring position."""
+        """Return how many elements of a sequence each ulysses rank has. `at`: position of these ranks in the ring."""
         joined = sum(end - start for start, end in self.ring_ranges(length, at))
         parts = (self._part(joined, self.ulysses, number) for number in range(self.ulysses))
         return [end - start for start, end in parts]
@@ -113,7 +113,8 @@ class BatchSharding:
     main: Stream
     split: SequenceSharding
     encoders: tuple[EncoderSharding, ...] = ()
-    sequences: Mapping[str, Stream] = field(default_factory=dict)  # second token sequences, split like the main one
+    # other token sequences of the micro-batch, split like the main one
+    sequences: Mapping[str, Stream] = field(default_factory=dict)
 
 
 def too_short(length: int, minimum: int) -> TesseraError:

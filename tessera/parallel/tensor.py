@@ -231,7 +231,7 @@ def _check_tokens(section: ParallelSection, tokens: int) -> None:
 
 
 def _decoder(styles: Mapping[str, TensorStyle], axes: Axes) -> str:
-    """Return the innermost module that contains all parameters with style `sequence` outside of encoders."""
+    """Return the path of the innermost module that contains all parameters with style `sequence`, except encoders'."""
     paths = [name.split(".")[:-2] for name, s in styles.items() if s == "sequence" and axes.encoder(name) is None]
     common: list[str] = []
     for level in zip(*paths, strict=False):

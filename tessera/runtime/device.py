@@ -170,7 +170,7 @@ def binds_cores_itself() -> bool:
 # Accelerator -> capabilities that dry runs on a CPU assume: they determine which tensors a step keeps.
 _COUNTED_ABILITIES = {
     "cuda": ("flash_attention", "tensor_cores", "wide_sums", "fused_optimizer", "grouped_mm", "triton", "compiler"),
-    "npu": ("compiler",),  # other capabilities depend on packages of that machine
+    "npu": ("compiler",),  # a dry run cannot know the others: they depend on the packages of the NPU machine
 }
 _COUNTED: ContextVar[str | None] = ContextVar("counted", default=None)
 
@@ -306,7 +306,7 @@ def free_memory(device: torch.device) -> int:
         with open("/proc/meminfo") as file:
             fields = dict(line.split(":", 1) for line in file)
         return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):  # only Linux has this file
+    except (OSError, KeyError, ValueError):  # other systems than Linux do not have this file
         return 0
 
 

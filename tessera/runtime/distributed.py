@@ -153,8 +153,8 @@ def sum_over_ranks(values: torch.Tensor, group: dist.ProcessGroup | None = None)
 def gather_over_ranks(values: torch.Tensor) -> torch.Tensor:
     """Gather a tensor [n] of each rank into [ranks, n] on every rank.
 
-    It uses an all-reduce: if another rank calls a collective of another size, gloo raises an error in an all-reduce,
-    but kills the process in an all-gather.
+    It is an all-reduce of a table with a row per rank. If another rank calls a collective of another size, gloo raises
+    an error in an all-reduce, but kills the process in an all-gather.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return values[None]
@@ -167,8 +167,8 @@ def gather_over_ranks(values: torch.Tensor) -> torch.Tensor:
 def agree_on_step(step: int, count: int, *flags: bool) -> tuple[bool, list[bool]]:
     """Return whether `count` is equal on all ranks, and for each flag whether it is true on any rank.
 
-    Raise `OutOfStep` if ranks are at different steps: their collectives would match, and add up values of different
-    steps.
+    Raise `OutOfStep` if ranks are at different steps: otherwise later collectives would add up values of different
+    steps without an error.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return True, list(flags)
@@ -212,13 +212,13 @@ def is_peer_error(error: BaseException) -> bool:
 def main_rank_first(world: World) -> Iterator[None]:
     """Run the `with` block on rank 0 first, then on the other ranks.
 
-    These poll the store until rank 0 is done, which may take longer than the timeout of a barrier.
+    The other ranks poll the store until rank 0 is done, which may take longer than the timeout of a barrier.
     """
     if world.size == 1:
         yield
         return
     store = PrefixStore("main-rank-first", default_store())
-    done = f"done/{store.add(f'turns/{world.rank}', 1)}"  # this call's index is equal on all ranks
+    done = f"done/{store.add(f'turns/{world.rank}', 1)}"  # number of the call: each rank counts its own calls
     if world.is_main:
         try:
             yield

@@ -89,7 +89,7 @@ def open_regular(path: Path, buffering: int = -1) -> BinaryIO:
     """Open a regular file for reading. Raise for other files, such as a pipe, whose opening or reading may block."""
     check_regular(path)
     try:
-        # O_NONBLOCK: since the check above, the file may have been replaced by a pipe.
+        # O_NONBLOCK: if the file was replaced by a pipe after the check above, opening it must not block.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
         raise TesseraError(

@@ -89,7 +89,7 @@ class _LauncherWatch(threading.Thread):
         while self.launcher.alive():
             if self.ended.wait(_INTERVAL_S):
                 return
-        if not self.ended.is_set():  # set by `outlive_launcher`, maybe just before the launcher ended
+        if not self.ended.is_set():  # check again: `outlive_launcher` may have set it just before the launcher ended
             self.end_rank()
 
     def end_rank(self) -> NoReturn:

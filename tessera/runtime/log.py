@@ -128,7 +128,7 @@ def quiet_libraries() -> None:
         os.environ.setdefault(name, "error")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silence Kineto, the library of torch's profiler
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # otherwise tokenizers warns when a loader forks
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # if it is not set, tokenizers warns when a loader forks
     logging.captureWarnings(True)
     captured = logging.getLogger("py.warnings")
     captured.propagate = False

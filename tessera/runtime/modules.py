@@ -71,7 +71,7 @@ class FusedLayers(nn.Module):
 class ExpertBalance(RowStatistics):
     """Base class of modules that compute a load-balancing loss of experts, with the weight `coefficient`."""
 
-    part_total: nn.Module  # sums over the ranks that compute the loss of a row together
+    part_total: nn.Module  # sums over the tp ranks that split a sequence: each of them needs the full loss
     coefficient: float
 
 

@@ -163,5 +163,5 @@ def explained(error: BaseException | None, machine: Machine | None = None) -> Te
 
 
 def autoload_failed(error: BaseException) -> bool:
-    """Return whether `import torch` failed because it could not load the extension."""
+    """Return whether `import torch` failed because it could not load torch_npu."""
     return isinstance(error, RuntimeError) and _AUTOLOAD.search(str(error)) is not None

@@ -98,7 +98,7 @@ def usable_cpus() -> float:
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
         return min(cpus, int(quota) / int(period))
-    except (OSError, ValueError):  # the container has no CPU quota
+    except (OSError, ValueError):  # no quota: the file is missing, or its first word is `max`
         return cpus
 
 

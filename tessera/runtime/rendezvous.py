@@ -194,7 +194,7 @@ def check_ranks(
         try:
             exchange.gather("folder", _try_folder(folder, token, deadline), _folder_problems(folder, infos), deadline)
         finally:
-            if info.rank == 0 and token:  # `folder / ""` would be the run folder
+            if info.rank == 0 and token:  # with an empty token, this would remove the run folder itself
                 shutil.rmtree(folder / token, ignore_errors=True)
     return infos
 

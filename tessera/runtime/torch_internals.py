@@ -404,10 +404,10 @@ def ignored_weight_patterns(module: Any) -> tuple[str, ...]:
 
 
 def weight_conversions(module: Any) -> tuple[list[Any], list[Any], Any]:
-    """Return the renamings from names in files to a model's names, the renamings back, and the first conversion that is
-    more than a renaming.
+    """Return the renamings from names in files to a model's names, the renamings back, and None.
 
-    They are applied in order by `rename_source_key`. Public alternative: none; these are tables of the loader.
+    If a conversion is more than a renaming, return empty lists and the first such conversion. `rename_source_key`
+    applies the renamings in order. Public alternative: none; these are tables of the loader.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange, WeightRenaming

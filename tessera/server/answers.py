@@ -72,7 +72,7 @@ class Mailbox:
                 self._loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
-        self._scheduled = False  # first reset, so that a delta that arrives now schedules a call
+        self._scheduled = False  # reset it first: a delta that arrives from now on must schedule another call
         while self._waiting:
             deliver, delta = self._waiting.popleft()
             deliver(delta)
@@ -83,7 +83,7 @@ class Submitters:
     """Hold threads that pass requests to the engine, so that other requests do not wait while a constraint compiles."""
 
     plain: Executor
-    quick: Executor  # takes requests whose constraint compiles quickly; `slow` takes other constraints
+    quick: Executor  # for requests whose constraint compiles quickly; `slow`: other constraints; `plain`: no constraint
     slow: Executor
 
     def of(self, request: Request) -> Executor:

@@ -108,7 +108,7 @@ class Endpoints:
 
     async def _chat(self, fields: ChatRequest, request: Request) -> Result:
         spoken = "audio" in (fields.modalities or ())
-        if spoken:  # raise before the answer is generated
+        if spoken:  # raise for an unknown voice before the answer is generated
             voice_of(self.service).speaker.check_voice("" if fields.audio is None else fields.audio.voice)
         complete, chunks = (spoken_completion, spoken_chunks) if spoken else (chat_completion, chat_chunks)
         return await self._answer(request, fields, fields.n, self.service.chat_job, complete, chunks)

@@ -34,7 +34,8 @@ def read_object(body: bytes) -> dict[str, Any]:
 
 def _check_values(body: bytes) -> None:
     marks = body.count(b"[") + body.count(b"{") + body.count(b'"') // 2
-    # `marks` also counts brackets inside of strings, so it is at least the number of values.
+    # `marks` also counts brackets and quotes inside of strings, so it is at least the number of texts, lists and
+    # objects. If it is within the limit, they need not be counted exactly.
     if marks <= _MOST_VALUES and body.count(b",") <= _MOST_VALUES:
         return
     values = items = 0

@@ -206,7 +206,7 @@ class SamplingFields(Body):
 class AudioOutput(Body):
     voice: str = Field("", max_length=256)
     format: Literal["wav", "pcm16"] | None = None  # None: pcm16 in a stream, otherwise wav
-    max_seconds: float = Field(60.0, gt=0, le=600, strict=False)  # beyond OpenAI's API
+    max_seconds: float = Field(60.0, gt=0, le=600, strict=False)  # an option that OpenAI's API does not have
 
 
 class ChatRequest(SamplingFields):

@@ -98,7 +98,8 @@ class RequestGuard:
         if "content-length" in headers and "transfer-encoding" in headers:
             raise ApiError(400, "the request states its length in two ways", code="invalid_length")
         host = headers.get("host", "")
-        # By DNS rebinding, a web page of a foreign host name that resolves to this machine could use the server.
+        # DNS rebinding: a host name of an attacker may resolve to this machine, so that a web page from it could use
+        # the server.
         if self._local and _name(host) not in _LOCAL:
             raise ApiError(
                 403,

@@ -51,7 +51,7 @@ class OneByOne:
         self._numbers = itertools.count()
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()
         self._lock = threading.Lock()  # guards _jobs, the counters and _closed
-        self._jobs: dict[int, _Job] = {}  # running and waiting requests
+        self._jobs: dict[int, _Job] = {}  # the running request and the waiting ones, by number
         self._generated = self._prefilled = self._answered = 0
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="answers", daemon=True)

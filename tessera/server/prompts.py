@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from tessera.core.batch import Batch
 from tessera.data.media.urls import UrlPolicy, download, is_url
 
-NO_FILES = Path("/nonexistent")  # root of media if no local files are allowed
+NO_FILES = Path("/nonexistent")  # folder for media paths of requests if they may not name local files
 
 
 class Prompts(Protocol):

@@ -40,7 +40,7 @@ class ChoiceState:
         return parts
 
     def keep(self, delta: Delta) -> None:
-        """Add a delta to an answer that is returned only when it is complete."""
+        """Add a delta and store its parts, for an answer that is returned only when it is complete."""
         self.parts += self.add(delta)
         self.text += delta.text
         self.tokens += delta.tokens

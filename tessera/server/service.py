@@ -65,7 +65,7 @@ class Service:
     metrics: Metrics
     adapters: dict[str, str] = field(default_factory=dict)  # served names of adapters, with their folders
     family: str = ""
-    voice: Voice | None = None  # set if the model speaks
+    voice: Voice | None = None  # speaks answers; None: the served model has no speech
     started: int = field(default_factory=lambda: int(time.time()))
 
     @cached_property

@@ -116,6 +116,6 @@ class SpeechApi:
 
 
 def _usage(speech: Speech) -> dict[str, int]:
-    """Count the positions that were read before the speech, and its frames."""
+    """Return the usage of a request: as input tokens, the positions before the speech; as output tokens, its frames."""
     prompt, frames = speech.prompt_tokens, len(speech.codes)
     return {"input_tokens": prompt, "output_tokens": frames, "total_tokens": prompt + frames}

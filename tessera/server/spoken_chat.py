@@ -23,7 +23,7 @@ async def spoken_completion(service: Service, job: AnswerJob, fields: ChatReques
     for number, choice in enumerate(body["choices"]):
         message = choice["message"]
         text = message["content"]
-        if text:  # otherwise the answer is empty, or only calls tools
+        if text:  # without text, the answer is empty or only calls tools: there is nothing to speak
             speech = await voice.say(await _work(service, job, number, fields, text, choice["token_ids"]))
             message["audio"] = {
                 "id": _id(job, number),

@@ -37,7 +37,7 @@ class Tokens:
         return transcription_instruction(self._processor, language, prompt, timestamps)
 
     def transcript(self, answer: str) -> Transcript:
-        """Return the transcript in an answer."""
+        """Return the transcript that an answer of the model contains, with its time stamps if it has some."""
         return transcript(self._processor, answer)
 
     @cached_property

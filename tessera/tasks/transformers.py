@@ -54,7 +54,8 @@ class TransformersTask(Task):
 
     def losses(self, outputs: Any, batch: Batch) -> Losses:
         logits, labels = getattr(outputs, "logits", None), batch[LABELS]
-        # Logits [samples, classes] of a classifier have one label per sample: shifting would mix samples, so raise.
+        # A classifier has logits [samples, classes] and one label per sample. To shift labels would give each sample
+        # the label of the next one, so raise an error.
         classifies = logits is not None and logits.dim() == 2 and self.shift is not False
         if logits is None or logits.shape[:-1] != labels.shape or classifies:
             shape = "no logits" if logits is None else f"logits of shape {list(logits.shape)}"

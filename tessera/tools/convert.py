@@ -154,7 +154,7 @@ def _form_of(source: Path) -> str | None:
 def _check_used(
     form: str | None, to: str, like: Path | None, prefix: str, dtype: str | None, prove: Prove, jobs: int | None
 ) -> None:
-    """Raise for options without effect and for wrong values."""
+    """Raise if an option of the conversion would have no effect, or has a wrong value."""
     if jobs is not None and jobs < 1:
         raise TesseraError(
             f"--jobs must be 1 or more, got {jobs}",

@@ -89,7 +89,8 @@ def write_codes(
     launcher share the work.
     """
     config = load_local_config(recipe, dict(overrides or {}))
-    config = config.model_copy(update={"parallel": ParallelSection()})  # each rank encodes alone
+    # Ignore the recipe's parallelism: each rank has the full codec, and encodes other rows.
+    config = config.model_copy(update={"parallel": ParallelSection()})
     setup = build_meta_model(config, 1)
     processor = build_processor(config, setup)
     if not isinstance(processor, SpeechProcessor):
@@ -101,7 +102,7 @@ def write_codes(
         )
     rank, ranks, local = environment_ranks()
     encoder = load_codec(_codec_folder(config, codec)).to(devices.resolve(config.train.device, local))
-    encoder.encode(torch.empty(0), len(processor.sizes))  # raise for unusable codecs before rows are read
+    encoder.encode(torch.empty(0), len(processor.sizes))  # raise before rows are read if the codec does not fit
     return CodeWriter(
         encoder,
         sources_of(config.data, split),
@@ -219,7 +220,11 @@ class ReadSpeech:
             if part.kind == "audio" and (flat or self.roles is None or message.role in self.roles)
         }
         if flat and len(wanted) != 1:
-            raise RecordError(f"a text has {len(wanted)} recordings", where=sample.id, code="data.several-recordings")
+            raise RecordError(
+                f"a text needs exactly one recording, but this one has {len(wanted)}",
+                where=sample.id,
+                code="data.several-recordings",
+            )
         if not wanted and not any(part.kind == "codes" for _, part in media):
             roles = f" in messages of {', '.join(self.roles)}" if self.roles else ""
             raise RecordError(f"the row has no recording{roles}", where=sample.id, code="data.no-audio")
@@ -368,7 +373,8 @@ def _finish(home: Path, folder: Path, shards: int, key: str) -> int:
     records = [_Shard(home, number, key).record() for number in range(shards)]
     missing = sum(record is None for record in records)
     if missing:
-        return 0 if (folder / RECORDS / PLAN).is_file() else missing  # another rank has published the folder
+        # If the folder is published already, another rank did it, and so moved the shards away.
+        return 0 if (folder / RECORDS / PLAN).is_file() else missing
     bad = [BadSample(*map(str, words)) for record in records if record for words in record["bad"]]
     if not any(record["rows"] for record in records if record):
         raise TesseraError(
@@ -383,6 +389,6 @@ def _finish(home: Path, folder: Path, shards: int, key: str) -> int:
             leftover.unlink(missing_ok=True)
         home.rename(folder)
     except (TesseraError, FileNotFoundError):
-        if not (folder / RECORDS / PLAN).is_file():  # otherwise another rank has published the folder in the meantime
+        if not (folder / RECORDS / PLAN).is_file():  # if it exists, another rank has published the folder meanwhile
             raise
     return 0

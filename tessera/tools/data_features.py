@@ -60,7 +60,7 @@ class Features:
     seconds: float = 0.0
 
     def note(self, problems: Sequence[BadSample]) -> None:
-        """Count samples that could not be decoded."""
+        """Add samples that could not be decoded to `bad` and `bad_count`."""
         self.bad += problems
         self.bad_count += len(problems)
 

@@ -64,7 +64,7 @@ def hf_target(
 
 
 def _has_processor(spec: ModelSpec, folder: Path) -> bool:
-    """Return whether a folder has the files that its processor needs. Generation models need none."""
+    """Return whether a folder has a tokenizer file, which a processor needs. Generation models need none."""
     return isinstance(spec, GenerationSpec) or any((folder / name).exists() for name in _TOKENIZERS)
 
 

@@ -62,7 +62,7 @@ class LiveMemory(TorchDispatchMode):
                 self._filled.add(number)
                 self._set(number, storage.nbytes())
             return
-        self._references[number] = reference  # keeps the id from being reused for another storage
+        self._references[number] = reference  # while it exists, no other storage gets the same number
         weakref.finalize(storage, self._leave, number).atexit = False
         if counted:
             self._set(number, storage.nbytes())

@@ -133,7 +133,7 @@ def _library(folder: Path) -> Library:
 
 
 def _known_base(folder: Path, run: Path | None, hub: Hub) -> str | None:
-    """Return org/name of the base model if it was downloaded from the target hub; otherwise None."""
+    """Return org/name of the base model if it was downloaded from `hub`, to which the model is pushed; else None."""
     candidates: list[str] = []
     if run is not None:
         model = read_saved(run / "config.yaml").get("model")

@@ -254,7 +254,7 @@ def _lines(rows: Sequence[Mapping[str, Any]], split: str, media: _Media) -> Iter
         row, where = rows[number], f"{name}[{number}]"
         if not isinstance(row, Mapping):
             raise TesseraError(
-                f"this row is a {type(row).__name__}, but a row must be a mapping",
+                f"this row of the data set is a {type(row).__name__}, but each row must be a dict",
                 where=where,
                 allowed=['{"messages": [...]}'],
                 code="data.row-no-mapping",

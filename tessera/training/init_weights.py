@@ -143,7 +143,10 @@ def _names_in_files(setup: ModelSetup) -> list[str]:
 
 
 def _file_shapes(setup: ModelSetup) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the model's tensors in weight files, before quantization."""
+    """Return the shape in the model of each tensor that weight files contain.
+
+    For a quantized layer it is the shape of the unquantized weight, because files contain that.
+    """
     shapes = native_shapes(model_tensors(setup.module))
     for path, layer in adapted_layers(setup.module).items():
         if isinstance(layer, QuantizedLoraLinear):

@@ -33,7 +33,10 @@ def _word(value: Any) -> str:
 
 
 def memory_keys(config: RunConfig, ranks: int, blocks: Sequence[str]) -> list[MemoryKey]:
-    """Return changes of a recipe that lower its memory. `blocks`: paths of modules that can be recomputed."""
+    """Return changes of recipe keys, each of which lowers the memory of the run.
+
+    `blocks`: paths of modules that parallel.recompute can name.
+    """
     train, parallel, lora = config.train, config.parallel, config.model.lora
     keys: list[MemoryKey] = []
     if train.micro_batch > 1:

@@ -33,7 +33,7 @@ class Meter(Callback):
     def __init__(self, every: int) -> None:
         self.every = every
         self._file: JsonLines | None = None  # open only on the main rank, while the run trains
-        self._unwritten: list[dict[str, Any]] = []  # rows in the loaded checkpoint that the file may lack
+        self._unwritten: list[dict[str, Any]] = []  # rows of the loaded checkpoint, which the file may not contain yet
         self._reset()
 
     def _reset(self) -> None:
@@ -89,7 +89,7 @@ class Meter(Callback):
             self._report(trainer)
 
     def on_eval(self, trainer: TrainerHandle, metrics: dict[str, float]) -> None:
-        self._write_pending()  # keep rows in the order of steps: a resume reads only the end of the file
+        self._write_pending()  # rows of earlier steps come first: a resume reads only the end of the file
         if self._file is not None:
             self._file.write({"kind": "eval", "step": trainer.step, **{f"eval_{k}": v for k, v in metrics.items()}})
             log.info("step %d  held-out %s", trainer.step, "  ".join(f"{k} {v:.4f}" for k, v in metrics.items()))

@@ -83,7 +83,7 @@ def _weights(unit: nn.Module, here: Collection[str]) -> tuple[float, float, floa
     chosen = {path: part.top_k for path, part in unit.named_modules() if isinstance(part, StackedExperts)}
     for path, part in unit.named_modules():
         prefix = f"{path}." if path else ""
-        if isinstance(part, nn.Linear):  # a quantized weight is no parameter, so sizes come from the layer
+        if isinstance(part, nn.Linear):  # use the layer's sizes: a quantized weight is no parameter of this shape
             size = float(part.in_features * part.out_features)
             weights += size
             trained += size if f"{prefix}weight" in here else 0.0

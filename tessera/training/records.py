@@ -162,7 +162,7 @@ def read_ledger(folder: Path) -> dict[int, list[Row]]:
     for rank, line in _lines_of_run(folder):
         steps.setdefault(line.step, []).extend(line.rows)
         ranks.setdefault(line.step, []).append(rank)
-    # Steps with a line of every rank, from 0 to the highest rank.
+    # Steps for which each rank, from 0 to the highest that wrote a line, wrote one. Only the warning needs them.
     complete = {step for step, some in ranks.items() if len(set(some)) > max(some)}
     missing = [str(step) for step in range(min(steps, default=1), max(steps, default=0)) if step not in complete]
     if missing:
@@ -266,7 +266,7 @@ class Quarantine(Callback):
     def on_step_end(self, trainer: TrainerHandle, result: StepResult) -> None:
         for batch in result.microbatches:
             for bad in batch.problems:
-                self.note(BadSample(*bad), result.step)  # a user's data set may return (id, reason)
+                self.note(BadSample(*bad), result.step)  # convert it: a user's data set may report plain (id, reason)
             self._samples += len(batch.sample_ids)
             masked = [id for id in masked_samples(batch) if id not in self._guarded()]
             self._used += len(batch.sample_ids) - len(masked)

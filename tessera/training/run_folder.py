@@ -49,7 +49,7 @@ _OF_A_RUN = frozenset(
     | {"adapter", "adapter-ema", "best.json", "report.html", "profile", "previews", "answer_images", "eval"}
     | {"tensorboard", "wandb", "swanlab", "trackers.json"}
 )
-_INPUTS = ("data", "processor")  # folders of a run that its own recipe is allowed to read
+_INPUTS = ("data", "processor")  # sub-folders of the run folder that the run's own recipe may name as inputs
 _ANSWERS = re.compile(r"answers-step-\d+\.jsonl")
 # Error numbers that the user has to resolve: no permission, a full disk, a wrong path.
 _UNWRITABLE = frozenset(
@@ -133,7 +133,10 @@ class RunFolder:
                 write_config(self.path, config, self._objects)
 
     def publish(self, config: RunConfig) -> None:
-        """Write the configuration after the first applied step or checkpoint, and remove the replaced run."""
+        """Write the configuration, and remove the run that this one replaces.
+
+        This happens after the first applied step or checkpoint: if the run fails before, the old run is kept.
+        """
         write_config(self.path, config, self._objects)
         old = self.path / REPLACED
         if old.exists():

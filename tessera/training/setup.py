@@ -87,7 +87,7 @@ class Objects:
         if missing:
             words = ", ".join(f"{name}=..." for name in missing)
             raise TesseraError(
-                f"the run began with objects that its folder does not contain: {', '.join(missing)}",
+                f"the run began with Python objects, which its folder does not contain: {', '.join(missing)}",
                 where="tessera.resume",
                 fix=f"give them again: tessera.resume(folder, {words})",
                 code="run.object-missing",

@@ -26,7 +26,7 @@ class StopOnSignal(Callback):
 
     def on_start(self, trainer: TrainerHandle) -> None:
         if threading.current_thread() is not threading.main_thread():
-            return  # only the main thread may set signal handlers
+            return  # Python allows only the main thread to set signal handlers: signals do not stop such a run
 
         def handle(number: int, frame: FrameType | None) -> None:
             again = trainer.stop_reason is not None

@@ -43,7 +43,7 @@ class TrackedRun:
 
 
 class Tracker(ABC):
-    """Write to one tracker."""
+    """Write the rows of a run to one tracker, such as TensorBoard. Each subclass supports a tracker."""
 
     def __init__(self, section: TrackerSection) -> None:
         self.section = section

@@ -93,7 +93,7 @@ def map_elements(path: Path, offset: int, count: int, dtype: torch.dtype, *, all
             raise TesseraError(
                 "the file has become shorter since it was opened", where=str(path), code="weights.source-changed"
             )
-        # ACCESS_COPY: a private copy-on-write map, since torch.frombuffer warns about read-only memory.
+        # Use ACCESS_COPY (private, copy on write), because torch.frombuffer warns about read-only memory.
         mapped = mmap.mmap(opened.fileno(), before + length, offset=offset - before, access=mmap.ACCESS_COPY)
     if all_soon:
         mapped.madvise(mmap.MADV_WILLNEED)

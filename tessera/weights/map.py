@@ -183,13 +183,12 @@ class WeightMap:
     def in_memory(self, foreign: str) -> str:
         """Return a foreign name as in the current classes of transformers.
 
-        They may have a prefix `model.` that folders omit (`renames`), also inside of a part such as `thinker.`. The
-        shortest spelling is the current one.
-        """
+        They may have a `model.` that folders omit (`renames`): at the beginning, or after the first component. The
+        shortest spelling is the current one."""
         spellings = [
             old + foreign[len(new) :]
             for old, new in self.renames
-            if foreign.startswith(new) and _inside_part(old, new).startswith("model.")
+            if foreign.startswith(new) and old.startswith(("model.", f"{new.partition('.')[0]}.model."))
         ]
         return min(spellings, key=len, default=foreign)
 
@@ -200,13 +199,7 @@ class WeightMap:
         )
 
 
-def _inside_part(old: str, new: str) -> str:
-    """Return a prefix without its first component if the other prefix begins with it too, and it is not `model`."""
-    part = new.partition(".")[0] + "."
-    return old if part == "model." else old.removeprefix(part)
-
-
-@functools.lru_cache(maxsize=4096)  # each template is compared with every tensor name
+@functools.lru_cache(maxsize=4096)  # a cache, because each template is compared with every tensor name
 def _template(template: str) -> re.Pattern[str]:
     parts = re.split(r"\{(\w+)\}", template)
     pattern = "".join(re.escape(p) if i % 2 == 0 else f"(?P<{p}>[^.]+)" for i, p in enumerate(parts))

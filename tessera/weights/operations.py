@@ -30,9 +30,7 @@ class Operation(Protocol):
 
 @runtime_checkable
 class ByBox(Protocol):
-    """Make a box (offsets and sizes) of the native tensor from boxes of foreign tensors.
-
-    So a rank reads only the bytes of its shard."""
+    """Make a box (offsets and sizes) of a native tensor from foreign boxes, so that a rank reads only its shard."""
 
     def boxes(self, offsets: Sequence[int], sizes: Sequence[int], foreign: Shapes) -> list[Box]:
         """Return the foreign boxes that a native box needs. `foreign`: full shapes of the foreign tensors."""

@@ -224,7 +224,7 @@ class Pool:
 
     def wake(self) -> None:
         """Let a `serve` that runs in another thread ask for items."""
-        with contextlib.suppress(OSError):  # the buffer is full: the thread will wake up anyway
+        with contextlib.suppress(OSError):  # raised if the buffer is full: unread bytes will wake up the thread anyway
             self._wake.send(b"!")
 
     def close(self) -> None:
@@ -347,7 +347,10 @@ class Pool:
 
     @contextlib.contextmanager
     def _replacing_broken(self, worker: WorkerProcess) -> Iterator[None]:
-        """Replace a worker if sending or receiving fails in the `with` block: its next messages cannot be parsed."""
+        """Replace a worker if sending or receiving fails in the `with` block.
+
+        A part of a message may be missing then, so no later message of this worker can be parsed.
+        """
         try:
             yield
         except TimeoutError:

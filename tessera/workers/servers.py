@@ -43,11 +43,11 @@ from tessera.workers.worker import (
 # (kind, number). FORK (sent with file descriptors) and KILL: the number that the pool gives the child process. IMPORT:
 # the number of bytes of the module names that follow.
 REQUEST = struct.Struct("<cQ")
-EXIT = struct.Struct("<Qi")  # number and exit code of a child process
+EXIT = struct.Struct("<Qi")  # (number, exit code) of a child process that has ended
 FORK, KILL, IMPORT = b"f", b"k", b"i"
 # The terminal or scheduler sends these to all processes of a group. The trainer handles them and ends its workers.
 _IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG, the option of prctl by which a process ends when its parent ends
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def _pool_server(fds: Sequence[int]) -> None:
             send(control, error)
         return
     send(control, None)
-    gc.freeze()  # otherwise garbage collection in a worker writes to, and so copies, shared pages
+    gc.freeze()  # else the garbage collector of a forked worker would write to shared pages, which copies them
     _serve(control, functools.partial(work_until_end, work))
 
 
@@ -134,7 +134,7 @@ def _serve(
     for process in alive.values():
         os.kill(process, signal.SIGKILL)
     for process in alive.values():
-        os.waitpid(process, 0)  # this process must not end before its children
+        os.waitpid(process, 0)  # wait, because a server must not end before its children
 
 
 def _import_modules(names: Sequence[str]) -> None:
@@ -191,7 +191,7 @@ from tessera.workers.servers import first_server
 first_server({control}, {client})
 """
 _OWN_MODULES = __name__.partition(".")[0] + "."
-_MESSAGE_TIMEOUT_S = 30.0  # time limit for the rest of a message whose first bytes have arrived
+_MESSAGE_TIMEOUT_S = 30.0  # after the first bytes of a message, wait at most this many seconds for the others
 
 
 @dataclass(eq=False)

@@ -69,7 +69,7 @@ def time_limit(seconds: float | None) -> Iterator[None]:
                 signal.setitimer(signal.ITIMER_REAL, max(1e-3, outer - (time.monotonic() - began)), again)
 
 
-WORKER_VARIABLE = "TESSERA_DATA_WORKER"  # set in the environment of worker processes
+WORKER_VARIABLE = "TESSERA_DATA_WORKER"  # environment variable that tells a process that it is a worker
 
 
 @contextmanager

@@ -77,7 +77,7 @@ def job(
         raise TesseraError(
             f"no such file: {path}",
             where="tessera migrate",
-            fix="pass a launch script or a YAML job",
+            fix="pass a launch script, a YAML job, or a configuration file of another trainer",
             code="job.file-missing",
         )
     target = output or Path(f"{path.stem}.recipe.yaml")

@@ -181,7 +181,7 @@ class MockGPTDataset(Dataset[dict[str, Tensor]]):
         mask, loss_mask, positions = get_ltor_masks_and_position_ids(tokens, self.config)
         if not self.config.add_extra_token_to_sequence:
             loss_mask[-1] = 0.0  # the last token has no label
-        if index is None:  # this sample pads the last batch
+        if index is None:  # this sample only fills the last batch, and is not trained on
             loss_mask = torch.zeros_like(loss_mask)
         sample = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "position_ids": positions}
         return sample if mask is None else {**sample, "attention_mask": mask}

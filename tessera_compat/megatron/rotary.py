@@ -12,7 +12,10 @@ from tessera.runtime import device as devices
 
 
 class RotaryEmbedding(nn.Module):
-    """Compute rotary angles. `forward` returns those of all positions, [sequence, 1, 1, channels]."""
+    """Compute rotary angles like Megatron's class.
+
+    `forward` returns the angles of `max_seq_len` positions from `offset` on, [max_seq_len, 1, 1, channels].
+    """
 
     inv_freq: Tensor
 

@@ -150,7 +150,7 @@ def _callers(scanned: Iterable[Scanned]) -> list[MigrationFinding]:
     calls: dict[
         str, list[tuple[str, str, int]]
     ] = {}  # name of a function or class -> (caller, file, line) of its calls
-    reasons: dict[str, str] = {}  # function -> the operation that is not supported
+    reasons: dict[str, str] = {}  # function -> the unsupported operation that it uses
     for result in scanned:
         for caller, names, line in result.calls:
             file, number = result.program.file.position(line)

@@ -199,7 +199,10 @@ class Resolver:
         return tuple(dict.fromkeys(self._expand(self._local(node, scope, visited), visited)))
 
     def imported(self, names: list[str]) -> tuple[str, ...]:
-        """Return the names of an import statement, and the original names of those that the folder re-exports."""
+        """Return the dotted names that an import statement imports.
+
+        If a file of the scanned folder only re-exports one of them, its original name follows it.
+        """
         return tuple(dict.fromkeys(self._expand(names, set())))
 
     def values_of(self, node: ast.expr, scope: Scope) -> list[str | ast.expr | None]:

@@ -58,7 +58,7 @@ def write_copy(analysis: Analysis, target: Path) -> PatchedCopy:
 
 
 def _copy(root: Path, target: Path) -> list[tuple[str, str]]:
-    """Copy a folder or file. Return the files that were not copied."""
+    """Copy a folder or file. Return (path, reason) for each file that was not copied."""
     if not root.is_dir():
         shutil.copyfile(root, target)
         return []

@@ -50,7 +50,8 @@ class Scanner:
         imported = {name.partition(".")[0] for names in program.imports.values() for name in names}
         self.uses_torch, self.uses_pandas = "torch" in imported, "pandas" in imported
         self.called: set[int] = set()  # ids of expressions that are called as functions
-        self.sized: set[int] = set()  # ids of called functions whose arguments determine the size of the result
+        # ids of called functions that are no match, because their arguments determine the size of the result
+        self.sized: set[int] = set()
         self.tested: set[int] = set()  # ids of operands of tests, such as `args.cuda` in `if args.cuda:`
 
     def run(self) -> Scanned:
@@ -77,7 +78,7 @@ class Scanner:
         elif isinstance(node, (ast.Attribute, ast.Name)) and isinstance(node.ctx, ast.Load):
             return self._name(node, scope)
         elif isinstance(node, ast.Attribute) and (names := self.resolver.names_of(node, scope)):
-            self._first(names, node)  # an assignment, such as that of torch.backends.cudnn.benchmark
+            self._first(names, node)  # the node is assigned to, as in torch.backends.cudnn.benchmark = True
             return iter(())
         elif isinstance(node, ast.Call):
             self.called.add(id(node.func))
@@ -226,7 +227,7 @@ class Scanner:
                 self._match(rule, text, node)
 
     def _formatted(self, node: ast.JoinedStr) -> None:
-        """Match an f-string that formats a device with its index, by the text before the first value."""
+        """Match an f-string that formats a device with its index, such as f"device:{i}", by the text before the `{`."""
         first = node.values[0] if node.values else None
         if isinstance(first, ast.Constant) and isinstance(first.value, str) and first.value.endswith(":"):
             rule = self.rules.by_string(first.value.rstrip(":"))

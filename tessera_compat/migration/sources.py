@@ -81,9 +81,9 @@ def read_sources(root: Path) -> tuple[list[SourceFile], list[Unread]]:
             if path.is_symlink() and not single:
                 if leads_out(path, root):
                     unread.append(Unread(name, "a link that leads out of the folder"))
-                continue  # the target of the link is in the folder, and is read there
+                continue  # the link leads to a file in the folder, which is read under its own path
             files.append(_read(path, name))
-        # also raised for an unknown encoding
+        # An unknown encoding raises SyntaxError or LookupError.
         except (OSError, ValueError, SyntaxError, RecursionError, LookupError) as error:
             unread.append(Unread(name, first_line(error)))
     if not files and not unread:

@@ -259,12 +259,12 @@ def _load(config: Any, folder: str) -> tuple[Any, nn.Module]:
 def _weight_map(kind: Any, settings: Any) -> WeightMap:
     """Return the map between parameter names and names in weight files.
 
-    A user's class has the names of the transformers class that it extends.
+    For a user's class, this is the map of the transformers class that it extends.
     """
     from transformers import PreTrainedModel
 
     published: Any = next(one for one in kind.__mro__ if one.__module__.startswith("transformers."))
-    # A user's class that extends none of transformers: files have the names of its parameters.
+    # The class extends no model class of transformers, only their base class: files have the names of its parameters.
     if published is PreTrainedModel:
         return WeightMap((), same_names=True)
     return published_names(without_weights(lambda: build_from_config(published, settings, torch.float32, "sdpa")))

@@ -87,7 +87,8 @@ class Naming:
     renames: tuple[
         tuple[str, str], ...
     ] = ()  # (prefix of names in the Hugging Face folder, prefix of names in the DCP folder)
-    fused: tuple[str, ...] = ()  # parts of names: 3-d tensors with such a name are flattened to two dimensions
+    # parts of names: 3-d tensors (stacked experts) whose name contains one are stored as 2-d in the DCP folder
+    fused: tuple[str, ...] = ()
     tied: tuple[tuple[str, str], ...] = ()  # (name of an optional copy in the DCP folder, copied tensor)
     # How the DCP folder stores matrices that the Hugging Face folder has for each expert: "stacked" [experts, in, out],
     # "flat" [experts * in, out]; "": as the Hugging Face folder.
@@ -312,7 +313,7 @@ def _check_chosen(layers: Mapping[str, Mapping[str, str]], modules: Sequence[str
     for layer, sides in layers.items():
         if set(sides) != {"A", "B"}:
             raise TesseraError(
-                f"the adapter of {layer} has only lora_{''.join(sides)}",
+                f"the adapter of {layer} has only lora_{''.join(sides)}, but needs lora_A and lora_B",
                 where=where,
                 code="adapter.matrix-missing",
             )

@@ -117,7 +117,7 @@ _VISION_LAYERS = (
     ("attn.proj", "self_attention.linear_proj", "A"),
     *((f"mlp.{kind}_proj", f"mlp.{kind}_proj", "B") for kind in ("gate", "up")),
     ("mlp.down_proj", "mlp.linear_fc2", "A"),
-)  # name in the PEFT folder, name in Megatron files, and which LoRA matrix (A or B) tensor parallelism splits
+)  # name in the PEFT folder, name in Megatron files, LoRA matrix that tensor parallelism splits: B of column, A of row
 
 
 def lora_hf_to_mm(family: str, options: Options) -> Path:

@@ -87,7 +87,7 @@ def target_layout(family: str, options: Options) -> dict[str, Any]:
         )
     if stages > 1 and family not in _PIPELINES:
         raise TesseraError(
-            f"jobs do not support pipeline parallelism for {family}",
+            f"MindSpeed-MM does not support pipeline parallelism for {family}",
             where=f"{where}pp_layers",
             allowed=["[]"],
             code="layout.pipeline-refused",

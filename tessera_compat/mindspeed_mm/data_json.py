@@ -173,8 +173,8 @@ def _conversations(
     )
     special = _TILED_IMAGES if family in ("internvl", "llava") else _HEARING if hears(family) else {}
     rules = {**PREPROCESS_KEYS, **special}
-    # 0 means no minimum. For images, None takes the minimum in the model's folder. For videos that minimum is larger
-    # than the frames of some jobs, so the recipe sets 1 pixel.
+    # 0 in a job means no minimum. Images: None in a recipe means the minimum of the model's folder. Videos: frames of
+    # some jobs are smaller than the minimum of the model's folder, so the recipe sets 1 pixel.
     unbounded = {"image_min_pixels": None, "video_min_pixels": 1}
     bounds = {key: unbounded[key] if key in unbounded and not value else value for key, value in preprocess.items()}
     where = f"{at}preprocess_parameters."
@@ -242,7 +242,7 @@ def _sources(
 def _media_root(file: Path) -> str:
     """Return the media folder of a data file for which data.json sets none.
 
-    It is the working folder of the job if that contains the data file, else the folder of the data file. A path in a
+    It is the working folder of the job if the data file is below it, else the folder of the data file. A path in a
     record that leads out of the media folder is an error.
     """
     start = Path.cwd()

@@ -15,7 +15,7 @@ State = Literal["honoured", "meaningless", "refused"]
 Kind = Literal["switch", "switch off", "int", "float", "str", "words"]  # "switch off": the flag sets False
 Scope = Literal[
     "launcher", "training", "other"
-]  # the program that reads the flag: torchrun, an entry point of Tessera, or another program
+]  # the program that reads the flag: torchrun ("launcher"), an entry point of Tessera ("training"), or another one
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,10 @@ def _honoured(kind: Kind, default: Any, notes: Mapping[str, str], scope: Scope =
 
 
 def _group(state: State, note: str, kinds: Mapping[Kind, str], scope: Scope = "training") -> Iterator[Flag]:
-    """Yield flags with the same state and note. Their default is False or True for switches, None for others."""
+    """Yield flags with the same state and note. `kinds`: kind -> names of the flags, separated by spaces.
+
+    The default is False for a "switch", True for a "switch off", and None for other kinds.
+    """
     for kind, names in kinds.items():
         default = {"switch": False, "switch off": True}.get(kind)
         for name in names.split():

@@ -82,7 +82,7 @@ def _depth(args: Args, model: ModelFile) -> int:
 
 
 def _layers(chosen: Iterable[int], every: range) -> str:
-    """Return the pattern of a range of text layers."""
+    """Return the pattern of module paths that selects the text layers with these numbers. `every`: all numbers."""
     numbers = sorted(chosen)
     if numbers == list(every):
         return f"{TEXT}.{{*}}"

@@ -60,7 +60,7 @@ class MigratedJob:
     world_size: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)  # environment variables for the start command
     machines: int = 1
-    port: int = 29500  # rendezvous port of several machines
+    port: int = 29500  # rendezvous port, for a job on several machines
     commands: tuple[str, ...] = ()  # commands of a job that does not train
 
     def start(self, recipe: Path) -> str:

@@ -136,7 +136,7 @@ def module_names(model: nn.Module) -> Names:
     """Return name of a module in other systems -> module paths in Tessera that it selects."""
     from tessera_compat.mindspeed_mm.classes import TransformersModel
 
-    if isinstance(model, TransformersModel):  # patterns are paths inside of the wrapped model
+    if isinstance(model, TransformersModel):  # jobs name modules by their paths inside of the wrapped model
         return {name: (f"model.{name}",) for name, _ in model.model.named_children()}
     if not any(base.__module__.partition(".")[0] in ("tessera", "tessera_compat") for base in type(model).__mro__):
         return {}

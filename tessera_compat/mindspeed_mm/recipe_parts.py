@@ -84,7 +84,10 @@ def data_section(data: DataFile) -> dict[str, Any]:
 
 
 def run_place(folder: str | None) -> tuple[str, str]:
-    """Return `out` and `name` of the recipe, for a run that is saved in this folder."""
+    """Return `out` and `name` of the recipe for a run that is saved in this folder, or in its sub-folder `run`.
+
+    The sub-folder is used if the folder's own name cannot be the name of a run.
+    """
     if folder is None:
         return "runs", "job"
     path = Path(folder)
@@ -379,7 +382,7 @@ def our_modules(name: str, where: str) -> list[str]:
     if parts[0] in ("vision", "projector", "audio", "audio_projector", "text", "head"):
         return [name]
     raise TesseraError(
-        f"no module has the name {name!r}",
+        f"the job names a module {name!r}, which no model has",
         where=where,
         allowed=VISION_LANGUAGE_NAMES,
         nearest=nearest(name, VISION_LANGUAGE_NAMES),

@@ -380,7 +380,7 @@ def _groups(
     groups += [GroupSection(pattern=path, lr=config.optim.lr * args.lr_mult) for path in scaled]
     names = [
         name for name in args.weight_decay_exclude_modules if name not in ("bias", "norm")
-    ]  # `bias` and `norm` need no group: vectors have no weight decay by default
+    ]  # `bias` and `norm` need no group: 1-d parameters have no weight decay by default
     excluded = modules_named(model, names, "--weight-decay-exclude-modules")
     return groups + [GroupSection(pattern=path, weight_decay=0.0) for path in excluded]
 

@@ -220,7 +220,7 @@ def _sets(file: GenerationData, basic: Mapping[str, Any], source: str, report: J
     if mode not in ("combine", "standard"):
         near = nearest(mode, ("combine", "standard"))
         raise TesseraError(
-            f"{at}data_storage_mode {mode!r}",
+            f"{at}data_storage_mode {mode!r} is not supported",
             where=source,
             allowed=["combine", "standard"],
             nearest=near,

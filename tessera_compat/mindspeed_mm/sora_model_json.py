@@ -41,7 +41,7 @@ WAN_KEYS: dict[str, KeyRule] = {
     **_PREDICTOR,
     "num_layers": sets("num_layers"),
     "num_heads": sets("num_attention_heads"),
-    "hidden_size": sets("attention_head_dim"),  # first the whole width: `_finish_wan` divides it by the number of heads
+    "hidden_size": sets("attention_head_dim"),  # the full width; `_finish_wan` then divides it by the number of heads
     "in_dim": sets("in_channels"),
     "out_dim": sets("out_channels"),
     "ffn_dim": sets("ffn_dim"),
@@ -145,7 +145,8 @@ OWN_KEYS = {
 }
 SORA_PATCH_KEYS = {**PATCH_KEYS, "ae_float32": sets("vae.dtype", lambda value: "float32" if value else None)}
 _GIVEN = {"t2v": "none", "t2i": "none", "i2v": "first", "flf2v": "first_last"}
-_ATTENTION = {"hunyuan_video": ["blocks.{*}.attn", "single_blocks.{*}.core"]}  # other families: blocks.{*}.attn
+# Family -> modules that compute attention; other families: blocks.{*}.attn.
+_ATTENTION = {"hunyuan_video": ["blocks.{*}.attn", "single_blocks.{*}.core"]}
 
 
 @dataclass

@@ -40,8 +40,8 @@ class LaunchCommand:
     """Store the position of a command that starts ranks."""
 
     launcher: Span
-    command: Span  # the logical line, up to a redirection, a pipe or the end
-    options: tuple[Span, ...]  # parts with options of the launcher: the command, and variables that it refers to
+    command: Span  # from the launcher to a redirection, a pipe or the end of the line; `\` continues a line
+    options: tuple[Span, ...]  # where options of the launcher may be: the command, and values of variables in it
 
     def options_of(self, text: str) -> list[LaunchOption]:
         return [option for part in self.options for option in options_in(text, part)]

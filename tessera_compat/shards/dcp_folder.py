@@ -33,7 +33,7 @@ class JobTensor:
     box: tuple[Shape, Shape] | None = None  # offsets and sizes of one expert in a merged tensor, which is transposed
 
     def read(self, form: StoredForm, offsets: Sequence[int] | None, sizes: Sequence[int] | None) -> Tensor:
-        """Return the tensor, or a box of it."""
+        """Return the tensor in the model's shape, or only the box of it at `offsets` with `sizes`."""
         if self.box is not None:
             matrix = form.read(self.stored, *self.box)
             matrix = matrix.reshape(matrix.shape[-2:]).t()

@@ -161,7 +161,7 @@ class MegatronTensor:
         return split.join_boxes([self.slices[rank].read(start, size) for rank, start, size in boxes])
 
     def read_rows(self) -> TensorRows:
-        """Return the full tensor as blocks of rows, memory-mapped from the files of all ranks, without a copy."""
+        """Return the full tensor as blocks of rows. They are memory-mapped; a tensor split by columns is copied."""
         split = self.form.split_of(self.name)
         if split is None or len(self.slices) == 1 or 0 in self.shape:
             return TensorRows.of(self.read())
@@ -247,7 +247,9 @@ def _same(form: MegatronForm, expected: MegatronLayout, stored: MegatronLayout) 
 def _slice(shard: list[dict[str, StoredTensor]], chunk: int, name: str, folder: Path) -> StoredTensor:
     if chunk >= len(shard) or name not in shard[chunk]:
         raise TesseraError(
-            f"the tensor {name} is missing on some tensor ranks", where=str(folder), code="megatron.slice-missing"
+            f"the files of some tensor parallel ranks lack the tensor {name}",
+            where=str(folder),
+            code="megatron.slice-missing",
         )
     return shard[chunk][name]
 

@@ -36,7 +36,7 @@ class TensorSplit(Protocol):
     def join_boxes(self, boxes: list[Tensor]) -> Tensor: ...
 
     def join_rows(self, boxes: list[Tensor]) -> TensorRows:
-        """Join the boxes of the full tensor like `join_boxes`, but without copying."""
+        """Join the boxes of the full tensor like `join_boxes`. Boxes of rows are not copied; boxes of columns are."""
         ...
 
 
@@ -159,7 +159,8 @@ QUERIES_KEYS_VALUES = EvenSplit(blocks=3)
 class PipelinePart:
     """Describe how pipeline stages divide an encoder or the decoder."""
 
-    option: Literal["vit", "llm", "audio", "dit", "dit_single"]  # name in layouts and converter options
+    # name of the part in a layout, such as llm: [10, 18], and in converter options, such as llm_pp_layers
+    option: Literal["vit", "llm", "audio", "dit", "dit_single"]
     layers: str  # prefix of the names of its layers
     first: tuple[str, ...]  # prefixes of tensors on the stage of the first layer
     last: tuple[str, ...]  # prefixes of tensors on the stage of the last layer

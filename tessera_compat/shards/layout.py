@@ -16,8 +16,8 @@ from tessera_compat.shards.form import MegatronForm, PipelinePart
 
 Recipe = str | Path | Mapping[str, Any]
 _PARTS = ("vit", "llm", "audio", "dit", "dit_single")
-_MOST = {"tp": 100, "pp": 1000, "ep": 1000}  # largest sizes: folder names have 2 or 3 digits for a rank
-_MOST_FILES = 10_000  # all files are open at the same time
+_MOST = {"tp": 100, "pp": 1000, "ep": 1000}  # maximum numbers of ranks: folder names have 2 or 3 digits for a rank
+_MOST_FILES = 10_000  # maximum number of rank files: all are open at the same time
 
 
 @dataclass(frozen=True)

@@ -106,10 +106,10 @@ def grid_form(
     more: Iterable[tuple[str, str]] = (),
     extra_splits: Iterable[tuple[str, TensorSplit]] = (),
 ) -> MegatronForm:
-    """Describe the rank files of a family with a grid vision encoder. `width`: size of its hidden states.
+    """Describe the rank files of a family with a grid vision encoder. `width`: hidden size of the encoder.
 
-    `gated`: its MLPs have a gate. `projector`: pairs (name in Tessera, Megatron name) of the projector's tensors.
-    `more`: further such pairs.
+    `gated`: the encoder's MLPs have a gate. `projector`: pairs (name in Tessera, Megatron name) of the projector's
+    tensors. `more`: pairs of other tensors.
     """
     text, tied, vision = config.text, config.tie_word_embeddings, config.vision
     patch = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)

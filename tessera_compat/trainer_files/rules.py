@@ -26,7 +26,10 @@ _LINEAR = {
 
 
 def sets(key: str, convert: Callable[[Any], Any] | None = None) -> FileRule:
-    """Return the rule for a key whose value is copied to a recipe key. `auto` means the default."""
+    """Return the rule that copies a value to a recipe key. The value `auto` leaves the recipe's default.
+
+    `convert`: converts the value, such as float; None: copy it as it is.
+    """
 
     def rule(value: Any) -> Settings:
         return {} if value == "auto" else {key: value if convert is None else _number(convert, value)}
@@ -87,7 +90,7 @@ def model_path(value: Any) -> Settings:
 
 
 def targets(value: Any) -> Settings:
-    """Return the layers of adapters: names of linear layers become paths of the text decoder."""
+    """Return `model.lora.targets` for names of linear layers such as q_proj: their paths in the text decoder."""
     names = [name.strip() for name in value.split(",")] if isinstance(value, str) else list(value)
     if set(names) & {"all", "all-linear"}:
         return {}
@@ -109,7 +112,10 @@ def schedule(value: Any) -> Settings:
 
 
 def per_epoch(key: str) -> FileRule:
-    """Return the rule for an interval that is written as a number of times per epoch."""
+    """Return the rule for a value that says how often per epoch something happens: 0 (never) or 1.
+
+    `key`: recipe key of the interval.
+    """
 
     def rule(value: Any) -> Settings:
         if float(value) not in (0.0, 1.0):

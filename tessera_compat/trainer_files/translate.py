@@ -117,7 +117,7 @@ def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 
 def _warmup(share: Any, steps: int) -> Settings:
-    """Return the warmup steps for a share of all steps."""
+    """Return the recipe key of warmup steps. `share`: fraction of all steps; `steps`: their number, 0 if unknown."""
     if share is None or not float(share):
         return {}
     if not steps:

@@ -19,7 +19,7 @@ from tessera.errors import TesseraError
 LARGEST_PICKLE = 256 << 20
 MOST_OPCODES = 20_000_000
 MOST_CHOSEN_KEYS = 1000
-_SMALL = 1 << 20  # integer keys below this number are not limited: optimizers use parameter indices as keys
+_SMALL = 1 << 20  # integer keys below this do not count for MOST_CHOSEN_KEYS: optimizers have parameter indices as keys
 _LONGEST_KEY = 64  # maximum number of elements of a tuple, or of bits of a number, as a dictionary key
 _MARK = object()
 _PUSHED = frozenset(

@@ -111,8 +111,7 @@ class StoredTensor:
 def read_torch_file(path: Path, classes: tuple[str, ...] = ()) -> Any:
     """Return the content of a `torch.save` file: containers, scalars and `StoredTensor`; other objects as `Described`.
 
-    `classes`: prefixes of class names that the file may contain besides those of torch and numpy. Objects of these
-    classes are not created.
+    `classes`: prefixes of other class names than torch's and numpy's that are allowed. Their objects are not created.
     """
     with open_regular(path) as opened:
         return read_torch_archive(opened, path, 0, os.fstat(opened.fileno()).st_size, classes)

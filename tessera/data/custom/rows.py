@@ -226,7 +226,8 @@ class LoaderRows(LoaderBatches):
             return
         raise TesseraError(
             f"the DistributedSampler of {self.imported.path} has rank {sampler.rank} of {sampler.num_replicas}, but "
-            f"needs rank {position} of {count}: ranks of one tp, cp or pp group read the same batches and count as one",
+            f"needs rank {position} of {count}: all ranks of a tp, cp or pp group must read the same batches, so they "
+            "count as one rank",
             where=self.imported.where,
             fix="remove the sampler, and the ranks take the batches in turn; or create it with "
             f"num_replicas={count} (ranks / (tp x cp x pp)) and, on this rank, rank={position} "

@@ -48,7 +48,7 @@ Policy = Literal["skip", "fail"]
 _CONTENT = "content_hash"
 # Before a cached index is used, at most this many usable and as many unusable samples are read again and compared.
 _COMPARED = 256
-_NOT_MEASURED = ("jpeg_draft",)  # fields of `Limits` that do not change the content of an index: not in its hash
+_NOT_MEASURED = ("jpeg_draft",)  # fields of `Limits` that are not in an index's hash: they do not change its content
 
 
 @dataclass(frozen=True)

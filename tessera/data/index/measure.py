@@ -115,7 +115,10 @@ def content_hash(sample: Sample) -> int:
 
 @dataclass(frozen=True)
 class Measured:
-    """Hold arrays of the usable records (row, id_hash, content; column.*: tokens and other costs), and the bad rows."""
+    """Hold arrays with a value per usable record, and the bad rows.
+
+    Arrays: `row`, `id_hash` and `content` (hashes of the id and the content), `column.*` (tokens and other costs).
+    """
 
     arrays: dict[str, np.ndarray]
     bad: tuple[BadRow, ...] = ()

@@ -230,8 +230,8 @@ class SplitIndex:
     parts: tuple[SourceIndex, ...]
     starts: np.ndarray  # [data sets + 1]: index of the first sample of each data set
     repeats: AnyTables  # samples with a repeated id: "sample" (index), "times" (how often the id occurred before)
-    identity: str  # hash of samples, costs and file paths
-    content: str  # hash of samples and lengths, without file paths
+    identity: str  # hash that changes with the samples, their costs, or the paths of their files
+    content: str  # hash that changes with the samples or their lengths, but not with the paths of their files
 
     def __len__(self) -> int:
         return int(self.starts[-1])

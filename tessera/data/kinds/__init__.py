@@ -30,7 +30,7 @@ class RowRequest:
     cache_folder: Path | None = None  # where indexes are stored; None: they are not stored
     work: Work | None = None  # ({name: cost of each sample}) -> {stream ("text", "vision"): FLOPs of each sample}
     dataset: Any = None  # data set or loader that the caller passed as an object
-    step: StepSize | None = None  # set if a step has a fixed number of samples, not of rows
+    step: StepSize | None = None  # set if a step has a fixed number of samples; None: it has a fixed number of rows
 
 
 KINDS: Registry[Callable[[RowRequest], RowSource]] = Registry(KIND_NAMES, Maker("source of rows", bases=(RowSource,)))

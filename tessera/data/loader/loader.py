@@ -111,7 +111,7 @@ class Tuner:
     def __init__(self, cpus: int, micro_batches: int, steps: int | None = None, first: int = 0) -> None:
         self.workers = first
         self.settled = False
-        self.batch_seconds = 0.0  # time to make a batch in the training process
+        self.batch_seconds = 0.0  # seconds that it takes to make a batch in the training process
         self.step_seconds = 0.0  # time of a step without the wait for data
         self._cpus = max(1, cpus)
         self._micro_batches = micro_batches
@@ -345,7 +345,7 @@ class RowReader:
         work = partial(_make_batch, self.source)
         try:
             return Pool(work, self.workers, timeout_s=self.sample_timeout_s)
-        except Exception as error:  # the source cannot be pickled
+        except Exception as error:  # the source cannot be pickled: make batches in this process
             log.info("no worker processes: %s", first_line(error))
             return Pool(work, 0)
 

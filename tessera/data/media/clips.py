@@ -15,7 +15,7 @@ from tessera.errors import TesseraError
 # A part of a recording as text: talk.flac#t=12.5,17.25, as in media fragments of the W3C.
 _SPAN = re.compile(r"#t=(\d{1,9}(?:\.\d{1,9})?),(\d{1,9}(?:\.\d{1,9})?)$")
 _FULL_SCALE = {np.dtype(np.int16): 1 << 15, np.dtype(np.int32): 1 << 31}
-_LOUDEST = 1e6  # largest sample; full scale is 1. The power spectrum of much larger ones overflows in float32
+_LOUDEST = 1e6  # maximum value of a sample (full scale is 1): powers of much larger values overflow in float32
 
 
 @dataclass(frozen=True)

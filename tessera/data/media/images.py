@@ -22,7 +22,7 @@ from tessera.workers.worker import memory_limit
 # Pillow's other formats are not allowed: some run programs (EPS) or are documents.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF")
 COPY_PIXELS = 420  # limit of the longer side of a copy for a report, in pixels; smaller images keep their size
-TINY = 64  # images up to 64 pixels per side are copied without loss, as PNG
+TINY = 64  # copies for a report are PNG for images up to 64 pixels per side, and JPEG for larger ones
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -238,7 +238,8 @@ def _jpeg_size(file: BinaryIO) -> tuple[int, int] | None:
     for _ in range(_MAX_SEGMENTS if file.read(2) == b"\xff\xd8" else 0):
         file.seek(at)
         segment = file.read(9)
-        if len(segment) < 9 or segment[0] != 0xFF or segment[1] in (0xE1, 0xFF):  # EXIF, or padding
+        # Leave EXIF (0xE1: it may contain a rotation) and padding (0xFF) to Pillow.
+        if len(segment) < 9 or segment[0] != 0xFF or segment[1] in (0xE1, 0xFF):
             break
         if 0xC0 <= segment[1] <= 0xC2:  # baseline, extended or progressive; then precision, height, width
             height, width = struct.unpack_from(">HH", segment, 5)

@@ -24,7 +24,7 @@ _PREVIEW_RATE = 16_000
 _PREVIEW_BITS = 32_000  # bits per second of an MP3 preview
 _WIDTH, _WAVE, _SPECTRUM = 288, 48, 96  # pixels: of the drawing, of the waveform, of the spectrogram below it
 _WINDOW = 512  # samples of a Fourier transform
-_RANGE = 8.0  # powers of ten that the spectrogram shows
+_RANGE = 8.0  # the spectrogram shows powers down to 10^-8 of the largest; smaller ones get the darkest colour
 _BACKGROUND, _LINE = (20, 23, 28), (125, 162, 255)
 # Colours of the spectrogram, from zero to the largest power.
 _COLOURS = np.array([(20, 23, 28), (80, 18, 123), (182, 54, 121), (251, 136, 97), (252, 253, 191)], np.float64)

@@ -33,7 +33,8 @@ _REDIRECTS = (301, 302, 303, 307, 308)
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 # Networks that are not public, although Python's `is_global` is true: site-local, documentation, protocols, Azure.
 _NOT_PUBLIC = tuple(map(ipaddress.ip_network, ("fec0::/10", "3fff::/20", "192.0.0.0/24", "168.63.129.16/32")))
-_NOTE = ".json"  # suffix of a file beside a cached image: the URLs of its redirects, and whether any was private
+# Suffix of a file beside a cached image. It contains the URLs of the image's redirects, and whether any was private.
+_NOTE = ".json"
 _MAGIC = (b"\xff\xd8\xff", b"\x89PNG\r\n", b"GIF8", b"BM", b"II*\0", b"MM\0*", b"P4", b"P5", b"P6", b"P1", b"P2", b"P3")
 
 

@@ -62,7 +62,8 @@ def decode(
     if seconds is not None:
         numbers = sampling.choose_by_time(seconds, size.frames) or numbers
     chosen = [min(number, packets.displayed - 1) for number in numbers]
-    max_pixels = 2 * stream_header.width * stream_header.height + (1 << 20)  # limit of a frame with padding
+    # A decoder may pad frames: allow twice the pixels of the header, and one megapixel more.
+    max_pixels = 2 * stream_header.width * stream_header.height + (1 << 20)
     for attempt in (_decoded_parts, _decoded_all):
         frames = Frames(chosen, size, target, source.name)
         with container(source, "video", limits) as held:

@@ -34,8 +34,8 @@ _CLOSE = 1e-4  # tolerance for rounded timestamps, in seconds or sampling interv
 class VideoSampling:
     """State how many frames are sampled from a video: `fps` per second between two limits, or `frames`.
 
-    The number is at most that of the video's frames, rounded down to a multiple of `multiple`, but at least 1.
-    Rule "pace": it is 1 plus a multiple. Rule "clock": the last frame is repeated until the number is a multiple.
+    The number is at most that of the video's frames, rounded down to a multiple of `multiple`, but at least 1. With the
+    rule "pace", it is a multiple plus 1. With the rule "clock", the last frame is repeated until it is a multiple.
     """
 
     fps: float = 2.0

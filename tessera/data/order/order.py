@@ -126,7 +126,7 @@ class _Excess:
     """Hold the excess of each sample as an integer: its FLOPs minus the FLOPs of as many padding tokens."""
 
     values: np.ndarray  # [N] int64
-    unit: float  # FLOPs per integer unit; a power of two
+    unit: float  # FLOPs for which the integer 1 stands; a power of two
     linear: int  # FLOPs of a row of only padding tokens, divided by `unit`
 
 

@@ -151,7 +151,7 @@ class PackedRows(GuardedRows):
                 except TooSlow:
                     if last_try:
                         raise
-            raise AssertionError("unreachable: the last try returns or raises")
+            raise AssertionError("unreachable: the second try returns or raises")
         except (TesseraError, OSError) as error:
             source, row = self.index.locate(number)
             bad = bad_sample(source.location(row) if sample is None else sample.id, error)

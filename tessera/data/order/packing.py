@@ -84,7 +84,10 @@ def sequential_fit(tokens: np.ndarray, capacity: int) -> np.ndarray:
 
 
 def pack_balanced(tokens: np.ndarray, excess: np.ndarray, capacity: int, linear: int) -> np.ndarray:
-    """Return the row index of each sample, so that rows have about equal FLOPs. `linear`: FLOPs of a row of padding."""
+    """Return the row index of each sample, so that rows have about equal FLOPs.
+
+    `excess`: FLOPs of each sample minus those of as many padding tokens. `linear`: FLOPs of a row of only padding.
+    """
     row_of = _spread(tokens, capacity)
     rows = int(row_of.max()) + 1
     held = np.bincount(row_of, weights=excess, minlength=rows).astype(np.int64)

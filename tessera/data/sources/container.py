@@ -56,7 +56,7 @@ def bad_sample_error(bad: BadSample, where: str, others: int = 0) -> TesseraErro
 class NothingUsable(TesseraError):
     """Report data without a usable sample."""
 
-    samples = unusable = 0  # number of all samples, and of bad samples without those that are only too long
+    samples = unusable = 0  # number of all samples, and of the unusable ones (samples that are only too long excluded)
 
 
 class RawRecord(NamedTuple):

@@ -84,7 +84,7 @@ class ColumnMap:
     content: str
     media: Mapping[PartKind, tuple[str, ...]]
     speakers: Mapping[str, str] = field(default_factory=lambda: _SPEAKERS)
-    callers: tuple[str, ...] = _CALLERS  # speakers whose text is a function call
+    callers: tuple[str, ...] = _CALLERS  # names of speakers whose messages are function calls
     id: str = "id"
     system: str = "system"
     tools: str = "tools"
@@ -245,7 +245,7 @@ class RecordMedia:
 
     def __init__(self, record: Mapping[str, Any], names: ColumnMap, always: tuple[PartKind, ...] = ()) -> None:
         self.listed: dict[PartKind, list[Any]] = {}
-        self.alone: set[PartKind] = set()  # kinds of media that the record has under a singular key, such as "image"
+        self.alone: set[PartKind] = set()  # kinds of media for which the record has a singular key, such as "image"
         self._record = record
         for kind in MEDIA:
             key = next((key for key in names.media[kind] if has(record, key)), None)
@@ -303,9 +303,10 @@ class RecordMedia:
         return [self.next(kind) for kind, listed in self.listed.items() for _ in listed]
 
     def check_used(self, messages: Iterable[Message] = ()) -> None:
-        """Raise if the numbers of placeholders and listed files differ.
+        """Raise if the text has more or fewer placeholders than the record lists files.
 
-        A file under a singular key such as "image" needs no placeholder if a part of `messages` has the same kind.
+        A file under a singular key such as "image" needs no placeholder if a part of `messages` stands for it: a part
+        of the same kind.
         """
         named = {part.kind for message in messages for part in message.parts}
         for kind, used in self.used.items():

@@ -168,7 +168,7 @@ class FolderFiles(FileGroups):
 
         def content(name: str) -> bytes:
             try:
-                # checked like media: it must be a regular file below the folder
+                # `opened` checks the path as it does for media: it must name a regular file below the folder
                 with opened(name, self.path, "text") as source:
                     data = source.file.read(MAX_RECORD_BYTES + 1)
             except (TesseraError, OSError) as error:

@@ -35,7 +35,7 @@ _FORMAT = 1  # version of spilled files: increase it when their layout changes
 
 
 class _Group(NamedTuple):
-    """Hold a row group, or the reason why it is unreadable."""
+    """Hold a row group of a Parquet file, or the reason why it is unreadable."""
 
     table: Any
     bytes: int  # size in the memory of this process; 0: the table is mapped from a file

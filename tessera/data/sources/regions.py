@@ -53,7 +53,7 @@ def with_regions(messages: tuple[Message, ...], objects: Any) -> tuple[Message, 
         if part.kind != "text":
             return part
         regions: list[Region] = []
-        name = ""  # name of the object that the next boxes belong to
+        name = ""  # name of the object whose boxes follow
         for word, text in zip(REGION.findall(part.value), REGION.split(part.value), strict=False):
             name = "" if text.strip() else name
             region = next(remaining_names) if word != _BOX else replace(next(remaining_boxes), label=name)

@@ -231,7 +231,7 @@ class StreamedRows(GuardedRows):
     def _packed(self, shard: int, file: StreamFile, path: Path) -> PackedRows:
         with locked(None if self._folder is None else self._folder / f"{shard:06d}.lock"):
             source = file.section.model_copy(update={"path": path, "hub_id": None})
-            # 1.0: no limit for a single file; `_check_share` checks the share of bad samples over all files.
+            # A share of 1.0 sets no limit for a single file: `_check_share` checks bad samples over all files.
             of_file = {"train": [source], "workers": 0, "stream": False, "max_bad_share": 1.0}
             # The first process makes the index of the file and packs it; the others read the index.
             rows = self.pack(self.section.model_copy(update=of_file), mix(self.seed, _SHARD, shard) >> 1)
@@ -272,7 +272,7 @@ class StreamedRows(GuardedRows):
     def _fetch_ahead(self, shard: int) -> None:
         try:
             self._rows(shard)
-        except NothingUsable:  # `_counted` reports it when the run reaches the file
+        except NothingUsable:  # no sample of the file is usable: `_counted` reports it when the run reaches the file
             return
         except TesseraError as error:  # a lasting error is raised when the run reaches the file
             log.warning("%s could not be prepared in the background: %s", self.shards[shard].name, error.what)

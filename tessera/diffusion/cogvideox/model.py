@@ -245,7 +245,8 @@ def rope_positions(config: CogVideoXConfig, batch: Batch, positions: Tensor, sam
     lines = [stretched(rows, columns, *config.grid[1:]) for _, rows, columns in batch.shapes.get("latents", ())]
     if config.patch_size_t is not None or all(line == PLAIN for line in lines):
         return wide
-    lines += [PLAIN] * (batch["timesteps"].shape[0] - len(lines))  # padding samples
+    # Samples that only pad the batch have no shape: their positions are not stretched.
+    lines += [PLAIN] * (batch["timesteps"].shape[0] - len(lines))
     table = torch.tensor(lines, device=positions.device)[samples]  # [N, axis, 2]
     return torch.cat([wide[:1], wide[1:] * table[..., 1].T + table[..., 0].T])
 

@@ -28,7 +28,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "pooled_projection_dim": 64,
         "axes_dims_rope": (8, 12, 12),
     },
-    "dev": {"guidance_embeds": True},  # Kontext has the same shape
+    "dev": {"guidance_embeds": True},  # also the shape of FLUX.1-Kontext-dev
     "schnell": {},
     "fill": {"guidance_embeds": True, "in_channels": 384, "out_channels": 64},
     # a model that gets depth or edges as conditions

@@ -34,7 +34,7 @@ TEMPLATE = (
 
 
 class HunyuanVideo15Family(HunyuanVideoFamily):
-    """Crop a conditioning image to the aspect ratio of the video."""
+    """Resize a conditioning image and crop its centre to the size of the video."""
 
     def fit_image(self, image: Image.Image, height: int, width: int) -> Image.Image:
         if image.width * height > image.height * width:  # the image is wider than the video

@@ -252,7 +252,7 @@ class DiffusionTask(Task):
         return values if index is None else values.index_select(0, index)
 
     def _still(self, batch: Batch) -> Tensor:
-        """Return a mask of all latent tokens, True for those of conditioning frames, which are not noisy."""
+        """Return a mask of all latent tokens (of all ranks): True for those of conditioning frames, without noise."""
         lengths = latent_lengths(batch, self.family)
         still = torch.zeros(sum(lengths), dtype=torch.bool)
         if self.options.given != "none":
@@ -268,7 +268,7 @@ class DiffusionTask(Task):
         noisy = ~self._part(batch, still)
         if "trained" not in batch:  # an example batch of a family has no mask
             return noisy
-        if Stream.sources("trained") in batch:  # the mask was already reduced to this rank's tokens
+        if Stream.sources("trained") in batch:  # context parallelism: "trained" lists only tokens of this rank
             return torch.zeros_like(noisy).index_fill(0, batch["trained"], True) & noisy
         return self._part(batch, torch.zeros_like(still).index_fill(0, batch["trained"], True)) & noisy
 

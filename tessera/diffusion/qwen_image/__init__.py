@@ -45,5 +45,5 @@ def weights(config: QwenImageConfig) -> WeightMap:
     return WeightMap((*plain_rules(_NAMES), *double_rules(_BLOCKS)), idle=idle_layers(config.shape))
 
 
-# The original checkpoint is a diffusers folder, so both formats have the same names.
+# The authors published the original weights as a diffusers folder. So both formats have the same tensor names.
 SPEC = joint_family("qwen_image", QwenImageConfig, PRESETS, weights, weights)

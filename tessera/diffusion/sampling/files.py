@@ -43,7 +43,7 @@ class Generated:
 
 @dataclass(frozen=True)
 class Record:
-    """Hold the model and the settings for the metadata file."""
+    """Hold what the metadata of a generated file records: the model, the request and the adapters."""
 
     model: Path
     parts: Path  # diffusers folder with VAE and text encoders

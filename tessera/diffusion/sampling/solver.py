@@ -94,7 +94,7 @@ def make_solver(
             code="generation.unsupported-scheduler",
         )
     _number(config, "num_train_timesteps", 1000)
-    if steps == 1:  # diffusers divides by zero if a single step is stretched
+    if steps == 1:  # with `shift_terminal`, diffusers would divide by zero for a single step
         config = {**config, "shift_terminal": None}
     scheduler_class = _library_class(name)
     # pass supported keys only: for others diffusers would log a warning for each sample

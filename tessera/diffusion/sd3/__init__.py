@@ -125,7 +125,10 @@ def original(config: SD3Config) -> WeightMap:
 
 
 def _reshaped(config: SD3Config, patch: str, table: str, head: str) -> tuple[Rule, ...]:
-    """Return the rules of tensors whose shapes differ in weight files. `patch`, `table`, `head`: names in files."""
+    """Return the rules of tensors that have another shape or order in weight files than in the model.
+
+    `patch`, `table`, `head`: their names in the files.
+    """
     shape, side, channels = config.shape, config.patch_size, config.in_channels
     hidden, places = config.hidden, (shape.table**2, config.hidden)
     return (

@@ -101,7 +101,7 @@ class SD3Config(JointConfig):
 
     def generation(self) -> GenerationFamily:
         channels = self.out_channels or self.in_channels
-        # Features of the first two encoders are concatenated. The tokens of the third encoder follow theirs.
+        # Features of the two CLIP encoders are concatenated for each token. The tokens of T5 follow the CLIP tokens.
         clip = EncodedPaddingCaptions(length=77, masked=False, layer=-2, pooled=True)
         return SD3Family(
             channels=channels,

@@ -38,7 +38,9 @@ def write_scores(out: Path, scores: Scores) -> tuple[Path, Path]:
             replace_file(path, text.encode())
     except OSError as error:
         raise TesseraError(
-            f"{out} cannot be written: {first_line(error)}", where="--out", code="output.not-writable"
+            f"scores.json and scores.html cannot be written to the folder {out}: {first_line(error)}",
+            where="--out",
+            code="output.not-writable",
         ) from None
     return files
 

@@ -207,7 +207,10 @@ def _prompts_of(files: Sequence[Path], prompts: Path) -> tuple[dict[str, str], i
 
 
 def _by_file_name(files: Sequence[Path], prompts: Path) -> tuple[dict[str, str], int]:
-    """Return the prompts of files named PROMPT-INDEX, for the prompts of a VBench file."""
+    """Return the prompt of each file that is named PROMPT-INDEX, and the number of prompts without a file.
+
+    `prompts`: a VBench file. Files of other prompts are left out.
+    """
     texts = {prompt.text for prompt in read_suite(prompts)}
     named = ((path.name, _NUMBERED.fullmatch(path.stem)) for path in files)
     table = {name: match[1] for name, match in named if match is not None and match[1] in texts}

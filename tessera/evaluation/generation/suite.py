@@ -32,7 +32,7 @@ _LIMIT = 64 << 20
 
 @dataclass(frozen=True)
 class SuitePrompt:
-    """Hold a prompt and its columns in VBench_full_info.json."""
+    """Hold a prompt, and the other fields of its entry in VBench_full_info.json."""
 
     text: str
     columns: Mapping[str, Any] = field(default_factory=dict)
@@ -144,7 +144,7 @@ def check_protocol(folder: Path, protocol: Mapping[str, Any]) -> bool:
     if not file.is_file():
         if folder.is_dir() and any(folder.iterdir()):
             raise TesseraError(
-                "the folder has files, but no samples of this command",
+                "the folder is not empty, and its files are not from this command",
                 where=str(folder),
                 fix="name a new folder: --out FOLDER",
                 code="output.other-files",

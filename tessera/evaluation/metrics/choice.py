@@ -66,7 +66,8 @@ def by_mcq(answer: str, options: Mapping[str, str], id: str = "") -> str | None:
         return None
     text = _stripped(answer.strip(), ",.!?;:'\"")
     inner = text.strip()
-    ranked: list[tuple[int, int, str]] = []  # (rank of the form, position, letter)
+    # (rank of the form, position, letter): the answer is the letter of the highest rank, and of these the last one
+    ranked: list[tuple[int, int, str]] = []
     for rank, form in ((6, "({})"), (5, "{}."), (4, "{}:"), (3, "{})"), (2, "{} ")):
         ranked += [(rank, text.rfind(form.format(each)), each) for each in options if form.format(each) in text]
     for phrase in _PHRASES:

@@ -19,7 +19,7 @@ from tessera.evaluation.metrics.texts import edit_distance
 Grams = Counter[tuple[str, ...]]
 References = Callable[[], Iterable[Sequence[str]]]
 
-_SIGMA = 6.0  # CIDEr: width of the penalty for a different length
+_SIGMA = 6.0  # CIDEr: standard deviation of the Gaussian penalty for an answer of another length
 # Characters of writing systems without blanks between words are words of their own.
 _UNSPACED = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 _WORD = re.compile(rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+(?:['’][^\W{_UNSPACED}]+)*")
@@ -29,7 +29,7 @@ _TOKEN = re.compile(rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+|[^\w\s]")
 
 
 def spoken(text: str) -> str:
-    """Return a text as it is heard: without case, punctuation and repeated white space, in one Unicode form."""
+    """Normalize a text for comparison by ear: NFKC, no case, no punctuation, and single spaces between words."""
     text = unicodedata.normalize("NFKC", text).casefold().replace("’", "'")
     return " ".join(_WORD.findall(text))
 

@@ -171,7 +171,8 @@ class _Judge:
         limits.
         """
         if finding.phase == "update":
-            # Optimizers remember the gradients of earlier steps.
+            # Use the gradients of all steps so far: optimizers remember them, so an earlier difference of gradients
+            # also changes this update.
             steps = range(self._first_step, finding.step + 1)
             gradients = filter(None, (self._parameter(step, "gradient", finding.name) for step in steps))
             largest = max(float(a.abs().max()), float(b.abs().max())) if a.numel() else 0.0
@@ -264,7 +265,7 @@ class _Judge:
         return finding
 
     def _samples(self, finding: ParityFinding, positions: Sequence[int], stride: int) -> tuple[str, ...]:
-        """Return the samples of the packed row that the positions belong to.
+        """Return the samples, in the packed row, to which the positions belong.
 
         If the tensor does not have an entry per token, return all samples of the micro-batch.
         """

@@ -90,7 +90,7 @@ class JoinedTensor:
         return max(measured) if measured else None
 
 
-Identity = tuple[int, str, str, int, int]  # see `TensorEntry.identity`
+Identity = tuple[int, str, str, int, int]  # what identifies a recorded tensor, as `TensorEntry.identity` returns it
 ByRows = dict[str, list[RecordedShard]]
 Groups = dict[Identity, ByRows]
 
@@ -203,7 +203,7 @@ def _by_shape(shards: Sequence[RecordedShard], like: list[int]) -> JoinedTensor 
         features = next((d for d in range(1, len(like)) if first.shape[d] != like[d]), None)
         if features is not None:
             pieces.append((rows, torch.cat(tensors, dim=features)))
-        elif len(by_context) == 1 and first.shape[0] * len(group) == like[0]:  # sequence parallelism splits the rows
+        elif len(by_context) == 1 and first.shape[0] * len(group) == like[0]:  # split by rows: sequence parallelism
             pieces += [(rows + number * first.shape[0], tensor) for number, tensor in enumerate(tensors)]
         else:
             pieces.append((rows, tensors[0]))

@@ -119,7 +119,7 @@ class Recording:
     label: str
     ranks: list[RankRecord]
     made_by: dict[str, str] = field(default_factory=dict)
-    # Name in this recording -> name in the other one, if they differ.
+    # Name of a module or parameter in this recording -> its name in the recording to compare, if it differs.
     pairs: dict[str, str] = field(default_factory=dict)
 
     @property

@@ -58,7 +58,7 @@ class TaskBenchmark:
         for number, question in self.rows.scan(numbers):
             if isinstance(question, BenchmarkQuestion):
                 try:
-                    # report a row that the metric cannot score before the question is asked
+                    # Score an empty answer: a row that the metric cannot score is reported before it is asked.
                     self.metric.mark("", question)
                 except RecordError as error:
                     yield number, error
@@ -66,7 +66,7 @@ class TaskBenchmark:
             yield number, question
 
     def protocol(self) -> dict[str, Any]:
-        """Return the settings that determine scores, as JSON."""
+        """Return all settings that affect the scores, as a JSON mapping."""
         task = self.task.model_dump(mode="json", exclude=_NOT_OF_THE_PROTOCOL)
         names = [file.name for file in self.table.files]
         data = {"source": self.table.source, "files": names, "md5": self.table.sums, "published": self.published}
@@ -243,7 +243,11 @@ def _after_extraction(metric: AnswerMetric, extraction: ExtractionSection) -> An
 
 
 def extracted(answer: str, extraction: ExtractionSection) -> str:
-    """Return the part of an answer that is scored: without reasoning, and if there is a pattern, its last match."""
+    """Return the part of an answer that is scored.
+
+    Reasoning is removed, unless `reasoning` is false. If `pattern` is set, the result is its last match (of this, the
+    first group, if it has groups). Without a match, `otherwise` decides.
+    """
     if extraction.reasoning:
         for start, end in _REASONING:
             answer = re.sub(f"{start}.*?{end}", "", answer, flags=re.DOTALL)

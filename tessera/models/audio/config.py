@@ -11,7 +11,7 @@ from tessera.config.reader import Section
 from tessera.models.text.hf import Check, check_supported
 from tessera.nn.audio import AudioShape
 
-CHUNK_STRIDE = 8  # mel frames per token of a `ChunkAudioConfig`
+CHUNK_STRIDE = 8  # mel frames that become one token in encoders with a `ChunkAudioConfig`
 CHUNK_TOKENS = 13  # number of tokens that transformers assumes in each full chunk
 _NO_DROPOUT = ("dropout", "attention_dropout", "activation_dropout", "encoder_layerdrop")
 
@@ -19,7 +19,8 @@ _NO_DROPOUT = ("dropout", "attention_dropout", "activation_dropout", "encoder_la
 class AudioConfig(Section):
     """Configure the blocks of an audio encoder. Fields have the names that transformers uses."""
 
-    defaults: ClassVar[Mapping[str, Any]] = {}  # defaults of transformers that differ from the defaults of a recipe
+    # field -> default of transformers, where it differs from the default below; for keys that a config.json lacks
+    defaults: ClassVar[Mapping[str, Any]] = {}
     fixed: ClassVar[Mapping[str, Any]] = {}  # constant fields that `write` adds
 
     num_mel_bins: int = Field(128, gt=0, le=1024)

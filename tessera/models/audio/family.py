@@ -26,7 +26,7 @@ from tessera.weights.map import Rule
 from tessera.weights.operations import Reshape
 
 AUDIO_BLOCKS = "audio.blocks.{*}"
-EXAMPLE_CLIPS = 16  # least number of recordings in an example batch; the usual numbers of data-parallel ranks divide it
+EXAMPLE_CLIPS = 16  # minimum number of recordings in an example batch: usual numbers of data-parallel ranks divide it
 
 
 class AudioFamily(MediaFamily):

@@ -24,11 +24,11 @@ class LogMel:
     rate: int = 16_000  # samples per second
     fft: int = 400  # samples in the window of a frame
     hop: int = 160  # samples between the middles of neighbouring frames
-    seconds: int = 30  # longest recording in seconds, of models that pad all recordings to one length
+    seconds: int = 30  # for models that pad all recordings to one length: that length, which is the maximum
 
     @property
     def longest(self) -> int:
-        """Return the number of samples of the longest recording."""
+        """Return the maximum length of a recording in samples, to which some models pad all recordings."""
         return self.seconds * self.rate
 
     def frames(self, samples: int) -> int:

@@ -14,7 +14,7 @@ from tessera.models.vision.config import VisionLanguageConfig
 class OmniConfig(VisionLanguageConfig):
     """Configure a thinker. It is read from the config.json of a thinker's folder or of the full model's folder."""
 
-    full_model: ClassVar[str]  # `model_type` of folders of the full model; those of its parts are derived from it
+    full_model: ClassVar[str]  # `model_type` in folders of the full model; the types of its parts begin with it
     time_fields: ClassVar[tuple[str, ...]]  # names, in config.json and here, of the fields about time positions
     hf_fields: ClassVar[Mapping[str, Any]] = {}  # defaults of transformers that differ from those of a recipe
     tie_in_text: ClassVar[bool] = False

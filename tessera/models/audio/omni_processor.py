@@ -91,7 +91,7 @@ class OmniProcessor(GridProcessor):
         return replace(layout, tokens=tuple(frames), sound=replace(track, tokens=tuple(sound)))
 
     def times(self, count: int, size: MediaSize) -> tuple[float, ...]:
-        # The order of the two fp32 products is that of transformers.
+        # Multiply in the order of transformers: in fp32, another order rounds differently.
         seconds = np.arange(count, dtype=np.float32) * self.seconds(size)
         return tuple((seconds * np.float32(self.tokens_per_second)).astype(self.position_type).tolist())
 

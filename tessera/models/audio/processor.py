@@ -50,7 +50,7 @@ class AudioSplitter:
     """
 
     mel: LogMel
-    stride: int  # see `AudioShape`
+    stride: int  # `stride` and `reach` of the convolutions, as in `AudioShape`
     reach: int
     pool: int = 1  # number of audio frames that become one token
     chunk: int = 3000  # mel frames of a chunk

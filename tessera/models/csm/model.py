@@ -61,7 +61,7 @@ class CSM(SpeechFamily):
 
 
 def stock_inputs(batch: Batch, model: Any) -> dict[str, Tensor]:
-    """Return the input of transformers' class for a batch of one sample: embeddings of its texts and codes."""
+    """Return `inputs_embeds` of transformers' class for a batch of one sample: embeddings of text tokens and codes."""
     codes = batch[CODES]
     spoken = (codes != IGNORE).all(0)
     embeddings = model.embed_text_tokens(batch["tokens"])

@@ -78,7 +78,7 @@ class CSMProcessor(SpeechProcessor):
         chosen = build(CSMOptions, options, "data.processor")
         encoder = ChatEncoder(load_tokenizer(folder))
         check_special_tokens(encoder, CHAT, config.special_token_ids, config.text.vocab_size, folder)
-        # The last code of the table, if it is the padding code, is not a code of the codec.
+        # The last code of the table may be the padding code, which is no code of the codec.
         padded = config.codebook_pad_token_id == config.codebook_size - 1
         sizes = (min(config.codec_codes, config.codebook_size - padded),) * config.num_codebooks
         sampling, end = VideoSampling(), config.codebook_eos_token_id
@@ -139,7 +139,7 @@ class CSMProcessor(SpeechProcessor):
                 fix="write a number, such as 0, for each voice",
                 code="data.speaker-without-number",
             )
-        other = message.role == "user" and spoken  # in a dialogue, the user is another voice
+        other = message.role == "user" and spoken  # in a spoken dialogue, the user has another voice: the next number
         return f"[{message.speaker or self.speaker + other}]{text}"
 
     def prompt(

@@ -257,7 +257,8 @@ def _stop_where_trained(path: Path, stops: Sequence[int]) -> None:
         return
     stored = settings.get("eos_token_id")
     ends = stored if isinstance(stored, list) else [] if stored is None else [stored]
-    if set(ends) & set(stops[:-1] or stops):  # compare without the last stop token, which ends plain text
+    # Is a stop token of a turn listed already? The last of several stop tokens ends plain text, not a turn.
+    if set(ends) & set(stops[:-1] or stops):
         return
     padding = {} if settings.get("pad_token_id") is not None else {"pad_token_id": stops[-1]}
     settings = {**settings, "eos_token_id": [*ends, *(stop for stop in stops if stop not in ends)], **padding}

@@ -25,7 +25,7 @@ CONTEXT = "<IMG_CONTEXT>"
 WHERE = f"config.json ({MODEL_TYPE})"
 # Id of <IMG_CONTEXT> in published models, for folders whose tokenizer files lack it.
 _CONTEXT_IDS = {"qwen2": 151667, "qwen3": 151671, "qwen3_moe": 151671, "internlm2": 92546}
-_MAX_BYTES = 256 << 20  # largest size of tokenizer.json
+_MAX_BYTES = 256 << 20  # size limit of tokenizer.json
 
 
 def hf_config(folder: Path, data: Mapping[str, Any]) -> dict[str, Any]:

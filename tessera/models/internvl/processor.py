@@ -274,7 +274,8 @@ def read_tiles(
         wrong = [key for key, value in single.items() if image_file.get(key, value) != value]
         if wrong:
             raise TesseraError(
-                f"{wrong[0]} = {image_file[wrong[0]]!r} does not describe a single tile",
+                f"{wrong[0]} = {image_file[wrong[0]]!r} of preprocessor_config.json does not describe one tile: size "
+                "and crop_size must be vision_config.image_size of config.json, and do_center_crop must be true",
                 where=str(folder),
                 code="media.preprocessor-mismatch",
             )

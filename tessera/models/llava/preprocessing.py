@@ -157,7 +157,10 @@ class AnyResTiles:
         return FeatureInterpolation(np.concatenate([whole, index]), shares)
 
     def video(self, frames: int) -> FeatureInterpolation:
-        """Return the features that become tokens of a video: each frame is pooled to half its side."""
+        """Return the features that become tokens of a video: each frame is interpolated to half its side.
+
+        The last token of the video is the model's newline embedding.
+        """
         half = math.ceil(self.side / 2)
         index, weights = _smaller(np.arange(self.side**2).reshape(self.side, self.side), half, half)
         width = index.shape[-1]
@@ -240,9 +243,9 @@ def _check_tiles(data: dict[str, Any], config: LlavaConfig, path: Path) -> None:
     pinpoints = data.get("image_grid_pinpoints")
     if pinpoints is not None and tuple(map(tuple, pinpoints)) != config.tiles.pinpoints:
         raise TesseraError(
-            "image_grid_pinpoints differ from the model's",
+            "image_grid_pinpoints differ from those of config.json",
             where=str(path),
-            fix="copy them from config.json",
+            fix="copy them from config.json into this file",
             code="media.preprocessor-mismatch",
         )
     size = data.get("size") or {}

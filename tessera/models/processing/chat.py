@@ -116,7 +116,7 @@ class ChatTemplate:
 
     @cached_property
     def _cut(self) -> re.Pattern[str]:
-        """Return a regular expression that matches the special tokens in the template's texts."""
+        """Return a regular expression that matches any special token, to split texts of the template at them."""
         return re.compile("(" + "|".join(re.escape(word) for word in self.special) + ")")
 
     @property
@@ -236,7 +236,10 @@ class ChatTemplate:
         return self.turns[role] if role in self.turns else self.turns[_ANY]
 
     def _goes_on(self, before: Message | None, role: str) -> bool:
-        """Return whether a turn continues the previous turn of the same role, without a new header."""
+        """Return whether a message continues the turn of the previous message, which has the same role.
+
+        Then no new header is written. Only roles with a `between` text have such turns.
+        """
         return before is not None and before.role == role and bool(self._turn(role).between)
 
     def _header(self, role: str) -> list[ChatSpan]:
@@ -269,7 +272,7 @@ class ChatTemplate:
         said = r"(\{% raw %\}.+?\{% endraw %\}|.+?)(?=\{%)" if not after else "(.*?)" + re.escape(after)
         for match in re.findall(re.escape(before) + said, jinja.replace("\\n", "\n"), re.DOTALL):
             text = str(match).removeprefix("{% raw %}").removesuffix("{% endraw %}")
-            # Skip matches inside Jinja expressions, such as concatenated strings.
+            # Skip a match that is a part of a Jinja expression, such as concatenated strings: it is not the message.
             if text != match or not re.search(r"\{[%{]|[%}]\}|^['\"] *\+", text):
                 return text
         return None

@@ -56,7 +56,7 @@ _MIN_FILLED = 0.8
 class ConversationProcessor:
     """Turn conversations into batches and tokens back into text."""
 
-    version: ClassVar[str]  # family name and a number, which is increased when the same options give other tokens
+    version: ClassVar[str]  # family name and a number; increase it if equal options give other tokens than before
     streams: ClassVar[MediaStreams] = {}  # inputs of media encoders (vision, audio), by name in the model's plan
     axes: ClassVar[int] = 3  # number of position axes: 3 (time, height, width) or 1
     position_type: ClassVar[type[np.generic]] = np.int64
@@ -98,7 +98,7 @@ class ConversationProcessor:
         return None
 
     def positions(self, length: int, spans: Sequence[tuple[int, int]], layouts: Sequence[MediaLayout]) -> np.ndarray:
-        """Return the positions of all tokens, [3, length] or [length].
+        """Return the position ids of all tokens, [3, length] (time, height, width) or [length].
 
         `spans`: start and length of each run of tokens that stand for media.
         """
@@ -129,7 +129,7 @@ class ConversationProcessor:
         )
 
     def fingerprint_fields(self) -> list[Any]:
-        """Return JSON values that `measure` depends on besides tokenizer, template and sampling."""
+        """Return JSON values that change what `measure` returns, besides tokenizer, template and frame sampling."""
         return []
 
     def named_tokens(self) -> dict[str, str]:

@@ -53,10 +53,10 @@ class MediaLayout:
 
 @dataclass(frozen=True)
 class MediaStream:
-    """Declare which media an encoder reads, its stream in the model's plan, and the keys of its sizes in `measure`.
+    """Declare which media an encoder reads, its stream in the model's plan, and the keys of its counts in `measure`.
 
     An element is a patch or an audio frame. The number of element pairs is the sum of squared segment lengths, to
-    which the FLOPs of attention are proportional.
+    which the FLOPs of attention are proportional. `measure` returns both numbers for a sample.
     """
 
     stream: Stream
@@ -109,7 +109,8 @@ def token_runs(layouts: Sequence[MediaLayout]) -> list[int]:
 
 
 Runs = Sequence[tuple[int, int]]  # start and length of each run of consecutive placeholder tokens
-EncodedMedium = tuple[MediaLayout, Runs, Mapping[str, Tensor]]  # layout, runs of placeholders, encoder inputs
+# (layout, runs of placeholder tokens, encoder inputs) of one image, video or recording
+EncodedMedium = tuple[MediaLayout, Runs, Mapping[str, Tensor]]
 
 
 def encode_stream(media: Sequence[EncodedMedium], dim: int = 0) -> EncodedStream:

@@ -26,7 +26,7 @@ _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-_MAX_BYTES = 256 << 20  # largest size of tokenizer.json
+_MAX_BYTES = 256 << 20  # size limit of tokenizer.json
 _MOST_IDS = 1 << 24  # published vocabularies are below 2**20; for huge ids the library aborts the process
 _SHORT, _MANY = 64, 4096  # cache of tokenized texts: maximum characters of a text, maximum number of texts
 
@@ -81,7 +81,7 @@ def _from_merges(folder: Path) -> Tokenizer:
             add([AddedToken(**token)])
             if tokenizer.token_to_id(token["content"]) != int(number):
                 raise ValueError(f"the library gives {token['content']} another id than {number}")
-        return Tokenizer.from_str(tokenizer.to_str())  # parsing it again raises an error for duplicate ids
+        return Tokenizer.from_str(tokenizer.to_str())  # the library finds duplicate ids only while it parses
 
 
 @contextmanager
@@ -104,7 +104,7 @@ _REPEATED_GROUP = re.compile(r"\)[+*{]")
 _SET_OR_ESCAPE = re.compile(r"\\[pP]\{[^}]*\}|\\.|\[(?:\\.|[^\]\\])*\]", re.DOTALL)
 _REPEATED = re.compile(r"[+*]|\{\d*,\d*\}")
 _MOST_REPEATED = 2
-_MOST_STEPS = 10  # largest number of steps in a normalizer or pre-tokenizer, because each may double a text
+_MOST_STEPS = 10  # maximum number of steps in a normalizer or pre-tokenizer: each may double the length of a text
 # Test texts that trigger backtracking: long runs of one character, then another one.
 _TRIED = tuple(
     many * 60 + end for many in ("a", "A", "1", " ", "\n", ".", "a1", "a ", "\u00e9", "\u4e2d") for end in "!z\n"
@@ -116,7 +116,7 @@ _PUBLISHED = "use the published tokenizer of the model"
 
 
 def _highest_id(data: Mapping[str, Any]) -> int:
-    """Return the highest token id in a tokenizer.json. Ids that are not integers are left to the library."""
+    """Return the highest token id in a tokenizer.json. Skip ids that are not integers: the library checks them."""
     model, added = data.get("model"), data.get("added_tokens")
     vocab = model.get("vocab") if isinstance(model, dict) else None
     ids: list[Any] = [*vocab.values()] if isinstance(vocab, dict) else []

@@ -191,7 +191,7 @@ class TalkerConfig(Section):
                 f"enter, and less than the {layers} layers of the thinker"
             )
         if self.accept_hidden_layer > layers:
-            raise ValueError(f"accept_hidden_layer {self.accept_hidden_layer}: the thinker has {layers} layers")
+            raise ValueError(f"accept_hidden_layer is {self.accept_hidden_layer}, but the thinker has {layers} layers")
         codes = [name for name in type(self).model_fields if name.startswith("codec_")]
         self._check_ids({name: getattr(self, name) for name in codes}, self.text.vocab_size, "codes")
         self._check_ids(

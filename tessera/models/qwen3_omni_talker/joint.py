@@ -44,7 +44,7 @@ from tessera.nn.codes import CODED, TEXT_LOGITS, TEXT_TRAINED, PredictsText
 from tessera.nn.multimodal import packed_rows
 from tessera.weights.map import Rule, WeightMap
 
-THINKER = "thinker"  # path of the thinker, and name of its stream
+THINKER = "thinker"  # path of the thinker in the module tree, and name of its stream
 _HEARD_STATES = "heard_states"
 _SEQUENCE = Stream(
     tensors=tuple(f"{QUESTION}{name}" for name in ("tokens", "labels", "positions")),
@@ -123,8 +123,11 @@ class OmniModel(Talker, PredictsText):
     def _think(
         self, thinker: TrainedThinker, batch: Batch, question: Batch, carry: Tensor | None
     ) -> tuple[Tensor, Tensor, bool]:
-        """Return the hidden states of the conversations, and what the talker reads; or features of encoders for the
-        next stage, and False."""
+        """Return the hidden states of the conversations, the thinker's tensor that the talker reads, and True.
+
+        On a pipeline stage that does not finish the encoders, return their features for the next stage, twice, and
+        False.
+        """
         if thinker.encodes:
             x, complete = thinker.begin(question, carry)
             if not complete:

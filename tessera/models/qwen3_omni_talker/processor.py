@@ -134,7 +134,7 @@ class TalkerProcessor(SpeechProcessor):
         return self._prompts([sample.id for sample in samples], openings)
 
     def answer_prompt(self, prompt: Batch, answer: Sequence[int], speaker: str) -> SpeechPrompts:
-        """Return the prompt for the speech of an answer. `prompt`: what the thinker has answered, media included."""
+        """Return the prompt for the speech of an answer. `prompt`: that of the thinker; `answer`: the next tokens."""
         tokens = [*prompt["tokens"].tolist(), *answer]
         prompts = self._prompts(["answer"], [Opening.of(tokens, self.ids, self._voice(speaker))])
         turns = SpokenTurns.of(tokens, self.ids)
@@ -181,7 +181,7 @@ class TalkerProcessor(SpeechProcessor):
         """Return the tokens of a conversation, which the thinker reads."""
         text = _without_speech(sample)
         for part in text.media():
-            self.layout(part.kind, MediaSize(0, 0))  # raises an error
+            self.layout(part.kind, MediaSize(0, 0))  # raises the error of the talker: it reads no media here
         return self.encoder.encode(self._chat_spans(text, [], []), [])[0]
 
     def _spoken(self, sample: Sample, tokens: Sequence[int]) -> SpokenSample:
@@ -332,7 +332,7 @@ class OmniTrainingProcessor(MediaTalkerProcessor):
         batch = super().collate([[item for item in row if len(item.tokens)] for row in rows], length)
         questions, heard = _questions(rows, [length] * len(rows))
         total, room = sum(len(question.tokens) for question in questions), length * len(rows)
-        # Padding lets context parallel ranks split the sequence evenly, and keeps it from being empty.
+        # Pad the thinker's tokens: context parallel ranks must get equal parts, and the sequence must not be empty.
         padded = min(room, max(1, -(-total // _UNIT)) * _UNIT)
         read = self.thinker._pack([questions], [padded])
         read = as_question(read.with_tensors(trained=trained_positions(read["labels"])))
@@ -378,7 +378,7 @@ def _indices(runs: Sequence[tuple[int, int]]) -> Tensor:
 
 
 def _speaks(sample: Sample) -> bool:
-    """Return whether the last message is an answer with speech."""
+    """Return whether the last message is an answer that contains codes of speech."""
     answer = sample.messages[-1]
     return answer.role == "assistant" and any(part.kind == "codes" for part in answer.parts)
 

@@ -108,15 +108,15 @@ class Opening:
     """Hold what a talker reads before the first frame of speech, and the text that runs beside the frames."""
 
     text: tuple[int, ...]  # tokens before the first frame
-    control: tuple[int, ...]  # control codes at the last of these positions
-    beside: tuple[int, ...]  # tokens at the positions of the frames, until the text ends
+    control: tuple[int, ...]  # control codes at the last positions of `text`
+    beside: tuple[int, ...]  # tokens of text at the positions of the first frames: one per frame until the text ends
 
     @staticmethod
     def of(tokens: Sequence[int], ids: TalkerIds, speaker: int) -> Opening:
         """`tokens`: a conversation that ends with the text to speak."""
         turns = SpokenTurns.of(tokens, ids)
         if not turns.words:
-            raise TesseraError("the answer has no text to speak", code="data.no-text")
+            raise TesseraError("the last answer has no text to speak", code="data.no-text")
         control = (*ids.prefix, speaker, ids.code_pad, ids.code_begin)
         first, *words = (tokens[index] for index in turns.words)
         before = [tokens[index] for index in (*turns.read, *turns.header)]

@@ -125,9 +125,9 @@ def encode(module: nn.Module, batch: Batch) -> Batch:
 
 
 def reader(config: TalkerConfig, model: nn.Module) -> Callable[[Batch], Batch]:
-    """Return a function like `encode` for a loaded thinker, which also answers questions. It is not copied.
+    """Return a function like `encode` for a thinker that is loaded already, to answer questions. It is not copied.
 
-    A batch that has the outputs already is returned as it is.
+    If a batch contains the thinker's outputs already, the function returns the batch unchanged.
     """
     assert isinstance(model, MultimodalModel)
     embed, layer = model.get_submodule("text.embed"), hidden_of(f"text.layers.{config.accept_hidden_layer - 1}")

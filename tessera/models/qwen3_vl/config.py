@@ -74,7 +74,7 @@ class Qwen3VLVisionConfig(GridVisionConfig):
 
 
 def check_taps(vision: Qwen3VLVisionConfig, text: TextConfig) -> None:
-    """Raise an error if there are more DeepStack features than layers of the text decoder."""
+    """Raise an error if there are more DeepStack features than text layers: each is added to the output of a layer."""
     taps, layers = len(vision.deepstack_visual_indexes), text.num_hidden_layers
     if taps > layers:
         raise ValueError(

@@ -35,7 +35,7 @@ class Codec(nn.Module, ABC):
     """
 
     encodes = True
-    ahead = 0  # frames that follow a frame and change its sound
+    ahead = 0  # number of following frames that the sound of a frame depends on
 
     def __init__(self, module: nn.Module, *, rate: int, stride: int, codebooks: int, size: int, context: int) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Codec(nn.Module, ABC):
         self.rate, self.stride = rate, stride
         self.codebooks, self.size = codebooks, size  # number of codebooks, and of codes in each of them
         self.context = context
-        self.longest = max(_LONGEST, 2 * context)  # frames that are computed together
+        self.longest = max(_LONGEST, 2 * context)  # maximum frames of one call, with the `context` frames before them
 
     @property
     def device(self) -> torch.device:
@@ -229,7 +229,7 @@ class CodecSource:
 
 _MIMI = ("MimiConfig", "MimiModel")
 _WAVE_CLASSES = ("Qwen3OmniMoeCode2WavConfig", "Qwen3OmniMoeCode2Wav")
-# By `model_type` of config.json.
+# `model_type` of a folder's config.json -> how to load the codec from this folder.
 SOURCES: Mapping[str, CodecSource] = {
     "mimi": CodecSource(MimiCodec, _MIMI),
     "csm": CodecSource(MimiCodec, _MIMI, "codec_config", "codec_model."),

@@ -48,7 +48,7 @@ class SpeechShape:
     """Hold the sizes of the parts of a model that speaks."""
 
     text: TextConfig
-    depth: TextConfig  # the depth decoder; its vocabulary and its largest length are not used
+    depth: TextConfig  # the depth decoder; its vocabulary size and its maximum length are not used
     sizes: tuple[int, ...]  # number of codes of each codebook
     head: int  # number of outputs of the main head
     projected: bool  # whether inputs of the depth decoder are projected to its width
@@ -165,7 +165,7 @@ def speech_example(shape: SpeechShape, tokens: int) -> Batch:
     codes = torch.full((len(shape.sizes), tokens), IGNORE)
     codes[:, first:] = 0
     following = torch.nn.functional.pad(codes[:, 1:], (0, 1), value=IGNORE)
-    coded = torch.arange(first - 1, tokens - 1)  # this also runs on the meta device
+    coded = torch.arange(first - 1, tokens - 1)  # computed from sizes: on the meta device, `codes` has no values
     labels = following[0].clone()
     return batch.with_tensors(**{"labels": labels, "trained": coded, CODES: codes, NEXT_CODES: following, CODED: coded})
 

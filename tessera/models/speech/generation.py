@@ -45,7 +45,7 @@ class Speaks(Protocol):
         ...
 
     def speech_prompts(self, samples: Sequence[Sample]) -> SpeechPrompts:
-        """Return prompts for the speech of the last message of each sample. Other messages may have codes."""
+        """Return prompts for the speech of each sample's last message. Earlier messages may contain codes of speech."""
         ...
 
 

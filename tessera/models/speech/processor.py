@@ -33,7 +33,7 @@ class SpeechProcessor(ConversationProcessor):
     """Turn conversations with speech as codes into batches."""
 
     axes: ClassVar[int] = 1
-    reads_all_speech: ClassVar[bool] = True  # whether speech of all roles is read as codes, or only of trained roles
+    reads_all_speech: ClassVar[bool] = True  # True: speech of all roles is read as codes; False: only of trained roles
 
     sizes: tuple[int, ...]  # number of codes of each codebook
 

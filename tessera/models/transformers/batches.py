@@ -46,7 +46,7 @@ class Library:
     processor: Any
     tokenizer: Any
     turns: Turns
-    prefix_types: bool = False  # the class needs `token_type_ids` (see `has_prefix_types`)
+    prefix_types: bool = False  # whether the class needs `token_type_ids`, as `has_prefix_types` finds out
 
     @property
     def sees(self) -> bool:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Model types whose rows may contain several samples: without a mask, samples whose positions restart do not attend to
-# each other. The model_type of the full class and of its text decoder must both be listed. A test compares each with
-# samples in separate rows.
+# Model types whose rows may contain several samples: without a mask, transformers separates samples where
+# `position_ids` start again at 0. The model_type of the full class and of its text decoder must both be listed. A test
+# compares the outputs of each with those of samples in separate rows.
 _PACKS_IMAGES = frozenset(
     ("aya_vision", "deepseek_vl", "gemma3", "idefics2", "idefics3", "janus", "llava_next", "ovis2", "vipllava")
 )

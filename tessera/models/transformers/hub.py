@@ -48,7 +48,7 @@ def find_class(name: str) -> type[PreTrainedModel]:
 def published_class(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """Return the class itself if it belongs to transformers, else the class of transformers that it extends."""
     classes = (c for c in kind.__mro__ if c.__module__.startswith(f"{LIBRARY}."))
-    return next(classes)  # at least PreTrainedModel is found
+    return next(classes)  # there is one: every class of models extends PreTrainedModel
 
 
 def choose_class(hf: Mapping[str, Any], name: str | None) -> type[PreTrainedModel]:

@@ -119,7 +119,7 @@ def checked_processor(folder: Path | None, config: Mapping[str, Any], image_back
             code="tokenizer.files-missing",
         )
     if (folder / "tokenizer.json").is_file():
-        load_tokenizer(folder)  # raises an error for invalid tokenizer files
+        load_tokenizer(folder)  # raises an error if tokenizer.json is invalid, before transformers reads it
     try:
         return load_processor(folder, config, image_backend)
     except ImportError as error:

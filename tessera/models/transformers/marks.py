@@ -77,11 +77,11 @@ def without_marks(text: str) -> tuple[str, tuple[Span, ...]]:
         if mark[0] == BEGIN:
             begins.append(length)
         elif not begins:
-            raise ValueError("an end mark without a begin mark")
+            raise ValueError("the end of a trained range has no begin")
         else:
             spans.append((begins.pop(), length))
     if begins:
-        raise ValueError("a begin mark without an end mark")
+        raise ValueError("the begin of a trained range has no end")
     return "".join([*parts, text[at:]]), tuple(spans)
 
 

@@ -56,7 +56,7 @@ class TransformersBuilder:
         return module
 
     def plan(self) -> ModelPlan:
-        """Return the plan. Its blocks are the modules that the class declares as not splittable."""
+        """Return the model's plan. Its blocks are the outermost modules of the classes in `_no_split_modules`."""
         module = self.build()
         names = unsplit_modules(module)
         units = [path for path, part in module.named_modules() if path and type(part).__name__ in names]
@@ -110,7 +110,7 @@ def _arguments_of(module: nn.Module, depends_on_length: bool) -> Callable[[Batch
     def inputs_of(batch: Batch) -> dict[str, Tensor]:
         inputs = arguments(batch)
         if makes_decoder_inputs and "decoder_input_ids" not in inputs and LABELS in batch:
-            inputs["labels"] = batch[LABELS]  # an encoder-decoder class makes the decoder's input from the labels
+            inputs["labels"] = batch[LABELS]  # an encoder-decoder class shifts the labels to make the decoder's input
         if depends_on_length and POSITIONS not in inputs and MASK in inputs:
             inputs[POSITIONS] = masked_positions(inputs[MASK])
         return inputs

@@ -29,9 +29,9 @@ def _depends_on_length(part: nn.Module) -> bool:
 
 
 class _PerSample:
-    """Replace the output of a rotary embedding: compute it for each sample of the batch separately.
+    """Replace the output of a rotary embedding (as a forward hook): compute it for each sample separately.
 
-    Each sample uses a fresh copy of the embedding, so that no earlier length is remembered.
+    Some RoPE types remember the longest sequence so far. So each sample uses a new copy of the embedding.
     """
 
     def __init__(self, rope: nn.Module) -> None:

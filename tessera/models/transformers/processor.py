@@ -90,7 +90,7 @@ class ClassProcessor:
         """Return transformers' processor, the tokenizer and the chat template."""
         processor = checked_processor(self.folder, self.config.hf, self.options.image_backend)
         tokenizer = getattr(processor, "tokenizer", processor)
-        if tokenizer.pad_token_id is None:  # any token will do, because padding is masked
+        if tokenizer.pad_token_id is None:  # transformers needs a padding token; any will do, because padding is masked
             tokenizer.pad_token = tokenizer.eos_token
         sees = getattr(processor, "image_processor", None) is not None
         turns = Turns(processor, tokenizer, self.options.system, sees)
@@ -226,8 +226,8 @@ def _as_images(sample: Sample, media: Sequence[Any]) -> tuple[Sample, list[Image
         for part in message.parts:
             if part.regions:
                 raise TesseraError(
-                    "classes of transformers define no text format for boxes and points",
-                    fix="write them into the text as the model expects them, and leave out `objects`",
+                    "Tessera cannot write boxes and points into the text for a class of transformers",
+                    fix="write the coordinates into the text in the model's own format, and leave out `objects`",
                     code="model.no-box-words",
                 )
             if part.kind == "text":

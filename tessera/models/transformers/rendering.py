@@ -103,7 +103,7 @@ def _start() -> subprocess.Popen[bytes]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:
-    with process:  # leaving the block closes the pipes, which ends the process, and waits for its end
+    with process:  # the end of the block closes the pipes, so that the process ends, and waits for that
         pass
     return process.returncode
 

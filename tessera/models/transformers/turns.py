@@ -255,7 +255,7 @@ class Turns:
         return spans
 
     def _end_length(self, messages: Sequence[Message], form: Form, plain: str, turn: int, end: int) -> int:
-        """Return the length of a turn's end: the characters after its text, up to the last special token.
+        """Return how many characters end a turn: those after its text, up to and with the last special token.
 
         Characters that the template writes only if another message follows are not part of the end.
         """

@@ -95,7 +95,7 @@ class VisionLanguageConfig(Section):
         return []
 
     def written_fields(self) -> dict[str, Any]:
-        """Return fields of `vision_config` that transformers writes for this family besides the common fields."""
+        """Return the fields, with values, that transformers writes to `vision_config` of this family only."""
         return {}
 
     @property

@@ -17,7 +17,7 @@ from tessera.models.vision.patches import block_positions
 from tessera.models.vision.processor import PATCHES
 from tessera.nn.vit import VisionShape
 
-EXAMPLE_IMAGES = 16  # largest number of images in an example batch; the usual numbers of data-parallel ranks divide it
+EXAMPLE_IMAGES = 16  # maximum number of images in an example batch: usual numbers of data-parallel ranks divide it
 
 
 @dataclass(frozen=True)

@@ -94,10 +94,11 @@ class GridFamily(VisionFamily):
     """Declare a family that cuts images of any size into a grid of patches."""
 
     pairs: ClassVar[tuple[tuple[str, str], ...]]  # Tessera's names -> names in folders, without the prefix `tower`
-    tower: ClassVar[str]  # prefix of the vision encoder's names in folders
+    tower: ClassVar[str]  # prefix of the names of the vision encoder's tensors in folders
     text_prefix: ClassVar[str] = "model."
     renames: ClassVar[tuple[tuple[str, str], ...]]  # (alternative prefix in folders, usual prefix)
-    ignored: ClassVar[tuple[str, ...]] = ("rotary_pos_emb.inv_freq",)  # buffers of the vision encoder that are not read
+    # buffers of the vision encoder that folders may contain, and that are not read
+    ignored: ClassVar[tuple[str, ...]] = ("rotary_pos_emb.inv_freq",)
     unread: ClassVar[tuple[str, ...]] = ()  # names, or prefixes of names, of tensors in folders that are not read
     stacked: ClassVar[bool] = False  # folders have one tensor for all experts of a layer
 

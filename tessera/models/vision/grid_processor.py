@@ -219,7 +219,7 @@ class TimestampedVideoProcessor(TableGridProcessor):
     def _seconds(self, size: MediaSize, steps: int, temporal: int) -> list[tuple[float, float]]:
         """Return the seconds of the first and of the last frame of each temporal patch."""
         chosen = self.sampling.choose(size.total, size.rate) if size.total else []
-        if len(chosen) != size.frames:  # sampled by the caller: assume equal distances
+        if len(chosen) != size.frames:  # the caller has sampled the frames itself: assume equal distances
             chosen = self.sampling.spread(size.frames, size.total or size.frames)
         rate, last = size.rate or DEFAULT_RATE, size.frames - 1
         ends = [(chosen[min(n * temporal, last)], chosen[min((n + 1) * temporal - 1, last)]) for n in range(steps)]

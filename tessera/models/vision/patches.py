@@ -82,8 +82,9 @@ class Patches:
     ) -> np.ndarray:
         """Cut RGB images of one size, or frames [F, H, W, 3], into patches [P, width] of bytes.
 
-        Copies of the last frame fill the last temporal patch. Images are resized if their size is not that of the grid.
-        `order`: indices of the patches in the order of the result; default: in the order of blocks.
+        If frames do not fill the last temporal patch, the last frame is repeated. Images are resized to the size of the
+        grid. `order`: index of the patch at each place of the result; by default, the patches of a block of merge x
+        merge follow each other.
         """
         t, h, w = grid
         size = (w * self.patch, h * self.patch)

@@ -137,7 +137,7 @@ def pixel_fields(patches: Patches) -> dict[str, Any]:
 
 
 def check_fields(data: Mapping[str, Any], path: Path, **needed: Any) -> None:
-    """Raise an error for a field of a preprocessor file that differs from the model's value. Fields may be missing."""
+    """Raise if a field of a preprocessor file differs from the value that the model needs. Missing fields are right."""
     for key, value in {**needed, **_STEPS}.items():
         if data.get(key) is not None and data[key] != value:
             raise TesseraError(

@@ -197,7 +197,7 @@ class _Windows:
         self._media = {"mel": mel, "mel_positions": bounds.repeat(rows, 1)}
 
     def __call__(self, new: Sequence[Sequence[int]]) -> Tensor:
-        """Add tokens to each row, and return the logits of the token after them."""
+        """Add tokens to the cache of each row, and return the logits of the token that follows them."""
         rows = enumerate(zip(self.cached, new, strict=True))
         entries = [CacheRow([row], cached, len(tokens)) for row, (cached, tokens) in rows]
         step = CacheStep.of(entries, self._size, self._device)
@@ -221,7 +221,7 @@ def _transcribe(
     choose: _Active,
     rules: _Rules | None,
 ) -> list[list[int]]:
-    """Return the tokens that follow each prompt. `decode` may already have read the beginning of the prompts."""
+    """Return the generated tokens of each prompt. `decode` may have the beginning of the prompts in its cache."""
     texts: list[list[int]] = [[] for _ in prompts]
     done = [False] * len(prompts)
     new: Sequence[Sequence[int]] = [prompt[cached:] for prompt, cached in zip(prompts, decode.cached, strict=True)]

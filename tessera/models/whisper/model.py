@@ -62,7 +62,8 @@ def plan(config: WhisperConfig) -> ModelPlan:
     # A stage of the decoder also passes on the outputs of the encoder, for the maximum number of recordings in a row.
     encoded = -(-positions // LEAST_TOKENS)
     inside, carry = StageActivation(encoded, shape.hidden), StageActivation(encoded + 1, shape.hidden)
-    # If a transcript has `LEAST_TOKENS` tokens, there are `encoded` positions of the encoder for each token.
+    # Weights of a layer per token, for a transcript of only `LEAST_TOKENS` tokens: then cross-attention projects
+    # `encoded` positions of the encoder for each token.
     layer = text.layer_weights + encoded * text.memory_weights
     layers = "text.layers.{*}"
     styles: dict[str, TensorStyle] = {

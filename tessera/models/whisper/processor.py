@@ -391,7 +391,7 @@ class WhisperProcessor(ConversationProcessor):
 
 
 def _features_of(config: WhisperConfig) -> LogMel:
-    """Return the features that the encoder reads: 10 ms from frame to frame, as in all published models."""
+    """Return the mel features that the encoder reads, with a frame every 10 ms as in all published models."""
     plain = LogMel(bins=config.audio.num_mel_bins)
     return replace(plain, seconds=config.audio.max_source_positions * STRIDE * plain.hop // plain.rate)
 

@@ -146,7 +146,7 @@ class Attributor:
     microbatches: Sequence[Batch]
     source: StepSource  # reads samples of the step again
     data_rank: int  # position on the data axis: ranks that share it read the same rows
-    engine_microbatches: int  # number of micro-batches that one step of the engine needs
+    engine_microbatches: int  # number of micro-batches in one step of the engine; its pipeline schedule needs as many
     seed: Callable[[], None]  # sets the random generators to their state at the start of the step
     most_probes: int
 
@@ -211,7 +211,7 @@ class Attributor:
                 plan.setdefault(data_rank, []).extend(probes)
         guilty = _bad(self._join(self._run(plan)), kind, usual_loss)
         samples += [name for data_rank, number in guilty for name in plan[data_rank][number].ids]
-        if plan and not guilty and kind == "not finite":  # no sample is bad alone: any of them may be the cause
+        if plan and not guilty and kind == "not finite":  # each probed sample alone is finite: any may be the cause
             samples += [name for probes in plan.values() for probe in probes for name in probe.ids]
             ambiguous = True
         return tuple(dict.fromkeys(samples)), ambiguous

@@ -74,7 +74,7 @@ class Guard(OptimizerStep):
         self._normal: dict[str, float] = {}  # largest absolute value of each parameter when it was last checked
         self._moved = 0.0  # sum of learning rates since `_normal` was measured: limits how far weights moved
         self._never_finite: dict[str, Damage] = {}  # tensors that were not finite when the run began
-        self._first_buffers: dict[str, Tensor] = {}  # buffers at the start of this session, by name
+        self._first_buffers: dict[str, Tensor] = {}  # copies at the start of this session: for a rollback to its start
         # Number of bad steps by action: skipped, clipped, went back, stopped, reported.
         self._counts: dict[str, int] = {}
 
@@ -131,7 +131,7 @@ class Guard(OptimizerStep):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the statistics. Excluded samples stay excluded, even after a rollback."""
+        """Restore the statistics. Samples that are excluded now stay excluded: a rollback does not read them again."""
         self.left_out = {**state.get("left_out", {}), **self.left_out}
         self._loss.restore(state.get("loss", {}))
         self._norm.restore(state.get("norm", {}))
@@ -360,7 +360,7 @@ class Guard(OptimizerStep):
             while trainer.resume(before):
                 if not self._damage(trainer):
                     return
-                before = trainer.step  # this checkpoint has damaged weights: try an older one
+                before = trainer.step  # the loaded checkpoint has damaged weights, too: try an older one
             restart(trainer, self._first_buffers)
 
     def _stop_if_asked_for_damage(self, trainer: TrainerHandle, bad_step: BadStep) -> None:

@@ -86,7 +86,7 @@ def smooth(points: Sequence[html.Point]) -> list[html.Point]:
     """Return an exponential moving average whose window is a thirtieth of the points, but two to ten points."""
     weight = 1 - 1 / min(10.0, max(2.0, len(points) / 30))
     out: list[html.Point] = []
-    total = norm = 0.0  # division by the norm removes the bias of the first points towards zero
+    total = norm = 0.0  # the average begins at zero; division by the sum of weights, `norm`, removes this bias
     for x, y in points:
         if math.isfinite(y):
             total, norm = weight * total + (1 - weight) * y, weight * norm + (1 - weight)

@@ -63,7 +63,7 @@ _COMPUTES = (
     "torch/distributed/pipelining/stage.py",
     "torch/distributed/pipelining/microbatch.py",
 )
-DISAGREE_S = 20.0  # ranks that wait in different collectives for so many seconds, or `stall_s`, are out of step
+DISAGREE_S = 20.0  # after so many seconds, or `stall_s` if less, ranks in different collectives are out of step
 # The phases of a step in order. The phase "reporting" belongs to the previous step.
 STEP_PHASES = (
     "reporting",
@@ -148,7 +148,7 @@ class Heartbeat:
 
     @property
     def at_work(self) -> bool:
-        """Return whether the rank makes progress by itself, and waits for no other rank."""
+        """Return whether the rank reads data, compiles, computes or is outside of a step, and is in no collective."""
         return not self.collective and self.activity in AT_WORK
 
     @property
@@ -233,7 +233,7 @@ def diagnose(
     still = min(heartbeat.still_s for heartbeat in present)
     working = any(heartbeat.at_work for heartbeat in present)
     if len({heartbeat.position for heartbeat in present}) == 1:
-        if still > timeouts.timeout_s and not working:  # all ranks stand at the same point, and none computes
+        if still > timeouts.timeout_s and not working:  # all ranks stopped at the same point of a step, and none works
             text = f"all ranks have stood still for {still:.0f} s in {present[0].where()}"
             return Verdict("stalled", tuple(sorted(heartbeats)), text)
         return None

@@ -240,7 +240,7 @@ class Watchdog(Callback):
         self._check_silent_neighbours(channel, silent_s)
         busy = {*self._busy_silent, *(rank for other in channel.heartbeats.values() for rank in other.busy_silent)}
         busy &= {rank for rank in silent_s if silent_s[rank] > self.interval}
-        # The main rank diagnoses all ranks. The others diagnose the main rank alone.
+        # The main rank diagnoses all ranks. Every other rank diagnoses only the main rank.
         diagnosed = channel.heartbeats if channel.rank == 0 else {0: channel.heartbeats[0]}
         return diagnose(diagnosed, silent_s, self.timeouts, self._heartbeat(), busy)
 
@@ -300,7 +300,7 @@ class HeartbeatChannel:
         self._store = _own_connection()
         self._store.set(f"process/{self.rank}", json.dumps(Process.this().dump()))
         self._store.set(f"heartbeat/{self.rank}", make_heartbeat().dump())
-        barrier()  # all ranks have written their keys: reads do not block
+        barrier()  # wait until all ranks have written their keys: reading a missing key would block
         self.neighbours = self._find_neighbours()
         self.heartbeats: dict[int, Heartbeat] = {}
         self._changed_at: dict[int, float] = {}
@@ -313,7 +313,7 @@ class HeartbeatChannel:
         self._thread.start()
 
     def _find_neighbours(self) -> dict[int, Process]:
-        """Return the processes of the ranks of this machine: torchrun numbers them consecutively."""
+        """Return rank -> process for the visible ranks of this machine, which torchrun numbers consecutively."""
         local = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
         first = self.rank - int(os.environ.get("LOCAL_RANK", self.rank))
         ranks = range(max(0, first), min(self.size, first + local))

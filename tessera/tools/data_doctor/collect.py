@@ -36,7 +36,7 @@ _WITH_TEXTS = ("transcript", "speech")  # formats whose texts are compared with 
 _ODD_TRANSCRIPTS = ("long-transcript", "short-transcript")
 FEW = 20  # shares such as ONE_ANSWER are not reported for fewer samples than this
 PACKED = 200_000  # maximum number of samples that a forecast packs, before it extrapolates to all
-# Histograms: (title, unit, column of measurements).
+# Histograms of the report: (title, unit of the values, name of the measured column).
 _WITH_TOKENS = (
     ("Length of a sample", "tokens", "tokens"),
     ("Trained on in a sample", "tokens", "trained"),
@@ -320,11 +320,11 @@ class Rung:
 
     length: int
     dropped: int  # samples longer than a row
-    dropped_share: float  # dropped samples over all usable samples
+    dropped_share: float  # fraction of the usable samples that are dropped
     tokens_lost: float  # share of all tokens in dropped samples
     padding: float  # share of padding tokens in packed rows
     rows: int
-    work: float | None  # FLOPs of the heaviest row over the mean; None: FLOPs are unknown
+    work: float | None  # FLOPs of the row with most FLOPs, divided by the mean of all rows; None: FLOPs are unknown
     chosen: bool
 
 

@@ -314,7 +314,8 @@ def _thumb(thumb: Thumb) -> str:
     if thumb.sound:
         image += f'<audio controls preload="metadata" src="{escape(thumb.sound)}"></audio>'
     kind = "thumb sound" if thumb.uri and thumb.pixels == (0, 0) else "thumb"
-    name = "" if thumb.uri and not thumb.sound else f"{escape(thumb.name)}<br>"  # recordings look alike
+    # An image needs no name. Recordings do, because their pictures look alike.
+    name = "" if thumb.uri and not thumb.sound else f"{escape(thumb.name)}<br>"
     return (
         f'<div class="{kind}" title="{escape(thumb.name)}">{image}'
         f'<div class="soft">{name}{escape(thumb.size)}{tokens}</div></div>'

@@ -321,7 +321,10 @@ def _shapes(sample: Sample, sizes: Sequence[MediaSize], processor: ChatProcessor
 
 
 def _media_tokens(processor: ChatProcessor, part: Part, size: MediaSize) -> int | None:
-    """Return the number of tokens that a media part adds to a message; None if the decoder attends to it instead."""
+    """Return the number of tokens that a media part adds to a message; None if it adds none.
+
+    It adds none in models whose decoder reads media by cross-attention.
+    """
     inner = processor.inner if isinstance(processor, PairProcessor) else processor
     if isinstance(inner, ConversationProcessor) and not inner.layout(part.kind, size).tokens:
         return None

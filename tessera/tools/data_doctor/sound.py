@@ -27,7 +27,7 @@ _SHORTEST = 0.5  # seconds; the spectrum of a shorter recording is not examined
 # the limit of a recording at half the rate, because resamplers leave some power there.
 _EMPTY_ABOVE = 0.28
 _EMPTY = 1e-6  # a smaller share of the power counts as none
-_FACTOR, _SPREADS = 4.0, 6.0  # see `odd_lengths`
+_FACTOR, _SPREADS = 4.0, 6.0  # limits of `odd_lengths`, which explains them
 _FRAME_MS = 80  # milliseconds of a frame of codes, of all supported codecs
 
 

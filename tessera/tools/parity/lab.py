@@ -127,7 +127,7 @@ def parity(
 
 
 def _say(line: str) -> None:
-    """Log a message. The logger is configured first, because each training configures it again."""
+    """Log a message. Show it in the terminal, too: each training changes the configuration of the logger."""
     with log.on_screen():
         log.logger().info(line)
 

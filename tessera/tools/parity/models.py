@@ -39,7 +39,7 @@ def record_beside(folder: Path, other: str, family: str | None, budget: Budget) 
     diffuses = isinstance(spec, GenerationSpec)
     if (other == "diffusers") != diffuses and other in LIBRARIES:
         raise TesseraError(
-            f"{other} does not implement models of the family {spec.name}",
+            f"{other} is not the library that implements the family {spec.name}",
             where=str(folder),
             allowed=["diffusers" if diffuses else "transformers", "package.module:function"],
             code="parity.wrong-library",
@@ -135,7 +135,7 @@ def module_pairs(weights: WeightMap | None, ours: nn.Module, theirs: nn.Module) 
                 continue
             if plain and there[partner].shape == parameter.shape:
                 pairs[name] = partner
-            else:  # these modules are no pair: they compute different things, such as features in another order
+            else:  # the modules of these parameters are no pair: their outputs differ, such as in the order of features
                 around.setdefault(here, set()).add("")
             inner, outer = here, partner.rpartition(".")[0]
             while inner:

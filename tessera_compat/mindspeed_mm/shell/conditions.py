@@ -14,7 +14,7 @@ from pathlib import Path
 from tessera_compat.mindspeed_mm.shell.syntax import unreadable
 from tessera_compat.mindspeed_mm.shell.values import Values, is_unknown
 
-_MOST_WORDS = 100  # largest number of words in one `[ ... ]`
+_MOST_WORDS = 100  # maximum number of words in one `[ ... ]`
 _FILE_TESTS: Mapping[str, Callable[[Path], bool]] = {
     "-f": Path.is_file,
     "-d": Path.is_dir,

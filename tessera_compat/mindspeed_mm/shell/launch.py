@@ -100,7 +100,7 @@ class ShellJob:
     unset: dict[str, int] = field(default_factory=dict)  # unset variable in a launch command -> line
     # Variables whose value is taken from the environment instead of a command's output, with their lines.
     from_environment: dict[str, int] = field(default_factory=dict)
-    hosts: list[tuple[int, str]] = field(default_factory=list)  # (line, host file that is not on this machine)
+    hosts: list[tuple[int, str]] = field(default_factory=list)  # (line, host file that this machine does not have)
     absent: list[tuple[int, str]] = field(
         default_factory=list
     )  # (line of an `exit` that was ignored, the missing file that caused it)

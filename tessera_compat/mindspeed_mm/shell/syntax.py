@@ -94,7 +94,7 @@ def tokens_of(text: str, path: str, line: int = 1) -> list[Token]:
             at = size if end < 0 else end
         elif operator := _OPERATOR.match(text, at):
             if letter in "<>" and tokens and tokens[-1].text.isdecimal() and text[at - 1].isdigit():
-                tokens.pop()  # a file descriptor, such as the 2 in `2>&1`
+                tokens.pop()  # the last token is a file descriptor, such as the 2 in `2>&1`, and no argument
             if document := _HEREDOC.match(text, at):
                 tabs = r"\t*" if document[1] else ""
                 documents.append(re.compile(rf"^{tabs}{document[3]}$", re.MULTILINE))
