@@ -188,7 +188,7 @@ class WeightMap:
         spellings = [
             old + foreign[len(new) :]
             for old, new in self.renames
-            if foreign.startswith(new) and old.startswith(("model.", f"{new.partition('.')[0]}.model."))
+            if foreign.startswith(new) and re.match(rf"model\.|{new.partition('.')[0]}\.model\.\w", old)
         ]
         return min(spellings, key=len, default=foreign)
 

@@ -125,7 +125,7 @@ def test_layers_have_their_names_in_the_published_class() -> None:
 
 def test_examples_may_be_shorter_than_a_recording() -> None:
     for length in range(1, 9):
-        assert SPEC.main.example(joint(0), length)["tokens"].shape[0] == length
+        assert SPEC.example(joint(0), length)["tokens"].shape[0] == length
 
 
 def test_the_plan_covers_every_parameter_once() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -148,3 +149,13 @@ def test_an_unknown_voice_and_other_ids_of_roles_are_errors(tmp_path: Path) -> N
         TalkerProcessor.load(config, tmp_path, speaker="nobody")
     with raises("tokenizer.token-id-mismatch"):
         TalkerProcessor.load(config.model_copy(update={"user_token_id": 0}), tmp_path)
+
+
+def test_voices_are_named_in_any_case_and_have_codes_of_their_own(tmp_path: Path) -> None:
+    config, processor = processor_of(tmp_path)
+    code = config.speaker_id["chelsie"]
+    assert replace(processor.ids, speakers=(("Anna", code),)).speaker("anna") == code
+    fields = config.model_dump()
+    for taken in (config.depth.vocab_size - 1, config.codec_eos_token_id):
+        with pytest.raises(ValueError, match=r"speaker_id\.anna"):
+            TalkerConfig.model_validate({**fields, "speaker_id": {"anna": taken}})
