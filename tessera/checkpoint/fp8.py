@@ -89,9 +89,9 @@ class Fp8Map(WeightMap):
         parts = [part for name, rows in foreign.items() for part in quantize(name, rows.whole()).items()]
         return {name: TensorRows.of(tensor) for name, tensor in parts}
 
-    def scales_of(self, foreign: str) -> tuple[str, ...]:
-        """Return the name of a weight's scale tensor in the written folder, as a tuple."""
-        return (f"{foreign}_scale" if self.kind == "fp8" else f"{foreign}_scale_inv",)
+    def scale_of(self, foreign: str) -> str:
+        """Return the name of a weight's scale tensor in the written folder."""
+        return f"{foreign}_scale" if self.kind == "fp8" else f"{foreign}_scale_inv"
 
     def config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return config.json with the quantization settings that readers need."""

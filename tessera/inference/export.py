@@ -129,7 +129,7 @@ def quantized_target(
 ) -> FolderTarget:
     """Return a target with fp8 projections. Stacked experts are stored in the order that inference servers expect."""
     fp8 = Fp8Map.of(weights, kind, tensors, PROJECTIONS, where)
-    files = {scale: file for name, file in target.shards.items() for scale in (name, *fp8.scales_of(name))}
+    files = {scale: file for name, file in target.shards.items() for scale in (name, fp8.scale_of(name))}
     return replace(target, table=fp8, config=fp8.config(target.config), shards=files)
 
 

@@ -39,8 +39,8 @@ def record_beside(folder: Path, other: str, family: str | None, budget: Budget) 
     diffuses = isinstance(spec, GenerationSpec)
     if (other == "diffusers") != diffuses and other in LIBRARIES:
         raise TesseraError(
-            f"{other} is not the library that implements the family {spec.name}",
-            where=str(folder),
+            f"{other} is not the library that implements the family {spec.name} of {folder}",
+            where="the second argument of `tessera compare`",
             allowed=["diffusers" if diffuses else "transformers", "package.module:function"],
             code="parity.wrong-library",
         )
