@@ -118,7 +118,7 @@ def train(
 
     callbacks = _prepare_rank()
     with _stopped_at_once(config.folder):
-        if or_resume and run_exists(config.folder):  # the user trusts the code that the recipe names
+        if or_resume and run_exists(config.folder):  # the user named the recipe again
             others = {key: value for key, value in settings.items() if key not in ("name", "out")}
             _finish(go_on(config.folder, others, trust=named_code(config), callbacks=callbacks))
         else:

@@ -122,7 +122,7 @@ def shard_content(file: Path, key: str) -> tuple[list[dict[str, Any]], list[BadS
             about = shard_about(shard)
         samples, problems = about[SAMPLES], [BadSample(*map(str, words)) for words in about[PROBLEMS]]
         if not isinstance(samples, list) or not all(isinstance(sample, dict) for sample in samples):
-            raise ValueError("its metadata does not describe its samples")
+            raise ValueError("its metadata has no list of sample descriptions")
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise damaged(file, first_line(error)) from None
     if about.get(KEY) != key:
@@ -151,7 +151,7 @@ def shard_about(shard: Any) -> dict[str, Any]:
     """Return the JSON description in the metadata of an open shard. Raise ValueError if the metadata has none."""
     about = json.loads((shard.metadata() or {}).get(ABOUT, "null"))
     if not isinstance(about, dict):
-        raise ValueError("its metadata does not describe its samples")
+        raise ValueError("its metadata has no list of sample descriptions")
     return about
 
 

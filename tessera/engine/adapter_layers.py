@@ -131,7 +131,7 @@ class BankLinear:
         x, others = args[0], selection.unused()
         if not isinstance(product, DTensor):
             return _added(x, product, a, b, others)
-        # With tensor parallelism, a rank has some of the input or output features (see `ops.adapted_linear`).
+        # With tensor parallelism, take the rank's input features of `a`, or its output features of `b`.
         assert isinstance(x, DTensor), "the input of a tensor-parallel layer is a DTensor"
         rank, local_x, local = product.device_mesh.get_local_rank(), x.to_local(), product.to_local()
         a = a.narrow(1, 0 if x.placements[0].is_replicate() else rank * local_x.shape[-1], local_x.shape[-1])

@@ -17,7 +17,7 @@ def call_failed(cause: Exception) -> TesseraError:
 
 
 def request_failed(cause: Exception) -> TesseraError:
-    """Return the error of a request that failed while the engine can answer the others."""
+    """Return the error of a single failed request. The engine goes on with the others."""
     if isinstance(cause, TesseraError):
         return cause
     error = TesseraError(

@@ -104,7 +104,7 @@ class RequestState:
         return min(len(self.tokens) + self.pending, self.needed) - self.computed
 
     def write_positions(self, start: int, target: np.ndarray) -> None:
-        """Write the positions of the tokens from `start` to `target`, [axes, tokens] or [tokens]."""
+        """Fill the array `target`, [axes, tokens] or [tokens], with positions. `start`: index of its first token."""
         count = target.shape[-1]
         inside = max(min(self.prompt_length - start, count), 0)
         target[..., :inside] = self.text_positions[..., start : start + inside]

@@ -99,7 +99,7 @@ class SpeechSampling:
             )
 
     def sampling(self, penalty: float) -> Sampling:
-        """Return the sampling of the first codes."""
+        """Return these settings as `Sampling`. `penalty`: repetition penalty; 1 for all codebooks but the first."""
         return Sampling(self.temperature, self.top_k, self.top_p, seed=self.seed, repetition_penalty=penalty)
 
 

@@ -110,8 +110,9 @@ class Balance(ExpertBalance):
         """Return statistics [2, R, E]: how often each expert was chosen in each row, and its summed router
         probabilities.
 
-        None if the coefficient of the loss is 0. Both count all tokens of a row. Gradients flow through the
-        probabilities of this rank's tokens.
+        None if the coefficient of the loss is 0. The number of choices covers all ranks; the probabilities leave out
+        other context-parallel ranks, whose losses are added. Samples without trained tokens are not counted.
+        Gradients flow through the probabilities of this rank's tokens.
         """
         if self.coefficient == 0:
             return None

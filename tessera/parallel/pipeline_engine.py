@@ -276,7 +276,7 @@ class PipelineEngine:
     def _carry(self, stage: int) -> Tensor:
         """Return a meta tensor with the shape and dtype of a stage's output, which is the loss for the last stage.
 
-        Stage -1 stands for the input of the first stage, the index of a micro-batch.
+        For stage -1, return the input of the first stage: the index of a micro-batch, [1] int64.
         """
         if stage < 0:
             return torch.empty(1, dtype=torch.int64, device="meta")

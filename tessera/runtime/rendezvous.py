@@ -200,7 +200,7 @@ def check_ranks(
 
 
 def report_refusal(error: TesseraError, env: Mapping[str, str] = os.environ) -> None:
-    """Send the error of this rank to the ranks that wait for it.
+    """Send the error of this rank to the other ranks, so that they stop waiting for it.
 
     Does nothing if this rank has joined already, or if the store cannot be reached.
     """

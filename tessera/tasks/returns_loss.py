@@ -93,7 +93,7 @@ def _part(outputs: Any, name: str) -> Any:
     if isinstance(outputs, Mapping):
         return outputs.get(name)
     value = getattr(outputs, name, None)
-    return None if callable(value) else value  # tuples and lists have a method `count`
+    return None if callable(value) else value  # `outputs` may be a tuple or a list, whose `count` is a method
 
 
 def _samples(batch: Batch) -> int:

@@ -146,7 +146,7 @@ class RunFolder:
             threading.Thread(target=remove_folder, args=(trash,), name="tessera-remove-old-run", daemon=True).start()
 
     def close(self) -> None:
-        """Unlock the folder. If no step was applied, restore the run that this one was to replace."""
+        """Unlock the folder. If the run ended before its first step, put back the run that it was to replace."""
         if not self._open:
             return
         self._open = False

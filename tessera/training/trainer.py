@@ -118,7 +118,7 @@ class Trainer:
     def end(self) -> None:
         """End training: callbacks write their last lines and close files."""
         self.phase = "ending"
-        self.engine.collect(self.optimizer)  # callbacks export the weights of the module
+        self.engine.collect(self.optimizer)  # copy trained duplicates of weights to the module, which callbacks export
         self._call("on_end")
 
     def fail(self, error: BaseException) -> None:

@@ -146,7 +146,7 @@ def _sorted_out(state: ShardedStateDict) -> tuple[list[ShardedTensor], dict[str,
 
 
 def _as_json(value: Any, name: str) -> Any:
-    """Convert a value to JSON. A small tensor becomes a list with its dtype."""
+    """Convert a value to JSON: a tensor to a list with its dtype. Raise for values that JSON cannot store."""
     if isinstance(value, Tensor):
         return {"__tensor__": value.tolist(), "dtype": code_of(value.dtype, name)}
     try:

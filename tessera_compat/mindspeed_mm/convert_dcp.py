@@ -232,7 +232,8 @@ def _split_rules(
     count = _number_of_experts(config)
     merged = [name for name in tensors if _MERGED.fullmatch(name)]
     if not merged or count is None:
-        raise TesseraError("the folder has no merged experts to split", where=where, code="weights.nothing-to-split")
+        what = "the folder has no stacked expert weights, or its config.json states no number of experts"
+        raise TesseraError(what, where=where, code="weights.nothing-to-split")
     begin = "thinker." if omni else ""
     rules = [Rule(name, begin + name) for name in tensors if name not in merged]
     for name in merged:

@@ -179,7 +179,7 @@ def _set_model(recipe: dict[str, Any], args: Args, model: ModelFile, data: DataF
     if args.lora_target_modules:
         names, parts = args.lora_target_modules, args.lora_apply_modules
         section["lora"] = lora_section(args, lora_targets(names, parts, WHERE, hears=has_audio))
-        section.pop("freeze", None)  # adapters freeze all other weights
+        section.pop("freeze", None)  # not needed: with adapters, all other weights are frozen
     else:
         refuse_lora_flags(args)
 

@@ -133,7 +133,7 @@ def _plain_rope(text: Mapping[str, Any], source: str, report: JobReport) -> Mapp
 
 
 def with_aux_loss(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields with the load balancing loss switched on if its coefficient is not 0."""
+    """Switch the load balancing loss on if `fields` has a coefficient for it. Remove a coefficient of 0."""
     rest = {key: value for key, value in fields.items() if key != AUX_LOSS}
     weight = fields.get(AUX_LOSS)
     return {**rest, AUX_LOSS: weight, LOGITS: True} if weight else rest

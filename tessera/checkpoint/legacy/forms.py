@@ -19,7 +19,7 @@ from tessera.weights.map import WeightMap
 
 
 class DcpFolder(StoredForm):
-    """Read a folder of torch.distributed.checkpoint. Tensors whose names do not begin with `prefix` are left out."""
+    """Read a folder of torch.distributed.checkpoint: tensors whose names begin with `prefix`, which is removed."""
 
     def __init__(self, folder: Path, prefix: str = "") -> None:
         self.where = str(folder)

@@ -19,7 +19,8 @@ from tessera.errors import TesseraError, first_line
 from tessera.runtime.byte_ranges import byte_ranges
 from tessera.runtime.files import leads_out
 
-Target = Callable[[MediaSize], "tuple[int, int] | None"]  # (size in the header) -> (width, height) after resizing
+# (size in the header) -> (width, height) after resizing; None: not resized
+Target = Callable[[MediaSize], "tuple[int, int] | None"]
 _URL = re.compile(r"^(?:[A-Za-z][A-Za-z0-9+.\-]*://|data:|file:)")
 
 

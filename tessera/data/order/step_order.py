@@ -28,7 +28,7 @@ class StepSize:
 
     samples: int
     least_rows: int = 1
-    multiple: int = 1  # the number of rows is a multiple of this: the rows of one micro-batch on every rank
+    multiple: int = 1  # the number of rows is a multiple of this: rows of one micro-batch, summed over ranks
 
 
 @dataclass(frozen=True, eq=False)

@@ -49,7 +49,7 @@ class TensorEntry:
     order: float = 0.0  # position in the order of execution
     rows: str = ""  # rows of the data set in the micro-batch; empty for parameters
     call: int = 0  # index of the module's call in this micro-batch
-    part: int = 0  # index of the tensor in the output
+    part: int = 0  # index of the tensor among those that the module returned
     stage: int = 0  # pipeline stage
     whole: list[int] | None = None  # shape of the unsharded tensor if it is known
     offsets: list[int] | None = None  # position of this shard in the unsharded tensor

@@ -44,7 +44,7 @@ def check_template(template: str, where: str) -> list[str]:
             if word not in words:
                 near = nearest(word, words)
                 raise TesseraError(
-                    f"unknown filter of a template: {each!r:.100}",
+                    f"templates of evaluation tasks have no filter {each!r:.100}",
                     where=where,
                     allowed=FILTERS,
                     nearest=near,

@@ -127,7 +127,7 @@ class CSMProcessor(SpeechProcessor):
         """Return a text after the number of its speaker, such as `[0]Hello`; unchanged if it begins with one."""
         if message.role not in ("user", "assistant"):
             raise TesseraError(
-                f"this model speaks texts, and has no role {message.role}",
+                f"this model has no role {message.role}: it speaks texts of user and assistant",
                 fix="leave such messages out",
                 code="data.role-without-voice",
             )

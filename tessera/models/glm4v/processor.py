@@ -123,7 +123,7 @@ class Glm4vProcessor(TimestampedVideoProcessor):
 
     @cached_property
     def stop_tokens(self) -> tuple[int, ...]:
-        """Return the stop tokens of the template and of the configuration. The last one ends plain text."""
+        """Return the stop tokens of the template and of config.json. The template's end of text is the last one."""
         *words, end = super().stop_tokens
         return (*dict.fromkeys([*words, *(token for token in self.ends if token != end)]), end)
 

@@ -24,7 +24,7 @@ from tessera.weights.map import Rule, WeightMap
 from tessera.weights.operations import GroupByHead, Reshape
 
 PROJECTOR_EPS = 1e-5
-EVEN = 8  # tensor-parallel degree that vocabularies should be divisible by
+EVEN = 8  # if this does not divide the vocabulary size, tensor-parallel ranks replicate embedding and head
 # Parameter names in the first published folders, which transformers reads and writes. `_RENAMES` also accepts the names
 # of transformers' modules, which later folders have, and a base model that was saved without its head.
 _TEXT = "language_model.model."
@@ -115,7 +115,7 @@ class InternVL(VisionFamily):
         return config.vision.tile_patches, config.vision.tile_tokens
 
     def most_patches(self, config: InternVLConfig) -> int:
-        return config.vision.spatial_merge_size**2 + 1  # plus one for the class token of each tile
+        return config.vision.spatial_merge_size**2 + 1  # patches of a token, and the class token of each tile
 
     def styles(self, config: InternVLConfig) -> dict[str, TensorStyle]:
         """Replicate embedding and head if `EVEN` does not divide the vocabulary size, such as the published 92553."""

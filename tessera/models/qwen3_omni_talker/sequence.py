@@ -124,7 +124,7 @@ class Opening:
         return Opening(text, control, (*words, ids.stop))
 
     def codes(self, codebooks: int) -> Tensor:
-        """Return the codes that are read before the first frame, [codebooks, positions]."""
+        """Return the codes at the positions before the first frame, [codebooks, positions]; IGNORE: no code."""
         codes = torch.full((codebooks, len(self.text)), IGNORE)
         codes[0, len(self.text) - len(self.control) :] = torch.tensor(self.control)
         return codes

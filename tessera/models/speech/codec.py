@@ -21,7 +21,7 @@ from tessera.errors import TesseraError, first_line, foreign_values
 from tessera.runtime.log import without_bars
 from tessera.weights.layouts import FolderLayout
 
-_LONGEST = 2000  # frames of one call, unless the context is longer than half of them: 160 s at 12.5 frames per second
+_LONGEST = 2000  # maximum frames of one call, or twice the context if that is more; 160 s at 12.5 Hz
 _FIRST_CHUNK, _LARGEST_CHUNK = 5, 50  # frames of the first and of the largest chunk of streamed sound: 0.4 s and 4 s
 _MOST_PARTS = 4096  # limit of numbers such as that of layers or codebooks
 _MARGIN = 8  # frames before a chunk that the convolutions of a codec read at most

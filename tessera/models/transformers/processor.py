@@ -119,7 +119,7 @@ class ClassProcessor:
         return VideoSampling(chosen.fps, chosen.min_frames, chosen.max_frames, 1, chosen.frames)
 
     def target(self, kind: PartKind, size: MediaSize) -> tuple[int, int] | None:
-        return None  # decode at full resolution: transformers' preprocessor resizes
+        return None  # media are decoded at full resolution, because the preprocessor of transformers resizes them
 
     def training_on(self, roles: Sequence[str], *, last_only: bool = False) -> Self:
         if roles:

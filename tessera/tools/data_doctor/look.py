@@ -334,7 +334,7 @@ def _media_tokens(processor: ChatProcessor, part: Part, size: MediaSize) -> int 
 
 def _token_spans(tokens: list[int], trained: list[bool], processor: ChatProcessor) -> list[TextSpan]:
     """Return tokens as spans of trained and untrained text. Repeated placeholders of media become one span."""
-    # The encoder spells all tokens; a family may leave out some, such as the end of a transcript.
+    # Decode with the encoder: `spell` of a family may leave out tokens, such as the end of a transcript.
     spell = processor.encoder.spell if isinstance(processor, ConversationProcessor) else processor.spell
     spans: list[TextSpan] = []
     start = 0

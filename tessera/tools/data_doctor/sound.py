@@ -40,7 +40,7 @@ class Sound:
     seconds: float  # length of the full recording
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield kinds of findings with their details."""
+        """Yield (kind of finding, detail) for each problem of the recording."""
         peak = float(np.abs(self.samples).max())
         if peak < SILENT:
             yield "silent", "no sound" if peak == 0 else f"the largest sample is {peak:.1e} of full scale"
@@ -57,7 +57,7 @@ class Sound:
 
 
 def _flat_share(samples: np.ndarray, peak: float) -> float:
-    """Return the share of samples in flat tops: equal neighbours near the largest sample, between two edges."""
+    """Return the share of clipped samples: runs of equal samples near the peak, with a jump before and after."""
     if len(samples) < 2:
         return 0.0
     top, steps = np.abs(samples) >= _FLAT_TOP * peak, np.abs(np.diff(samples))
