@@ -18,6 +18,7 @@ from starlette.types import Message
 
 from tessera.errors import TesseraError
 from tessera.inference.speech import Speech, SpeechSampling
+from tessera.server.app import checked
 from tessera.server.errors import ApiError
 from tessera.server.guard import Admission
 from tessera.server.settings import Settings
@@ -151,6 +152,22 @@ def test_a_server_that_closes_ends_speech() -> None:
         assert (error.value.status, error.value.code) == (503, "aborted")
 
     asyncio.run(run())
+
+
+def test_fields_that_clients_always_send_are_accepted() -> None:
+    """Null, empty and unsupported fields are not set, as in chat completions; others are refused by their names."""
+    plain = SpeechRequest.model_validate({"input": "hello"})
+    unset = ("model", "voice", "speed", "instructions", "stream", "stream_format", "temperature", "seed", "max_seconds")
+    for fields in (
+        dict.fromkeys(unset),
+        {"instructions": "", "stream": False, "user": "Ann", "metadata": {"a": "b"}, "store": True},
+        {"instructions": {}, "stream": []},
+    ):
+        assert SpeechRequest.model_validate({"input": "hello", **fields}) == plain
+    for name, value in {"instructions": "gently", "stream": True}.items():
+        with pytest.raises(ApiError, match="not supported") as error:
+            checked({"input": "hello", name: value}, SpeechRequest)
+        assert error.value.param == name
 
 
 @pytest.mark.parametrize(
