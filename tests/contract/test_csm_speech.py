@@ -281,6 +281,14 @@ def test_sound_that_is_not_finite_is_no_silence(
     assert not out.exists()
 
 
+def test_a_model_that_speaks_needs_no_talker(folder: Path) -> None:
+    from tessera.server.settings import Settings
+    from tessera.server.start import ModelOptions, start_service
+
+    with raises("generation.option-without-effect", "--speak"):
+        start_service(ModelOptions(folder, "cpu", speak=True), Settings("toy", 0))
+
+
 def test_a_model_that_speaks_writes_no_text(client: Any) -> None:
     messages = [{"role": "user", "content": "hello"}]
     answer = client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 4})
