@@ -130,6 +130,7 @@ def test_speech_is_sampled_by_its_seed(speaker: Speaker) -> None:
         (["hello"], "generation.no-output-file"),
         (["-o", "a.wav"], "generation.no-prompt"),
         ([" ", "-o", "a.wav", "--device", "cpu"], "generation.no-prompt"),
+        (["hello \udcff", "-o", "a.wav", "--device", "cpu"], "tokenizer.text-not-unicode"),  # a byte that is no UTF-8
         (["hello", "-o", "a.wav", "--max-seconds", "0"], "generation.sampling-out-of-range"),
         (["hello", "-o", "a.wav", "--max-seconds", "1e308"], "generation.sampling-out-of-range"),
         (["hello", "-o", "a.wav", "--audio", "b.wav"], "generation.recording-without-transcript"),
