@@ -170,6 +170,32 @@ def test_fields_that_clients_always_send_are_accepted() -> None:
         assert error.value.param == name
 
 
+def test_a_response_that_ends_early_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    uvicorn = pytest.importorskip("uvicorn")
+    from uvicorn.server import ServerState
+
+    from tessera.server.run import _Http
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"sound", "more_body": True})
+
+    async def run() -> bytes:
+        config = uvicorn.Config(app, http=_Http, lifespan="off", log_config=None, access_log=False)
+        config.load()
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(lambda: _Http(config, ServerState(), {}), "127.0.0.1", 0)
+        async with server:
+            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+            received = await asyncio.wait_for(reader.read(), 20)
+            writer.close()
+        return received
+
+    assert b"sound" in asyncio.run(run())
+    assert caplog.messages == []
+
+
 @pytest.mark.parametrize(
     ("text", "status", "code"), [("wrong", 400, "data.unknown-speaker"), ("broken", 500, "generation.request-failed")]
 )
