@@ -20,7 +20,7 @@ from tessera.core.spec import ModelSpec
 from tessera.data.media.audio import AudioSampling
 from tessera.data.media.files import Limits
 from tessera.data.media.read import MediaSampling, decode
-from tessera.engine.failures import not_finite_error
+from tessera.engine.failures import not_finite_error, sound_not_finite_error
 from tessera.engine.request import Request, Sampling
 from tessera.engine.sampler import Sampler
 from tessera.errors import TesseraError, with_fix
@@ -260,7 +260,7 @@ class Speaker:
         def send(part: Tensor | None) -> None:
             if part is not None and part.numel():
                 parts.append(part)
-                on_sound(part.float().numpy())
+                on_sound(_samples(part))
 
         def on_each(row: int, codes: Tensor) -> None:
             if on_frame is not None:
@@ -277,7 +277,7 @@ class Speaker:
         self.text_prompts([Sample("voice", (Message("assistant", (Part("text", "a"),), name),))])
 
     def _speech(self, codes: Tensor, sound: Tensor, most: int, prompt: int) -> Speech:
-        return Speech(codes, sound.float().numpy(), self.codec.rate, len(codes) < most, prompt)
+        return Speech(codes, _samples(sound), self.codec.rate, len(codes) < most, prompt)
 
     def codes_of(self, recording: Any) -> np.ndarray:
         """Return the codes of a recording, int64 [frames, codebooks]."""
@@ -313,6 +313,14 @@ class Speaker:
             encode=self.encode,
             on_frame=on_frame,
         )
+
+
+def _samples(sound: Tensor) -> np.ndarray:
+    """Return decoded sound as float32 [samples]. Raise if a sample is not finite: as 16 bit it would be silence."""
+    if not sound.isfinite().all():
+        raise sound_not_finite_error()
+    samples: np.ndarray = sound.float().numpy()
+    return samples
 
 
 class _Choice:

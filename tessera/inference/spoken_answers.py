@@ -100,6 +100,7 @@ class AnswerSpeaker:
         on_sound: OnSound | None = None,
     ) -> AnswerWithSpeech:
         """Answer a batch with one prompt; see `ask`."""
+        self.speaker.check_voice(speaker)  # before the text is generated
         inner: Any = self.processor.processor
         (answer,) = answers_to(self.model, prompt, inner.stop_tokens, max_new_tokens, sampling, on_text)
         prompts = self.speaker.encoded(self.speaker.answer_prompt(prompt, answer.tokens, speaker))

@@ -156,3 +156,15 @@ def without_bars(library: Any) -> Iterator[None]:
     finally:
         if enabled:
             settings.enable_progress_bar()
+
+
+@contextmanager
+def errors_only(library: Any) -> Iterator[None]:
+    """Log only the errors of a Hugging Face library during the `with` block: the caller reports the rest."""
+    settings = library.utils.logging
+    level = settings.get_verbosity()
+    settings.set_verbosity_error()
+    try:
+        yield
+    finally:
+        settings.set_verbosity(level)

@@ -24,6 +24,7 @@ from tessera.server.fields import (
     CompletionRequest,
     DetokenizeRequest,
     LoadAdapterRequest,
+    OpenAIBody,
     TokenizeRequest,
     UnloadAdapterRequest,
 )
@@ -34,7 +35,6 @@ from tessera.server.render import chat_chunks, chat_completion, text_chunks, tex
 from tessera.server.response_events import Event
 from tessera.server.routes_responses import ResponsesApi, sse_text
 from tessera.server.service import AnswerJob, Service, TokenPrompt
-from tessera.server.speech import REFUSED as NOT_SPOKEN
 from tessera.server.speech import SPEECH, SpeechApi, SpeechRequest, voice_of
 from tessera.server.spoken_chat import spoken_chunks, spoken_completion
 from tessera.server.streams import EventStream, first_of, in_time, to_json, while_connected
@@ -66,7 +66,7 @@ def checked(values: dict[str, Any], kind: type[B]) -> B:
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        refused = NOT_SPOKEN if kind is SpeechRequest else REFUSED
+        refused = kind.unsupported if issubclass(kind, OpenAIBody) else REFUSED
         raise of_validation(error, refused, kind.model_fields) from None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -72,7 +72,7 @@ def of_tessera(error: TesseraError) -> ApiError:
     return ApiError(status, message, code=error.code)
 
 
-def of_validation(error: ValidationError, refused: dict[str, str], fields: Iterable[str]) -> ApiError:
+def of_validation(error: ValidationError, refused: Mapping[str, str], fields: Iterable[str]) -> ApiError:
     """Convert a validation error of pydantic to an `ApiError`.
 
     `refused`: known fields that are not supported, with the reason. `fields`: names of the supported fields.

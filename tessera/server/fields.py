@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -138,7 +139,23 @@ class MediaFields(Body):
     video: FrameFields | None = None
 
 
-class SamplingFields(Body):
+class OpenAIBody(Body):
+    """Leave out null, fields without effect, and unsupported fields that are empty: clients send all fields."""
+
+    unsupported: ClassVar[Mapping[str, str]] = REFUSED
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        refused = (name for name in cls.unsupported if name not in cls.model_fields and name not in _MEANINGFUL)
+        dropped = {name for name in refused if values.get(name) in ({}, [], "", False)}
+        dropped.update(IGNORED)
+        return {name: value for name, value in values.items() if value is not None and name not in dropped}
+
+
+class SamplingFields(OpenAIBody):
     """Declare the fields that chat and text completions share."""
 
     model: str | None = None
@@ -168,17 +185,6 @@ class SamplingFields(Body):
     priority: int = Field(0, ge=-(1 << 31), lt=1 << 31)
     return_token_ids: bool = False
     add_special_tokens: bool | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _leave_out(cls, values: Any) -> Any:
-        """Leave out null, fields without effect, and unsupported fields that are empty: clients send all fields."""
-        if not isinstance(values, dict):
-            return values
-        refused = (name for name in REFUSED if name not in cls.model_fields and name not in _MEANINGFUL)
-        dropped = {name for name in refused if values.get(name) in ({}, [], "", False)}
-        dropped.update(IGNORED)
-        return {name: value for name, value in values.items() if value is not None and name not in dropped}
 
     @field_validator("stop", mode="before")
     @classmethod

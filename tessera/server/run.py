@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -44,6 +45,11 @@ class _Connection(h11.Connection):
         return event
 
 
+def _is_news(record: logging.LogRecord) -> bool:
+    """Return whether to log a record of uvicorn. Responses end early on purpose: `RequestGuard` logs the errors."""
+    return record.msg != "ASGI callable returned without completing response."
+
+
 class _Http(H11Protocol):
     """Close connections that do not send the headers of a request within a time limit."""
 
@@ -51,6 +57,7 @@ class _Http(H11Protocol):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        self.logger.addFilter(_is_news)
         self.conn = _Connection(h11.SERVER, _HEADER_BYTES)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]

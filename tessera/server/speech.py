@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 from starlette.requests import Request
@@ -15,9 +15,8 @@ from starlette.responses import Response
 
 from tessera.inference.speech import SECONDS, TEMPERATURE, TOP_K, Speech, SpeechSampling, wav_header
 from tessera.server.errors import ApiError
-from tessera.server.fields import Seed
+from tessera.server.fields import OpenAIBody, Seed
 from tessera.server.guard import Admission
-from tessera.server.messages import Body
 from tessera.server.service import Service
 from tessera.server.streams import ByteStream, EventStream, first_of, in_time, while_connected
 from tessera.server.voice import Speak, Voice
@@ -31,8 +30,10 @@ _LONGEST = 4096  # limit of the characters of a text to speak, as in OpenAI's AP
 _TYPES = {"wav": "audio/wav", "pcm": "audio/pcm"}
 
 
-class SpeechRequest(Body):
+class SpeechRequest(OpenAIBody):
     """Declare the body of /v1/audio/speech."""
+
+    unsupported: ClassVar[Mapping[str, str]] = REFUSED
 
     input: str = Field(min_length=1, max_length=_LONGEST)
     model: str | None = None

@@ -75,6 +75,7 @@ def start_service(options: ModelOptions, settings: Settings) -> Service:
             code="generation.model-not-served",
         )
     logger().info(f"loaded in {time.perf_counter() - begun:.1f} s on {model.device}")
+    talker = _talker(options, model)  # load it before the engine, whose cache takes the remaining memory
     if model.spec.generate is not None and isinstance(inner, Transcriber):
         _check_one_by_one("answers one request at a time", options, settings)
         # Not the context of the model, which limits each window of a recording: its windows have one limit together.
@@ -83,7 +84,6 @@ def start_service(options: ModelOptions, settings: Settings) -> Service:
             logger().info(f"context of each window of a recording: {window} tokens")
         logger().info(f"answers one request at a time; at most {settings.max_requests} are computed or wait")
         return _service(settings, OneByOne(model, inner), processor, options, model.spec.name)
-    talker = _talker(options, model)  # load it before the engine, whose cache takes the remaining memory
     bank = _bank(model, options, settings)
     engine = Engine(model, EngineLimits(blocks=options.blocks, rows=options.rows), bank)
     for name, folder in options.adapters.items():
@@ -98,6 +98,8 @@ def start_service(options: ModelOptions, settings: Settings) -> Service:
 def _speech_service(options: ModelOptions, settings: Settings) -> Service:
     """Return the service of a model that speaks and writes no text."""
     _check_one_by_one("speaks one text at a time", options, settings)
+    if options.speak:
+        raise _without_effect("--speak", "this model speaks texts, and writes no answers")
     speaker = load_speaker(
         options.path,
         options.device,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import io
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -12,6 +14,8 @@ from pydantic import Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
+from tessera.data.media.audio import AudioSampling, probe
+from tessera.data.media.files import Limits, Opened
 from tessera.errors import TesseraError
 from tessera.models.processing.transcription import Transcriber
 from tessera.server.errors import ApiError, of_tessera, of_validation
@@ -31,6 +35,8 @@ _REFUSED = {
     "stream": "ask /v1/chat/completions for a stream, with input_audio",
 }
 _MOST_BYTES = 48 << 20  # limit of an audio file, whose base64 text is limited to 64 MiB
+_TICKS = 1000  # per second: `duration` is exact to a millisecond
+_LONGEST_S = 1e9  # no limit: that of the model was checked before
 _STAMP = re.compile(r"<\|(\d{1,6}(?:\.\d{1,3})?)\|>")
 
 
@@ -91,7 +97,8 @@ class TranscriptionApi:
             {"id": number, "start": segment.start, "end": segment.end, "text": segment.text}
             for number, segment in enumerate(segments)
         ]
-        head = {"task": "transcribe", "language": fields.language or language or "", "duration": segments[-1].end}
+        duration = await asyncio.to_thread(_seconds_of, bytes(form["file"].content))
+        head = {"task": "transcribe", "language": fields.language or language or "", "duration": duration}
         return JSONResponse({**head, "text": plain_text(answer), "segments": listed})
 
     def _chat(self, fields: TranscriptionRequest, file: FormPart) -> dict[str, Any]:
@@ -126,6 +133,12 @@ def _fields_of(form: Mapping[str, FormPart]) -> TranscriptionRequest:
         return TranscriptionRequest.model_validate({name: value for name, value in values.items() if value})
     except ValidationError as error:
         raise of_validation(error, _REFUSED, TranscriptionRequest.model_fields) from None
+
+
+def _seconds_of(recording: bytes) -> float:
+    """Return the length of a recording, which was decoded before."""
+    size = probe(Opened(io.BytesIO(recording), "the file"), Limits(), AudioSampling(_TICKS, max_seconds=_LONGEST_S))
+    return size.samples / _TICKS
 
 
 # ---------------------------------------------------------------------------------------------- time stamps

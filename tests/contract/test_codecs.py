@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from tessera.errors import TesseraError
 from tessera.models.speech.codec import MimiCodec, SoundStream, WaveDecoder, has_codec, load_codec
 from tests.contract.codecs import WAVE, mimi, mimi_folder, wave_decoder
+from tests.errors import raises
 
 pytest.importorskip("transformers")
 
@@ -128,3 +131,32 @@ def test_unusable_codes_and_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TesseraError) as error:
         load_codec(tmp_path / "codec")
     assert error.value.code == "media.codec-unreadable"
+
+
+@pytest.mark.parametrize("sizes", [{"intermediate_size": 1 << 30}, {"num_hidden_layers": 40}])
+def test_sizes_that_are_not_those_of_the_files_allocate_nothing(
+    tmp_path: Path, sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small file must not cost the memory that its config.json names: transformers draws it at random."""
+    folder = mimi_folder(tmp_path)
+    about = folder / "config.json"
+    about.write_text(json.dumps({**json.loads(about.read_text()), **sizes}))
+    module_class: Any = type(mimi())
+    monkeypatch.setattr(module_class, "from_pretrained", lambda *_, **__: pytest.fail("the module is allocated"))
+    with raises("media.codec-unreadable", "that config.json implies"):
+        load_codec(folder)
+
+
+def test_a_codec_of_other_names_is_refused_without_a_table_of_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", records.append)
+    monkeypatch.setattr(logging.getLogger("transformers"), "handlers", [handler])
+    folder = mimi_folder(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    save_file({f"other.{name}": tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
+    with raises("media.codec-unreadable"):
+        load_codec(folder)
+    assert [record.getMessage() for record in records] == []

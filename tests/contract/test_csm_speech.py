@@ -25,6 +25,7 @@ from tessera.data.sources.source import open_source
 from tessera.errors import TesseraError
 from tessera.inference.load import load
 from tessera.inference.speech import Speaker, SpeechSampling, load_speaker
+from tessera.models.speech.codec import MimiCodec
 from tessera.models.speech.generation import generate_codes
 from tests.errors import raises
 
@@ -129,6 +130,7 @@ def test_speech_is_sampled_by_its_seed(speaker: Speaker) -> None:
         (["hello"], "generation.no-output-file"),
         (["-o", "a.wav"], "generation.no-prompt"),
         ([" ", "-o", "a.wav", "--device", "cpu"], "generation.no-prompt"),
+        (["hello \udcff", "-o", "a.wav", "--device", "cpu"], "tokenizer.text-not-unicode"),  # a byte that is no UTF-8
         (["hello", "-o", "a.wav", "--max-seconds", "0"], "generation.sampling-out-of-range"),
         (["hello", "-o", "a.wav", "--max-seconds", "1e308"], "generation.sampling-out-of-range"),
         (["hello", "-o", "a.wav", "--audio", "b.wav"], "generation.recording-without-transcript"),
@@ -257,6 +259,35 @@ def test_unusable_requests_to_the_server(client: Any, changes: dict[str, Any], p
     assert answer.status_code in (400, 404)
     error = answer.json()["error"]
     assert (error["param"], error["code"]) == (param, code)
+
+
+def test_sound_that_is_not_finite_is_no_silence(
+    client: Any, folder: Path, speaker: Speaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert len(speaker.say("hello there", sampling=SpeechSampling(seed=3, max_seconds=0.02)).codes) > 0
+    monkeypatch.setattr(MimiCodec, "_decode", lambda _, codes: torch.full((64 * len(codes),), torch.nan))
+    heard: list[np.ndarray] = []
+    for on_sound in (None, heard.append):
+        with raises("generation.output-not-finite", "codec"):
+            speaker.say("hello there", sampling=SpeechSampling(seed=3, max_seconds=0.02), on_sound=on_sound)
+    assert heard == []
+    for kind in ({}, {"response_format": "pcm"}, {"stream_format": "sse"}):
+        answer = client.post("/v1/audio/speech", json={"input": "hello there", "seed": 3, "max_seconds": 0.02, **kind})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (500, "generation.output-not-finite")
+    out = tmp_path / "a.wav"
+    words = ["generate", str(folder), "hello there", "-o", str(out), "--seed", "3", "--max-seconds", "0.02"]
+    result = CliRunner().invoke(app, [*words, "--device", "cpu"])
+    assert isinstance(result.exception, TesseraError)
+    assert result.exception.code == "generation.output-not-finite"
+    assert not out.exists()
+
+
+def test_a_model_that_speaks_needs_no_talker(folder: Path) -> None:
+    from tessera.server.settings import Settings
+    from tessera.server.start import ModelOptions, start_service
+
+    with raises("generation.option-without-effect", "--speak"):
+        start_service(ModelOptions(folder, "cpu", speak=True), Settings("toy", 0))
 
 
 def test_a_model_that_speaks_writes_no_text(client: Any) -> None:

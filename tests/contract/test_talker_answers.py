@@ -144,6 +144,12 @@ def test_images_and_sound_in_one_question_are_spoken_as_by_transformers(omni: Om
         del omni.stock.talker.config.audio_config
 
 
+def test_the_voice_is_checked_before_the_answer_is_generated(omni: Omni, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tessera.inference.spoken_answers.answers_to", lambda *_: pytest.fail("text is generated"))
+    with raises("data.unknown-speaker"):
+        omni.ours.ask("red", speaker="Ann")
+
+
 def test_the_talker_loads_no_copy_of_the_thinker(omni: Omni) -> None:
     """Prompts have the states of the loaded thinker in place of media. Media outside of questions are refused."""
     case = omni.conversation([KINDS["one"]], 1)

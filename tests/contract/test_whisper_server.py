@@ -98,8 +98,11 @@ def test_requests_without_effect_are_refused(client: TestClient) -> None:
     assert transcribe(client).status_code == 200
 
 
-@pytest.mark.parametrize("options", [{"rows": 2}, {"blocks": 4}, {"max_length": 9}, {"adapters": {"a": Path("a")}}])
-def test_options_of_the_engine_are_refused(folder: Path, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{"rows": 2}, {"blocks": 4}, {"max_length": 9}, {"adapters": {"a": Path("a")}}, {"speak": True}, {"codec": "a"}],
+)
+def test_options_of_the_engine_and_of_speech_are_refused(folder: Path, options: dict[str, Any]) -> None:
     with raises("generation.option-without-effect"):
         start_service(ModelOptions(folder, "cpu", **options), Settings("toy", 0))
 

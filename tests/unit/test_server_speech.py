@@ -18,6 +18,7 @@ from starlette.types import Message
 
 from tessera.errors import TesseraError
 from tessera.inference.speech import Speech, SpeechSampling
+from tessera.server.app import checked
 from tessera.server.errors import ApiError
 from tessera.server.guard import Admission
 from tessera.server.settings import Settings
@@ -151,6 +152,48 @@ def test_a_server_that_closes_ends_speech() -> None:
         assert (error.value.status, error.value.code) == (503, "aborted")
 
     asyncio.run(run())
+
+
+def test_fields_that_clients_always_send_are_accepted() -> None:
+    """Null, empty and unsupported fields are not set, as in chat completions; others are refused by their names."""
+    plain = SpeechRequest.model_validate({"input": "hello"})
+    unset = ("model", "voice", "speed", "instructions", "stream", "stream_format", "temperature", "seed", "max_seconds")
+    for fields in (
+        dict.fromkeys(unset),
+        {"instructions": "", "stream": False, "user": "Ann", "metadata": {"a": "b"}, "store": True},
+        {"instructions": {}, "stream": []},
+    ):
+        assert SpeechRequest.model_validate({"input": "hello", **fields}) == plain
+    for name, value in {"instructions": "gently", "stream": True}.items():
+        with pytest.raises(ApiError, match="not supported") as error:
+            checked({"input": "hello", name: value}, SpeechRequest)
+        assert error.value.param == name
+
+
+def test_a_response_that_ends_early_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    uvicorn = pytest.importorskip("uvicorn")
+    from uvicorn.server import ServerState
+
+    from tessera.server.run import _Http
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"sound", "more_body": True})
+
+    async def run() -> bytes:
+        config = uvicorn.Config(app, http=_Http, lifespan="off", log_config=None, access_log=False)
+        config.load()
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(lambda: _Http(config, ServerState(), {}), "127.0.0.1", 0)
+        async with server:
+            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+            received = await asyncio.wait_for(reader.read(), 20)
+            writer.close()
+        return received
+
+    assert b"sound" in asyncio.run(run())
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from tokenizers.models import BPE
 
 from tessera.errors import TesseraError, first_line
 from tessera.models.processing.chat import ChatSpan
+from tessera.models.processing.unicode_text import check_unicode
 from tessera.runtime.files import read_json_mapping, read_text
 
 # Regular expression by which Qwen's tokenizers split text before BPE merges. Tokenizers that Tessera trains use it too.
@@ -86,13 +87,10 @@ def _from_merges(folder: Path) -> Tokenizer:
 
 @contextmanager
 def _library_errors(what: str, *, code: str = "tokenizer.cannot-encode") -> Iterator[None]:
-    """Turn exceptions of the tokenizers library into a `TesseraError`.
-
-    A panic in its Rust code is a `PanicException`, which `except Exception` does not catch.
-    """
+    """Turn exceptions of the tokenizers library, and panics in its Rust code, into a `TesseraError`."""
     try:
         yield
-    except BaseException as error:
+    except BaseException as error:  # `except Exception` does not catch a panic
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise TesseraError(f"{what}: {first_line(error)}", fix=_PUBLISHED, code=code) from None
@@ -292,6 +290,7 @@ class ChatEncoder:
         """Return tokens and character offsets of a text, with a cache for short texts."""
         encoded = self._encoded.get(text)
         if encoded is None:
+            check_unicode(text)
             with _library_errors("the tokenizer cannot encode this text"):
                 encoding = self._text.encode(text, add_special_tokens=False)
             encoded = (encoding.ids, encoding.offsets)

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from tessera.errors import TesseraError, first_line, foreign_values
-from tessera.runtime.log import without_bars
+from tessera.runtime.log import errors_only, without_bars
 from tessera.weights.layouts import FolderLayout
 
+T = TypeVar("T")
 _LONGEST = 2000  # maximum frames of one call, or twice the context if that is more; 160 s at 12.5 Hz
 _FIRST_CHUNK, _LARGEST_CHUNK = 5, 50  # frames of the first and of the largest chunk of streamed sound: 0.4 s and 4 s
 _MOST_PARTS = 4096  # limit of numbers such as that of layers or codebooks
@@ -270,7 +272,10 @@ def load_codec(folder: Path) -> Codec:
         ) from None
     with foreign_values(str(folder)):
         settings = _settings(config_class, config[source.key] if source.key else config)
-        module = _filled(module_class, settings, _tensors(layout, source.prefix), folder)
+        shapes = _stored(layout, source.prefix, lambda file, name: tuple(file.get_slice(name).get_shape()))
+        _check_shapes(module_class, settings, shapes, folder)
+        tensors = _stored(layout, source.prefix, lambda file, name: file.get_tensor(name))
+        module = _filled(module_class, settings, tensors, folder)
         return source.codec(module).requires_grad_(False).eval()
 
 
@@ -298,17 +303,38 @@ def _settings(config_class: Any, values: Mapping[str, Any]) -> Any:
         raise ValueError(" ".join(str(error).split())) from error
 
 
-def _tensors(layout: FolderLayout, prefix: str) -> dict[str, Tensor]:
-    """Return the tensors of a folder whose names begin with `prefix`, without it."""
-    tensors: dict[str, Tensor] = {}
+def _stored(layout: FolderLayout, prefix: str, read: Callable[[Any, str], T]) -> dict[str, T]:
+    """Return what `read(file, name)` returns for each tensor whose name begins with `prefix`, by name without it."""
+    values: dict[str, T] = {}
     for path in layout.weight_files():
         try:
             with safe_open(path, framework="pt") as file:
                 names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118 - not a dict
-                tensors |= {name.removeprefix(prefix): file.get_tensor(name) for name in names}
+                values |= {name.removeprefix(prefix): read(file, name) for name in names}
         except (SafetensorError, OSError) as error:
             raise _incomplete(path, first_line(error)) from error
-    return tensors
+    return values
+
+
+def _check_shapes(module_class: Any, config: Any, stored: Mapping[str, tuple[int, ...]], folder: Path) -> None:
+    """Raise if config.json implies tensors of shapes that the files do not have, before their memory is allocated.
+
+    Names are not compared, because transformers renames tensors when it reads and writes them.
+    """
+    try:
+        with torch.device("meta"):
+            tensors = module_class(config).state_dict()
+    except RuntimeError as error:
+        raise _incomplete(folder, first_line(error)) from error
+    rest, lacking = Counter(stored.values()), list[str]()
+    for name, tensor in tensors.items():
+        shape = tuple(tensor.shape)
+        rest[shape] -= 1
+        if rest[shape] < 0:
+            lacking.append(f"{name} {list(shape)}")
+    if lacking:
+        reason = f"the files lack {len(lacking)} tensors that config.json implies, such as {lacking[0]}"
+        raise _incomplete(folder, reason)
 
 
 def _filled(module_class: Any, config: Any, tensors: dict[str, Tensor], folder: Path) -> nn.Module:
@@ -316,7 +342,7 @@ def _filled(module_class: Any, config: Any, tensors: dict[str, Tensor], folder: 
     import transformers
 
     try:
-        with without_bars(transformers):
+        with without_bars(transformers), errors_only(transformers):
             module, report = module_class.from_pretrained(
                 None,
                 config=config,
