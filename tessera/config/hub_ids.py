@@ -99,9 +99,11 @@ def plain_hub_id(path: Path, kind: RepoKind) -> HubId | None:
 
 
 def hub_hint(path: Path) -> str:
-    """Return advice on `hf://` for a missing local path that looks like a model id; "" for any other path."""
+    """Return advice on `hf://` for a missing local path that looks like a model id; "" for any other path.
+
+    A path below `runs`, the default folder of runs, is no model id."""
     text = str(path)
-    if path.is_absolute() or path.exists() or text.startswith(".") or _FILE.search(text):
+    if path.is_absolute() or path.exists() or text.startswith((".", "runs/")) or _FILE.search(text):
         return ""
     if _NAME.fullmatch(text) is None or ".." in text:
         return "a model on Hugging Face is named hf://org/name" if re.fullmatch(_WORD, text, re.ASCII) else ""

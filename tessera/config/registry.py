@@ -71,7 +71,7 @@ def import_object(path: str, where: str) -> Any:
         raise TesseraError(
             f"cannot import {module_name}: {first_line(error)}",
             where=where,
-            fix="install it, start from the folder that contains it, or set PYTHONPATH",
+            fix="install it, or set PYTHONPATH to the folder that contains it: PYTHONPATH=. tessera ...",
             code="recipe.cannot-import",
         ) from None
     for part in name.split("."):

@@ -31,10 +31,21 @@ def check_measured(
             f"{bad} of {total} samples are unusable; {KEY} allows {limit:.0%}"
             + (f"; the first reasons:{listed}" if listed else ""),
             where=names,
-            fix=f"list all reasons with {doctor_command(sections)} and correct the data"
+            fix=_fix(sections, first)
             + (f", or set {KEY}={rounded_up(bad / total):g} to skip them" if bad < total else ""),
             code="data.too-many-bad-samples",
         )
+
+
+def _fix(sections: Sequence[SourceSection], first: Sequence[BadSample]) -> str:
+    if first and all(
+        bad_sample.code == "media.kind-not-supported" and "audio" in bad_sample.reason for bad_sample in first
+    ):
+        return (
+            "a model that speaks is trained on codes of recordings: write them with `tessera data features RECIPE -o "
+            "codes`, and set data.train=codes; for a model of another kind, leave out the samples with recordings"
+        )
+    return f"list all reasons with {doctor_command(sections)} and correct the data"
 
 
 def doctor_command(sections: Sequence[SourceSection]) -> str:

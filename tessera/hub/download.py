@@ -127,7 +127,10 @@ def _usable_copy(client: HubClient, id: HubId, wanted: Wanted) -> Path | None:
 
 
 def _not_here(id: HubId, where: str, why: str, include: Sequence[str] = ()) -> TesseraError:
-    options, key = (" --data", "set data.train=FOLDER") if id.kind == "dataset" else ("", "set model.path=FOLDER")
+    if id.kind == "dataset":
+        options, key = " --data", "set data.train=FOLDER"
+    else:  # a recipe has a key for the folder, and a command has an argument
+        options, key = "", f"set {where}=FOLDER" if where.startswith("model.") else f"write FOLDER in place of {id}"
     options += "".join(f' --include "{pattern}"' for pattern in include)
     use = "add --data FOLDER" if where == "--tasks" else key
     path = f"there is no folder {id.name} here; " if id.looks_like_path else ""

@@ -236,7 +236,8 @@ class RankExchange:
             self._leave_together(name, keys)
             raise TesseraError(
                 verdict,
-                fix="start every rank with the same command, folder and versions",
+                fix="start every rank with the same command, folder and versions; if the machine was too busy to "
+                "import torch in time, try again",
                 code="environment.ranks-differ",
             )
         return self._values(keys)
@@ -253,7 +254,8 @@ class RankExchange:
         except RuntimeError:  # all errors of a store have this type
             raise TesseraError(
                 f"rank 0 ended or does not respond; rank {self.info.rank} (on {self.info.host}) waited for it",
-                fix="read the error of rank 0",
+                fix="read the error of rank 0; if it has none, the machine may have been too busy to import torch "
+                "in time: try again",
                 code="environment.rank-0-left",
             ) from None
 

@@ -175,7 +175,8 @@ def _check_one_by_one(reason: str, options: ModelOptions, settings: Settings) ->
         raise TesseraError(
             f"{name} has no effect: this model {reason}",
             where=name,
-            fix=f"leave {name} out; tessera convert merges adapters into a model",
+            fix=f"leave {name} out"
+            + ("; tessera convert merges adapters into a model" if name in ("--adapter", "--allow-adapters") else ""),
             code="generation.option-without-effect",
         )
 

@@ -17,6 +17,7 @@ from tessera.errors import TesseraError, nearest
 from tessera.runtime.files import PICKLE_SUFFIXES, check_inside, read_json, read_json_mapping, refuse_pickle
 
 CONFIG_FILE = "config.json"
+EXPORT_FOLDER = "hf"  # folder of the export in the folder of a run
 CLASS_NAME = "_class_name"  # key in config.json of diffusers components
 ROOT = ""  # component name of a transformers folder
 _MOST_LISTED = 20  # an error message lists the folders beside a missing one if they are at most this many
@@ -39,6 +40,20 @@ def nearest_folder(path: Path) -> str | None:
 
 def no_such_folder(path: Path, where: str | None = None) -> TesseraError:
     """Return the error about a missing folder. It lists the most similar folder, and the other folders beside it."""
+    if path.suffix in (".yaml", ".yml"):
+        return TesseraError(
+            f"no such recipe: {path}",
+            where=where,
+            fix="name a recipe that exists, a run or a folder of a model",
+            code="recipe.no-such-file",
+        )
+    if path.name == EXPORT_FOLDER and (path.parent / "config.yaml").is_file():
+        return TesseraError(
+            f"the run {path.parent} has no export: there is no folder {path}",
+            where=where,
+            fix=f"make it: tessera convert {path.parent} {path}; checkpoint.export=true makes it at the end of a run",
+            code="weights.run-without-export",
+        )
     near, beside = nearest_folder(path), _folders_in(path.parent)
     # List other folders only if the path has a parent: a single word may be the name of a model on a hub.
     listed = beside if path.parent.name and len(beside) <= _MOST_LISTED else []

@@ -55,6 +55,13 @@ def test_a_data_set_is_refused_by_its_share_of_bad_samples_and_never_for_one(
         assert "tessera data doctor 'a b.jsonl' --root media" in str(raised.value.fix)
 
 
+def test_recordings_for_a_model_of_codes_are_answered_with_the_missing_step() -> None:
+    first = [BadSample(name, "this model has no audio input", "media.kind-not-supported") for name in "ab"]
+    with pytest.raises(TesseraError) as raised:
+        check_measured(2, 2, 0.05, [SourceSection(path=Path("a.jsonl"))], first)
+    assert "tessera data features RECIPE -o codes" in str(raised.value.fix)
+
+
 def test_a_share_at_its_limit_is_no_alarm_in_a_long_run_and_a_larger_one_soon_is() -> None:
     def first_alarm(share: float, samples: int, seed: int) -> int | None:
         draws, bad = random.Random(seed), 0

@@ -63,17 +63,23 @@ def decode(
     size = probe(source, limits, sampling, clip)
     expected = size.samples
     slack = round(sampling.rate * _SLACK_SECONDS + expected * _SLACK_SHARE)
+    decoded = 0  # samples at `rate`, with those before the clip
     with container(source, "audio", limits) as held, refusing("damaged audio", source.name):
-        stream = _stream(held, source.name)
+        stream, length_is_stated = _stream(held, source.name), not _is_guessed(held)
         decoder(stream)
         if clip is not None:
             _seek(held, stream, clip.start)
         frames, skipped = held.decode(stream), 0
         if clip is not None:
             frames, skipped = _from(frames, stream, clip.start, sampling.rate, source.name)
-        chunks = list(_without(skipped, _decoded_chunks(frames, sampling.rate, skipped + expected + slack)))
+        chunks = []
+        for chunk in _decoded_chunks(frames, sampling.rate, skipped + expected + slack):
+            chunks.append(chunk[max(0, skipped - decoded) :])
+            decoded += len(chunk)
     sound = np.concatenate([*chunks, np.empty(0)], dtype=np.float32)
     if len(sound) < expected - slack or (clip is None and len(sound) > expected + slack):
+        if clip is not None and not length_is_stated:
+            raise _outside(clip, source.name, clip.start + (decoded - skipped) / sampling.rate)
         length = "more" if len(sound) > expected else f"only {len(sound) / sampling.rate:.2f} s"
         if clip is None:
             why = f"the header states {expected / sampling.rate:.2f} s, {length} could be decoded"
@@ -132,8 +138,7 @@ def _sample_count(held: Any, name: str, sampling: AudioSampling, clip: AudioClip
     stream = _stream(held, name)
     with refusing("unreadable audio", name):
         rate = _rate(stream)
-        guessed = bool(_GUESSED & set(held.format.name.split(",")))
-        seconds = 0.0 if guessed else _stated_seconds(held, stream)
+        seconds = 0.0 if _is_guessed(held) else _stated_seconds(held, stream)
         if seconds <= 0 and clip is None and stream.time_base:
             most, ticks = (sampling.max_seconds + 1) / stream.time_base, 0
             for packet in held.demux(stream):
@@ -145,12 +150,21 @@ def _sample_count(held: Any, name: str, sampling: AudioSampling, clip: AudioClip
         return _checked_count(seconds, rate, name, sampling)
     slack = _SLACK_SECONDS + (clip.end - clip.start) * _SLACK_SHARE
     if seconds > 0 and clip.end > seconds + slack:
-        raise TesseraError(
-            f"the part {clip.start:g} to {clip.end:g} s ends after the recording: {name} lasts {seconds:.2f} s",
-            fix="correct start and end, which are seconds",
-            code="media.clip-outside",
-        )
+        raise _outside(clip, name, seconds)
     return _checked_count(clip.end - clip.start, rate, name, sampling)
+
+
+def _is_guessed(held: Any) -> bool:
+    """Return whether FFmpeg estimates the length of this format from the size of the file."""
+    return bool(_GUESSED & set(held.format.name.split(",")))
+
+
+def _outside(clip: AudioClip, name: str, seconds: float) -> TesseraError:
+    return TesseraError(
+        f"the part {clip.start:g} to {clip.end:g} s ends after the recording: {name} lasts {seconds:.2f} s",
+        fix="correct start and end, which are seconds",
+        code="media.clip-outside",
+    )
 
 
 def _rate(stream: Any) -> int:
@@ -201,14 +215,6 @@ def _from(frames: Iterator[Any], stream: Any, start: float, rate: int, name: str
     if began > start + _SLACK_SECONDS:
         raise refused("damaged audio", name, f"{start:g} s cannot be reached, only {began:.2f} s")
     return chain([first], frames), max(0, round((start - began) * rate))
-
-
-def _without(count: int, chunks: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-    """Yield chunks without the first `count` samples."""
-    for chunk in chunks:
-        if count < len(chunk):
-            yield chunk[count:]
-        count = max(0, count - len(chunk))
 
 
 def _decoded_chunks(frames: Iterable[Any], rate: int, most: int) -> Iterator[np.ndarray]:

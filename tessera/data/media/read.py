@@ -199,7 +199,9 @@ def audio_rate(part: Part, root: Path, limits: Limits) -> int:
 def _audio_of(sampling: VideoSampling) -> AudioSampling:
     if not isinstance(sampling, MediaSampling):
         raise TesseraError(
-            "this model has no audio input", fix="remove samples with audio", code="media.kind-not-supported"
+            "this model has no audio input",
+            fix="remove samples with audio; a model that speaks is trained on their codes: tessera data features",
+            code="media.kind-not-supported",
         )
     return sampling.audio
 

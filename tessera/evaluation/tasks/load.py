@@ -139,7 +139,12 @@ def open_task(
     if not name.partition(":")[0].endswith(_SUFFIXES) and name.lower() not in task_names():
         name = task_of_file(name) or name
     if data is not None and not Path(data).exists():
-        raise TesseraError(f"the data file or folder {data} does not exist", where=where, code="evaluation.no-table")
+        raise TesseraError(
+            f"the data file or folder {data} does not exist",
+            where="--data" if where == "--tasks" else where,
+            fix="name the file or folder of the downloaded data; docs/reference/benchmarks.md lists its sources",
+            code="evaluation.no-table",
+        )
     if data is not None and not _divided(name)[1]:
         name = task_of_file(Path(data).name, [name]) or name
     task, chosen, folder = read_task(name, where)
