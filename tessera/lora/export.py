@@ -48,12 +48,8 @@ def save_adapters(
     assert weight_map is not None, "checked"
     extra = bool(saved) or any(adapter.dora or adapter.stacked for adapter in adapters.values())
     if extra and any(form != "peft" for form in forms):
-        raise TesseraError(
-            "DoRA, adapters of experts and fully trained modules can only be written as a PEFT folder",
-            where=str(folder),
-            allowed=["peft"],
-            code="adapter.peft-form-only",
-        )
+        what = "DoRA, adapters of experts and fully trained modules can only be written as a PEFT folder"
+        raise TesseraError(what, where=str(folder), allowed=["peft"], code="adapter.peft-form-only")
     tensors, adapters = plain_form(tensors, adapters)
     in_memory = parameters_in_memory(saved, weight_map)  # first, so that an error is raised before gathering
     modules_to_save = sorted({name.rpartition(".")[0] for names in in_memory.values() for name in names})
@@ -77,7 +73,7 @@ def save_adapters(
         for form in dict.fromkeys(forms):
             if form in ("peft", "diffusers"):
                 modules = to_foreign(native, weight_map, str(folder))
-                others = all_modules(names, weight_map)
+                others = None if weight_map.other_parts else all_modules(names, weight_map)
                 kind = "SEQ_CLS" if reward else "CAUSAL_LM" if language and takes_tokens else None
                 config = make_config(modules, others, base, dropout, kind, modules_to_save, experts, every_expert)
                 named = {name: experts[parameter] for parameter, name in wrapper_names(experts).items()}
@@ -97,12 +93,8 @@ def check_forms(forms: Sequence[AdapterForm], weight_map: WeightMap | None, lang
         )
     for form in forms:
         if language and form != "peft":
-            raise TesseraError(
-                f"{form} is a format for image and video models, not for language models",
-                where=where,
-                allowed=["peft"],
-                code="adapter.generation-form-only",
-            )
+            what = f"{form} is a format for image and video models, not for language models"
+            raise TesseraError(what, where=where, allowed=["peft"], code="adapter.generation-form-only")
         if form in ("comfyui", "kohya") and "original" not in weight_map.others:
             raise TesseraError(
                 f"{form} uses layer names of the original checkpoint, which this family does not have",

@@ -154,7 +154,7 @@ def _is_size(number: Any) -> bool:
 
 def make_config(
     adapted: Mapping[str, Factors],
-    others: Collection[str],
+    others: Collection[str] | None,
     base: str,
     dropout: float,
     task_type: str | None,
@@ -164,8 +164,8 @@ def make_config(
 ) -> dict[str, Any]:
     """Return PEFT's configuration of the adapters in `adapted`, by module.
 
-    `others`: all module names. `task_type`: PEFT's task type. `saved`: fully trained modules. `experts`: adapters of
-    stacked expert parameters; `other_experts`: names of all stacked expert parameters.
+    `others`: all module names; None: some are unknown. `task_type`: PEFT's task type. `saved`: fully trained modules.
+    `experts`: adapters of stacked expert parameters; `other_experts`: names of all stacked expert parameters.
     """
     experts = experts or {}
     every = {**adapted, **experts}
@@ -194,13 +194,13 @@ def make_config(
     }
 
 
-def _targets(adapted: Collection[str], others: Collection[str], parts: int = 1) -> list[str]:
+def _targets(adapted: Collection[str], others: Collection[str] | None, parts: int = 1) -> list[str]:
     """Return the last `parts` segments of the names of adapted modules: PEFT selects modules by name endings.
 
-    Return full names if other modules have the same endings.
+    Return full names if other modules have the same endings, or may have.
     """
     ends = {_ending(name, parts) for name in adapted}
-    ambiguous = any(name not in adapted and _ending(name, parts) in ends for name in others)
+    ambiguous = others is None or any(name not in adapted and _ending(name, parts) in ends for name in others)
     return sorted(adapted) if ambiguous or any(end.isdigit() for end in ends) else sorted(ends)
 
 

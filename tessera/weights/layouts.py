@@ -41,19 +41,12 @@ def nearest_folder(path: Path) -> str | None:
 def no_such_folder(path: Path, where: str | None = None) -> TesseraError:
     """Return the error about a missing folder. It lists the most similar folder, and the other folders beside it."""
     if path.suffix in (".yaml", ".yml"):
-        return TesseraError(
-            f"no such recipe: {path}",
-            where=where,
-            fix="name a recipe that exists, a run or a folder of a model",
-            code="recipe.no-such-file",
-        )
+        fix = "name a recipe that exists, a run or a folder of a model"
+        return TesseraError(f"no such recipe: {path}", where=where, fix=fix, code="recipe.no-such-file")
     if path.name == EXPORT_FOLDER and (path.parent / "config.yaml").is_file():
-        return TesseraError(
-            f"the run {path.parent} has no export: there is no folder {path}",
-            where=where,
-            fix=f"make it: tessera convert {path.parent} {path}; checkpoint.export=true makes it at the end of a run",
-            code="weights.run-without-export",
-        )
+        what = f"the run {path.parent} has no export: there is no folder {path}"
+        fix = f"make it: tessera convert {path.parent} {path}; checkpoint.export=true makes it at the end of a run"
+        return TesseraError(what, where=where, fix=fix, code="weights.run-without-export")
     near, beside = nearest_folder(path), _folders_in(path.parent)
     # List other folders only if the path has a parent: a single word may be the name of a model on a hub.
     listed = beside if path.parent.name and len(beside) <= _MOST_LISTED else []
