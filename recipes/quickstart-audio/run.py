@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import resource
+import sys
 import time
 from pathlib import Path
 
@@ -55,6 +57,8 @@ def main() -> None:
     print(f"   training: {tessera.report(run.folder)}")
     print(f"   answers:  {score.report}")
     print(f"Hugging Face folder: {run.folder / 'hf'}")
+    command = os.path.relpath(Path(sys.executable).with_name("tessera"))  # on nobody's path yet
+    print(f"ask it: {command} generate {run.folder} --audio {data}/clips/held_out-00000.wav")
     right = score.results[0].figures["accuracy"].value
     seconds = time.perf_counter() - began
     print(f"held-out speakers: {right:.1%} right, in {seconds:.0f} s ({cpu_seconds():.0f} CPU seconds)")

@@ -80,19 +80,25 @@ def matches(pattern: str, path: str) -> bool:
     return compile_pattern(pattern).fullmatch(path) is not None
 
 
-def select(patterns: Sequence[str], paths: Iterable[str], where: str) -> list[str]:
-    """Return the paths that match one of the patterns, in the order of `paths`; raise for a pattern without match."""
+_CORRECT = "correct the pattern by the names that `tessera plan RECIPE --modules` lists"
+
+
+def select(patterns: Sequence[str], paths: Iterable[str], where: str, fix: str = _CORRECT) -> list[str]:
+    """Return the paths that match one of the patterns, in the order of `paths`; raise for a pattern without match.
+
+    `fix`: how to correct such a pattern.
+    """
     candidates = list(paths)
     chosen: set[str] = set()
     for pattern in patterns:
         matching = [path for path in candidates if matches(pattern, path)]
         if not matching:
-            raise nothing_matches(pattern, candidates, where)
+            raise nothing_matches(pattern, candidates, where, fix)
         chosen.update(matching)
     return [path for path in candidates if path in chosen]
 
 
-def nothing_matches(pattern: str, paths: Sequence[str], where: str) -> TesseraError:
+def nothing_matches(pattern: str, paths: Sequence[str], where: str, fix: str = _CORRECT) -> TesseraError:
     """Return the error for a pattern that matches none of the paths."""
     parts = pattern.split(".")
     if _EXPERTS in parts and not any(_EXPERTS in path.split(".") for path in paths):
@@ -109,17 +115,17 @@ def nothing_matches(pattern: str, paths: Sequence[str], where: str) -> TesseraEr
         f"pattern {pattern!r} matches nothing",
         where=where,
         nearest=nearest_path(pattern, paths),
-        fix="correct the pattern by the names that `tessera plan RECIPE --modules` lists",
+        fix=fix,
         code="recipe.pattern-matches-nothing",
     )
 
 
-def select_trees(patterns: Sequence[str], paths: Iterable[str], where: str) -> list[str]:
+def select_trees(patterns: Sequence[str], paths: Iterable[str], where: str, fix: str = _CORRECT) -> list[str]:
     """Return paths like `select`; a pattern that matches a module also selects everything inside of it."""
     candidates = list(paths)
     above = {path: ancestors(path) for path in candidates}
     modules = sorted({module for parents in above.values() for module in parents})
-    chosen = set(select(patterns, modules, where))
+    chosen = set(select(patterns, modules, where, fix))
     return [path for path in candidates if chosen.intersection(above[path])]
 
 

@@ -150,16 +150,16 @@ def choose(
     for number, target in enumerate(section.targets):
         settings = target if isinstance(target, LoraTarget) else LoraTarget(modules=target)
         where = origin or f"model.lora.targets.{number}"
-        adapter = replace(
-            adapter_of(section), rank=settings.rank or section.rank, alpha=settings.alpha or section.alpha
-        )
+        rank, alpha = settings.rank or section.rank, settings.alpha or section.alpha
+        adapter = replace(adapter_of(section), rank=rank, alpha=alpha)
         named = [path for path in experts if any(matches(settings.modules, above) for above in ancestors(path)[-2:])]
         chosen.update({path: replace(adapter, stacked=experts[path]) for path in named})
         if not any(matches(settings.modules, above) for path in layers for above in ancestors(path)):
             if named:
                 continue
             _check_refused(settings.modules, refused, experts, where)
-        selected = select_trees([settings.modules], [*layers, *experts], where)
+        fixes = {"fix": "load these adapters with the model and family that they were trained with"} if origin else {}
+        selected = select_trees([settings.modules], [*layers, *experts], where, **fixes)
         chosen.update(dict.fromkeys((path for path in selected if path not in experts), adapter))
     if not section.targets:
         chosen = dict.fromkeys(default, adapter_of(section))

@@ -22,7 +22,7 @@ from tessera.runtime.log import logger
 Init = Callable[[Tensor], Any]
 
 _NO_MOE = "experts are offered by Tessera's own families (`model.family`), not by these layers"
-_NO_FP8 = "fp8 is a key of Tessera's own recipes (`precision`), these layers compute in 16 or 32 bit"
+_NO_FP8 = "8-bit training is not supported: these layers compute in 16 or 32 bit"
 _NO_MLA = "latent attention is not part of the local layer specification"
 REFUSED = {
     "fp8": _NO_FP8,

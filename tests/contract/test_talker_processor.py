@@ -97,6 +97,14 @@ def test_turns_of_the_user_come_before_the_answer_and_its_text_runs_beside_the_f
     assert (encoded.targets[:, -1] == IGNORE).all()
 
 
+def test_a_talker_speaks_as_ethan_unless_told_otherwise(tmp_path: Path) -> None:
+    _, processor = processor_of(tmp_path)
+    published = replace(processor.ids, speakers=(("chelsie", 71), ("ethan", 70)))
+    assert published.speaker("") == 70
+    assert published.speaker("Chelsie") == 71
+    assert replace(processor.ids, speakers=(("anna", 72), ("chelsie", 71))).speaker("") == 72
+
+
 def test_measures_are_those_of_the_encoded_sample(tmp_path: Path) -> None:
     _, processor = processor_of(tmp_path)
     for turns in (ANSWER, HISTORY):

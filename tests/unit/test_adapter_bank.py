@@ -205,6 +205,8 @@ def test_adapters_of_runs_and_checkpoints_are_loaded(tmp_path: Path) -> None:
     assert not torch.allclose(logits(plain.model, batch), logits(trained.module, batch), atol=1e-2)
     with raises("adapter.model-has-adapters"):
         AdapterBank(trained.module, plain.plan, plain.weight_map).load("run", run.folder)
+    with raises("recipe.pattern-matches-nothing", "vision.blocks.0.attn", "the model and family"):
+        mixture().bank().load("run", run.folder)
     of_served = bank_of(served)  # no weight of a loaded model is trained
     of_served.load("run", run.folder)
     of_served.select(["run"], [0])

@@ -63,9 +63,10 @@ class TalkerIds:
         )
 
     def speaker(self, name: str) -> int:
-        """Return the control code of a voice; of the first voice for an empty name."""
+        """Return the control code of a voice. For an empty name: of Ethan, as in transformers, or the first."""
         codes = {voice.lower(): code for voice, code in self.speakers}
-        code = codes.get(name.lower(), next(iter(codes.values()), None) if not name else None)
+        first = next(iter(codes.values()), None)
+        code = codes.get(name.lower()) if name else codes.get("ethan", first)
         if code is None:
             raise TesseraError(
                 f"the model has no voice {name!r}" if name else "the model names no voices",
