@@ -224,7 +224,8 @@ def test_experts_of_other_parts_get_no_adapters(tmp_path: Path) -> None:
     """The class of Qwen3-Omni also contains the experts of the thinker, whose parameters have the same endings."""
     spec, config = resolve(ModelSection(family="qwen3_omni_talker", preset="quickstart"))
     module = spec.main.build(config)
-    add_adapters(module, find_adapters(LoraSection(targets=[EXPERTS], rank=2), module, spec.main.plan(config)))
+    section = LoraSection.model_validate({"targets": [EXPERTS], "rank": 2})
+    add_adapters(module, find_adapters(section, module, spec.main.plan(config)))
     draw(module)
     save_adapters(tmp_path, model_tensors(module), adapters_of(module), spec.main.weight_map(config), base="base")
     loaded = peft.PeftModel.from_pretrained(foreign(config), tmp_path)
