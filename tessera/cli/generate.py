@@ -41,6 +41,9 @@ Recordings = Annotated[
 Transcripts = Annotated[
     list[str] | None, typer.Option("--transcript", help="speech: what is said in each --audio, in the same order")
 ]
+MinP = Annotated[
+    float | None, typer.Option("--min-p", help="text, with --data: minimum probability, as a share of the largest")
+]
 Output = Annotated[
     Path | None, typer.Option("-o", "--out", help="media: .png, .gif or .mp4 file; speech: .wav; text: .jsonl")
 ]
@@ -87,7 +90,7 @@ def generate(
     data: Annotated[Path | None, typer.Option("--data", help="text: file whose rows are answered to --out")] = None,
     root: Annotated[Path | None, typer.Option("--root", help="text: folder of the media of --data")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="text: answer all rows of --data again")] = False,
-    min_p: Annotated[float | None, typer.Option("--min-p", help="--data: minimum share of the likeliest")] = None,
+    min_p: MinP = None,
     repetition_penalty: Annotated[
         float | None, typer.Option("--repetition-penalty", help="text, with --data: repetition penalty; 1 is none")
     ] = None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -281,7 +282,11 @@ def write_output(path: Path, text: str, option: str) -> None:
         if path.exists() and not path.is_file():  # a device or a pipe, such as /dev/stdout, must not be replaced
             path.write_text(text, encoding="utf-8")
         else:
-            with replacing(Path(os.path.realpath(path))) as fresh:
+            target = Path(os.path.realpath(path))
+            with replacing(target) as fresh:
+                fresh.touch()
+                if target.exists():  # before the text is written: a private file stays private
+                    shutil.copymode(target, fresh)
                 fresh.write_text(text, encoding="utf-8")
     except OSError as error:
         raise TesseraError(

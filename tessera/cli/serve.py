@@ -16,6 +16,8 @@ from tessera.errors import TesseraError
 if TYPE_CHECKING:
     from tessera.server.settings import Settings
 
+Blocks = Annotated[int | None, typer.Option("--blocks", min=1, help="KV cache blocks of 16 tokens; default: by memory")]
+MaxRequests = Annotated[int, typer.Option("--max-requests", min=1, help="limit of requests; more get status 429")]
 _PACKAGES = {"starlette": "starlette", "uvicorn": "uvicorn", "prometheus_client": "prometheus-client"}
 
 
@@ -36,8 +38,8 @@ def serve(
         int | None, typer.Option("--max-length", min=1, help="tokens of prompt and answer; default: the model's")
     ] = None,
     rows: Annotated[int, typer.Option("--rows", min=1, help="limit of answers that are computed together")] = 256,
-    blocks: Annotated[int | None, typer.Option("--blocks", min=1, help="blocks of 16 tokens; default: memory")] = None,
-    max_requests: Annotated[int, typer.Option("--max-requests", min=1, help="limit; more get status 429")] = 1024,
+    blocks: Blocks = None,
+    max_requests: MaxRequests = 1024,
     timeout: Annotated[float, typer.Option("--timeout", min=1, help="seconds that an answer may take")] = 600,
     drain: Annotated[float, typer.Option("--drain", min=0, help="seconds for open answers after SIGTERM")] = 30,
     allow_urls: Annotated[bool, typer.Option("--allow-urls", help="download media by http(s) URL")] = False,

@@ -43,7 +43,8 @@ def _fix(sections: Sequence[SourceSection], first: Sequence[BadSample]) -> str:
     ):
         return (
             "a model that speaks is trained on codes of recordings: write them with `tessera data features RECIPE -o "
-            "codes`, and set data.train=codes; for a model of another kind, leave out the samples with recordings"
+            "codes`, and set data.train=codes; leave out samples with other recordings, such as those of questions, "
+            "unless the model can hear them (that of a talker does with model.config.reads_media=true)"
         )
     return f"list all reasons with {doctor_command(sections)} and correct the data"
 

@@ -38,15 +38,6 @@ def not_finite_error() -> TesseraError:
     )
 
 
-def sound_not_finite_error() -> TesseraError:
-    """Return the error of speech whose samples are not finite."""
-    return TesseraError(
-        "the sound of the codec is not finite",
-        fix="the weights of the codec are damaged: download its folder again, or name another one: --codec FOLDER",
-        code="generation.output-not-finite",
-    )
-
-
 def still_used_error(name: str) -> TesseraError:
     """Return the error for an adapter name that requests still use while it is unloaded."""
     return TesseraError(

@@ -179,7 +179,7 @@ def _answers_of_group(
 
 
 def context_of(config: Section, field: str = "max_position_embeddings") -> int | None:
-    """Return the number of positions that a configuration states, at its top or for its text model."""
+    """Return the number of positions that a configuration states in `field`, at its top or for its text model."""
     values = config.model_dump()
     hf = values.get("hf") or {}  # configuration of a transformers class
     for part in (values, values.get("text"), hf, hf.get("text_config")):

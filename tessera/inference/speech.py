@@ -20,7 +20,7 @@ from tessera.core.spec import ModelSpec
 from tessera.data.media.audio import AudioSampling
 from tessera.data.media.files import Limits
 from tessera.data.media.read import MediaSampling, decode
-from tessera.engine.failures import not_finite_error, sound_not_finite_error
+from tessera.engine.failures import not_finite_error
 from tessera.engine.request import Request, Sampling
 from tessera.engine.sampler import Sampler
 from tessera.errors import TesseraError, with_fix
@@ -318,7 +318,11 @@ class Speaker:
 def _samples(sound: Tensor) -> np.ndarray:
     """Return decoded sound as float32 [samples]. Raise if a sample is not finite: as 16 bit it would be silence."""
     if not sound.isfinite().all():
-        raise sound_not_finite_error()
+        raise TesseraError(
+            "the sound of the codec is not finite",
+            fix="the weights of the codec are damaged: download its folder again, or name another one: --codec FOLDER",
+            code="generation.output-not-finite",
+        )
     samples: np.ndarray = sound.float().numpy()
     return samples
 

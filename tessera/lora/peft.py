@@ -164,7 +164,7 @@ def make_config(
 ) -> dict[str, Any]:
     """Return PEFT's configuration of the adapters in `adapted`, by module.
 
-    `others`: all module names; None: some are unknown. `task_type`: PEFT's task type. `saved`: fully trained modules.
+    `others`: all module names; None: some modules are unknown, which may have experts. `saved`: fully trained modules.
     `experts`: adapters of stacked expert parameters; `other_experts`: names of all stacked expert parameters.
     """
     experts = experts or {}
@@ -187,7 +187,7 @@ def make_config(
         "modules_to_save": list(saved) or None,
         "ensure_weight_tying": bool(saved),  # a tied head is saved with its embedding
         "target_modules": _targets(adapted, others),
-        "target_parameters": _targets(experts, other_experts, parts=2) if experts else None,
+        "target_parameters": _targets(experts, None if others is None else other_experts, parts=2) if experts else None,
         "rank_pattern": {m: f.adapter.rank for m, f in every.items() if f.adapter.rank != rank},
         "alpha_pattern": {m: _plain(f.adapter.alpha) for m, f in every.items() if f.adapter.alpha != alpha},
         "task_type": task_type,

@@ -17,6 +17,7 @@ from tessera.inference.export import export_folder
 from tessera.lora.export import save_adapters
 from tessera.lora.select import Adapters
 from tessera.parallel.communication import readable
+from tessera.weights.layouts import EXPORT_FOLDER
 
 _log = logging.getLogger("tessera")
 
@@ -83,7 +84,7 @@ class Export(Callback):
         export_folder(
             trainer.module,
             *self._parts,
-            folder / f"hf{suffix}",
+            folder / f"{EXPORT_FOLDER}{suffix}",
             files=folder / "processor",
             base=section.path,
             adapters=self._adapters,

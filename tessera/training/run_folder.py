@@ -39,12 +39,14 @@ from tessera.inference.weight_source import run_exists as run_exists  # re-expor
 from tessera.runtime.distributed import expected_rank
 from tessera.runtime.files import leads_out, read_json_mapping, replace_file
 from tessera.runtime.folder_lock import FolderLock
+from tessera.weights.layouts import EXPORT_FOLDER
 
 FORMAT = "tessera-run"
 _TRASH = ".trash-"
 # Names of files and folders that a run writes into its folder. Only these are moved by --overwrite.
 _OF_A_RUN = frozenset(
-    {RUN_FILE, CONFIG, "run-id", "checkpoints", "ledger", "logs", "index", "processor", "data", "hf", "hf-ema"}
+    {RUN_FILE, CONFIG, "run-id", "checkpoints", "ledger", "logs", "index", "processor", "data"}
+    | {EXPORT_FOLDER, f"{EXPORT_FOLDER}-ema"}
     | {f"{name}.jsonl" for name in ("metrics", "history", "quarantine", "guard", "answers", "previews")}
     | {"adapter", "adapter-ema", "best.json", "report.html", "profile", "previews", "answer_images", "eval"}
     | {"tensorboard", "wandb", "swanlab", "trackers.json"}

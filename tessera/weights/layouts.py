@@ -40,12 +40,12 @@ def nearest_folder(path: Path) -> str | None:
 
 def no_such_folder(path: Path, where: str | None = None) -> TesseraError:
     """Return the error about a missing folder. It lists the most similar folder, and the other folders beside it."""
-    if path.suffix in (".yaml", ".yml"):
+    if where is None and path.suffix in (".yaml", ".yml"):  # an argument of a command, not a key of a recipe
         fix = "name a recipe that exists, a run or a folder of a model"
         return TesseraError(f"no such recipe: {path}", where=where, fix=fix, code="recipe.no-such-file")
     if path.name == EXPORT_FOLDER and (path.parent / "config.yaml").is_file():
         what = f"the run {path.parent} has no export: there is no folder {path}"
-        fix = f"make it: tessera convert {path.parent} {path}; checkpoint.export=true makes it at the end of a run"
+        fix = f"make it: tessera convert {path.parent} {path}; runs without adapters make it by checkpoint.export=true"
         return TesseraError(what, where=where, fix=fix, code="weights.run-without-export")
     near, beside = nearest_folder(path), _folders_in(path.parent)
     # List other folders only if the path has a parent: a single word may be the name of a model on a hub.

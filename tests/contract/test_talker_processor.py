@@ -167,3 +167,5 @@ def test_voices_are_named_in_any_case_and_have_codes_of_their_own(tmp_path: Path
     for taken in (config.depth.vocab_size - 1, config.codec_eos_token_id):
         with pytest.raises(ValueError, match=r"speaker_id\.anna"):
             TalkerConfig.model_validate({**fields, "speaker_id": {"anna": taken}})
+    with pytest.raises(ValueError, match="except for case"):
+        TalkerConfig.model_validate({**fields, "speaker_id": {"anna": code, "Anna": code + 1}})

@@ -220,6 +220,20 @@ def test_what_we_write_peft_loads_and_we_read_back(family: str, lora: dict[str, 
     assert compare_merged(module, loaded.merge_and_unload(), base) == count > 0
 
 
+def test_experts_of_other_parts_get_no_adapters(tmp_path: Path) -> None:
+    """The class of Qwen3-Omni also contains the experts of the thinker, whose parameters have the same endings."""
+    spec, config = resolve(ModelSection(family="qwen3_omni_talker", preset="quickstart"))
+    module = spec.main.build(config)
+    section = LoraSection.model_validate({"targets": [EXPERTS], "rank": 2})
+    add_adapters(module, find_adapters(section, module, spec.main.plan(config)))
+    draw(module)
+    save_adapters(tmp_path, model_tensors(module), adapters_of(module), spec.main.weight_map(config), base="base")
+    loaded = peft.PeftModel.from_pretrained(foreign(config), tmp_path)
+    names = [name for name, _ in loaded.named_parameters() if "lora_" in name]
+    assert len(names) == 4 * config.text.num_hidden_layers
+    assert all(".talker." in name for name in names)
+
+
 BOTH_THEIRS, ONE_THEIRS = ["mlp.experts.down_proj", "experts.gate_up_proj"], ["experts.gate_up_proj"]
 
 

@@ -25,6 +25,8 @@ def test_a_run_without_an_export_is_named(tmp_path: Path) -> None:
 def test_a_missing_recipe_is_no_missing_folder() -> None:
     with raises("recipe.no-such-file", "a.yaml"):
         check_path(Path("a.yaml"))
+    with raises("weights.folder-missing", "a.yaml"):
+        check_path(Path("a.yaml"), "model.path")  # no recipe can be its own model
 
 
 @pytest.mark.parametrize(("path", "hub"), [("runs/digits", False), ("openai/whisper-tiny", True)])

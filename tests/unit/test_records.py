@@ -60,6 +60,7 @@ def test_recordings_for_a_model_of_codes_are_answered_with_the_missing_step() ->
     with pytest.raises(TesseraError) as raised:
         check_measured(2, 2, 0.05, [SourceSection(path=Path("a.jsonl"))], first)
     assert "tessera data features RECIPE -o codes" in str(raised.value.fix)
+    assert "model.config.reads_media=true" in str(raised.value.fix)  # codes of answers do not help with questions
 
 
 def test_a_share_at_its_limit_is_no_alarm_in_a_long_run_and_a_larger_one_soon_is() -> None:

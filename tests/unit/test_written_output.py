@@ -38,3 +38,9 @@ def test_links_are_followed_and_devices_stay(tmp_path: Path) -> None:
     write_output(tmp_path / "pipe", "new", "--json")
     assert os.read(reader, 10) == b"new"
     os.close(reader)
+
+
+def test_a_private_file_stays_private(tmp_path: Path) -> None:
+    (tmp_path / "report.json").touch(mode=0o600)
+    write_output(tmp_path / "report.json", "new", "--json")
+    assert (tmp_path / "report.json").stat().st_mode & 0o777 == 0o600

@@ -200,7 +200,8 @@ class LoaderBatches(SequentialRows):
 class LoaderRows(LoaderBatches):
     """Use the batches of a loader unchanged: every batch is one row and one micro-batch.
 
-    Row r is batch r, and ranks take batches in turn. With a `DistributedSampler` of n ranks it is r // n of a rank.
+    Row r is batch r, and ranks take batches in turn. With a `DistributedSampler` of n ranks, each rank has its own
+    batches: row r is batch r // n of rank r % n.
     """
 
     def __init__(self, imported: ImportedObject, data: Any, items: ItemBatcher, *, seed: int) -> None:

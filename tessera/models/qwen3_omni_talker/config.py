@@ -203,7 +203,9 @@ class TalkerConfig(Section):
         return self
 
     def _check_voices(self, control: Mapping[int, str]) -> None:
-        """Raise if the code of a voice has another meaning. `control`: names of control codes, by code."""
+        """Raise if the name or the code of a voice has another meaning. `control`: names of control codes, by code."""
+        if len({name.lower() for name in self.speaker_id}) < len(self.speaker_id):
+            raise ValueError("speaker_id: two names are equal except for case, which is ignored")
         for name, code in self.speaker_id.items():
             if code < self.depth.vocab_size:
                 raise ValueError(
