@@ -45,7 +45,7 @@ class _Connection(h11.Connection):
         return event
 
 
-def _is_news(record: logging.LogRecord) -> bool:
+def _is_worth_logging(record: logging.LogRecord) -> bool:
     """Return whether to log a record of uvicorn. Responses end early on purpose: `RequestGuard` logs the errors."""
     return record.msg != "ASGI callable returned without completing response."
 
@@ -57,7 +57,7 @@ class _Http(H11Protocol):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.logger.addFilter(_is_news)
+        self.logger.addFilter(_is_worth_logging)
         self.conn = _Connection(h11.SERVER, _HEADER_BYTES)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]

@@ -44,8 +44,10 @@ def step_fields(row: Mapping[str, Any], steps: int, metrics: Sequence[str] = ())
 
 
 def _main_metrics(metrics: Sequence[str]) -> Sequence[str]:
-    """Return the metrics of the line: every loss of a task with several, otherwise the first metrics."""
-    return [name for name in metrics if name.endswith("_loss")] or metrics[:METRICS]
+    """Return the metrics of the line: every loss of a task with several, then others, up to `METRICS` in all."""
+    losses = [name for name in metrics if name.endswith("_loss")]
+    others = [name for name in metrics if name not in losses]
+    return [*losses, *others[: max(METRICS - len(losses), 0)]]
 
 
 def plain(fields: Sequence[Field]) -> str:

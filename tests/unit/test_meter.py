@@ -54,6 +54,12 @@ def test_the_first_metrics_of_the_objective_are_on_the_line(troubled: bool) -> N
     assert ("skipped 3" in text) == troubled
 
 
+def test_every_loss_is_on_the_line_and_others_fill_it_up() -> None:
+    row = {**ROW, **PAIRS, "text_loss": 0.5, "code_loss": 0.25, "depth_loss": 0.125}
+    assert "text_loss 0.5  code_loss 0.25  depth_loss 0.125  lr" in line(row, metrics=(*PAIRS, *list(row)[-3:]))
+    assert "text_loss 0.5  accuracy 0.75  lr" in line(row, metrics=(*PAIRS, "text_loss"))
+
+
 def test_waiting_for_data_is_said_when_it_matters() -> None:
     assert "wait" not in line(ROW)
     assert "wait 26%" in line({**ROW, "data_wait": 0.26})
