@@ -16,29 +16,6 @@ from tessera.engine.request import Delta, Request
 T = TypeVar("T")
 
 
-class Stats(Protocol):
-    """Declare the statistics of an engine that /metrics shows."""
-
-    @property
-    def running(self) -> int: ...
-    @property
-    def waiting(self) -> int: ...
-    @property
-    def blocks_used(self) -> int: ...
-    @property
-    def blocks(self) -> int: ...
-    @property
-    def prefix_hits(self) -> int: ...
-    @property
-    def encoder_hits(self) -> int: ...
-    @property
-    def preemptions(self) -> int: ...
-    @property
-    def generated(self) -> int: ...
-    @property
-    def prefilled(self) -> int: ...
-
-
 class EngineAccess(Protocol):
     """Declare the interface of the engine for the server. The engine runs in its own thread."""
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from starlette.applications import Starlette
@@ -32,17 +32,15 @@ from tessera.server.guard import Admission, RequestGuard, error_response
 from tessera.server.messages import Body
 from tessera.server.page_routes import page_routes
 from tessera.server.render import chat_chunks, chat_completion, text_chunks, text_completion
-from tessera.server.response_events import Event
-from tessera.server.routes_responses import ResponsesApi, sse_text
+from tessera.server.routes_responses import ResponsesApi
 from tessera.server.service import AnswerJob, Service, TokenPrompt
-from tessera.server.speech import SPEECH, SpeechApi, SpeechRequest, voice_of
+from tessera.server.speech import SPEECH, SpeechRequest, speak_text, voice_of
 from tessera.server.spoken_chat import spoken_chunks, spoken_completion
-from tessera.server.streams import EventStream, first_of, in_time, to_json, while_connected
+from tessera.server.streams import EventStream, Result, first_of, in_time, to_json, while_connected
 from tessera.server.transcriptions import TRANSCRIPTIONS, TranscriptionApi
 from tessera.version import __version__
 
 B = TypeVar("B", bound=Body)
-Result: TypeAlias = dict[str, Any] | AsyncGenerator[dict[str, Any], None]
 _HEALTH_S = 60.0  # time limit of a step: if one takes longer, the engine is reported as unhealthy
 _STATS_S = 2.0  # maximum wait for the engine's statistics
 
@@ -88,10 +86,6 @@ class Endpoints:
         with self.admission.body() as body:
             return await body.read(request, self.settings)
 
-    def send_events(self, request: Request, events: AsyncGenerator[Event, None]) -> Response:
-        """Return a response that streams the events of /v1/responses."""
-        return EventStream(events, self.settings.slow_client_s, sse_text, b"")
-
     # ------------------------------------------------------------------------------------------ answers
 
     async def chat(self, request: Request) -> Response:
@@ -117,7 +111,7 @@ class Endpoints:
         """Answer /v1/audio/speech."""
 
         async def answer(fields: SpeechRequest) -> Response:
-            return await SpeechApi(self.service, self.admission).create(fields, request)
+            return await speak_text(self.service, self.admission, fields, request)
 
         return await self._with_body(request, SpeechRequest, answer)
 
@@ -338,7 +332,7 @@ def routes(endpoints: Endpoints) -> list[Route]:
         Route("/metrics", endpoints.metrics, methods=["GET"]),
         Route(TRANSCRIPTIONS, endpoints.transcribe, methods=["POST"]),
         Route(SPEECH, endpoints.speech, methods=["POST"]),
-        *ResponsesApi(endpoints.run_chat, read=endpoints.read, send=endpoints.send_events).routes(),
+        *ResponsesApi(endpoints.run_chat, endpoints.read, endpoints.settings.slow_client_s).routes(),
     ]
 
 

@@ -6,9 +6,9 @@ import asyncio
 import base64
 import io
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 from starlette.requests import Request
@@ -21,12 +21,9 @@ from tessera.models.processing.transcription import Transcriber
 from tessera.server.errors import ApiError, of_tessera, of_validation
 from tessera.server.messages import Body, Text
 from tessera.server.multipart import FormPart, read_form
+from tessera.server.streams import RunChat
 
 TRANSCRIPTIONS = "/v1/audio/transcriptions"
-RunChat: TypeAlias = Callable[
-    [dict[str, Any], Request], Awaitable[dict[str, Any] | AsyncGenerator[dict[str, Any], None]]
-]
-
 _REFUSED = {
     "chunking_strategy": "cut the recording into shorter ones",
     "include[]": "ask /v1/chat/completions for logprobs",
