@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, Self, TypeVar
 
 from tessera.engine.constraint import is_quick
@@ -100,13 +101,7 @@ class AnswerGroup:
         """Queue the requests. It runs in another thread, because compiling a constraint may take long."""
         self._remaining = len(requests)
         for index, request in enumerate(requests):
-
-            def deliver(delta: Delta, index: int = index) -> None:
-                self._receive(index, delta)
-
-            def on_delta(delta: Delta, deliver: Callable[[Delta], None] = deliver) -> None:
-                self._mailbox.post(deliver, delta)
-
+            on_delta = partial(self._mailbox.post, partial(self._receive, index))
             submitter = self._submitters.of(request)
             queued = submitter.submit(self._engine.submit, request, on_delta)
             try:
