@@ -14,8 +14,9 @@ import numpy as np
 from tessera.batch.output import BatchOutput, PartFile
 from tessera.batch.rows import PromptRow, SampleRows, UnusableRow
 from tessera.core.batch import Batch
+from tessera.engine.engine import Engine
 from tessera.engine.request import Request
-from tessera.inference.answering import AnswersRequests, answers_to_all
+from tessera.inference.answering import answers_to_all
 from tessera.inference.prepare import PromptPool
 from tessera.runtime import distributed as dist
 from tessera.runtime.progress import TokenProgress
@@ -110,7 +111,7 @@ class SampleAnswers:
     """Answer the samples of a data set with one engine."""
 
     rows: SampleRows
-    engine: AnswersRequests
+    engine: Engine
     prompts: PromptPool
     stop_tokens: frozenset[int]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,8 @@ def generate_answers(
         from tessera.batch.service import service_answers  # late: needs packages of the server
         from tessera.server.start import ModelOptions
 
-        start = service_answers(bodies, Path(out), ModelOptions(folder, device, family=family, trust=bool(trust)))
+        model_options = ModelOptions(folder, device, family=family, trust=bool(trust))
+        start = partial(service_answers, bodies, Path(out), model_options)
         with join_ranks(device) as world:
             facts |= bodies.facts()
             return answer_file(len(bodies), Path(out), facts, start, overwrite=overwrite, world=world)

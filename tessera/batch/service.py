@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,21 +30,15 @@ from tessera.server.start import ModelOptions, start_service
 _AT_ONCE = 320  # requests that are prepared or answered at a time; the engine runs 256 of them
 
 
-def service_answers(
-    rows: BodyRows, out: Path, options: ModelOptions
-) -> Callable[[], contextlib.AbstractContextManager[ServiceAnswers]]:
-    """Return a function that loads the model and starts the service for a batch."""
-
-    @contextlib.contextmanager
-    def start() -> Iterator[ServiceAnswers]:
-        limits = Settings(options.path.name, max_length=0, allow_files=rows.root.resolve(), allow_priority=True)
-        service = start_service(options, limits)
-        try:
-            yield ServiceAnswers(rows, service, BatchOutput.joined(out).began)
-        finally:
-            service.close()
-
-    return start
+@contextlib.contextmanager
+def service_answers(rows: BodyRows, out: Path, options: ModelOptions) -> Iterator[ServiceAnswers]:
+    """Load the model and start the service for a batch."""
+    limits = Settings(options.path.name, max_length=0, allow_files=rows.root.resolve(), allow_priority=True)
+    service = start_service(options, limits)
+    try:
+        yield ServiceAnswers(rows, service, BatchOutput.joined(out).began)
+    finally:
+        service.close()
 
 
 @dataclass(frozen=True)

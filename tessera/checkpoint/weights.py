@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tessera.checkpoint.files import box_slices
 from tessera.checkpoint.folder_tensors import FolderTensors
 from tessera.errors import TesseraError, nearest
+from tessera.runtime.modules import copy_shard, local_parts
 from tessera.runtime.torch_internals import local_chunks, tensor_of_chunk
 from tessera.weights.map import WeightMap
 from tessera.weights.operations import ByBox, Operation, can_read_boxes, shape_of
@@ -115,8 +115,7 @@ def fill(target: Tensor, source: TensorSource, shapes: Mapping[str, Shape], read
     if not boxes:
         return
     tensor = source.op.to_native([read(name, [0] * len(shapes[name]), shapes[name]) for name in source.foreign])
-    for box in boxes:
-        tensor_of_chunk(target, box.offsets).copy_(tensor[box_slices(box.offsets, box.sizes)])
+    copy_shard(target, tensor)
 
 
 def shapes_fit(source: TensorSource, native: Shape, shapes: Mapping[str, Shape], where: str) -> None:
@@ -143,9 +142,7 @@ def add_product(target: Tensor, b: Tensor, a: Tensor, scale: float) -> Tensor:
 
     Products of stacked experts are computed one expert at a time, to save memory.
     """
-    for box in local_chunks(target):
-        *stacked, rows, columns = box_slices(box.offsets, box.sizes)
-        shard = tensor_of_chunk(target, box.offsets)
+    for shard, (*stacked, rows, columns) in local_parts(target):
         if not stacked:
             shard.copy_(shard.float() + scale * (b[rows].float() @ a[:, columns].float()))
             continue
@@ -171,9 +168,8 @@ def replace_tensors(targets: Mapping[str, Tensor], tensors: Iterable[tuple[str, 
             )
         if isinstance(value, DTensor):
             target.copy_(value)
-            continue
-        for box in local_chunks(target):
-            tensor_of_chunk(target, box.offsets).copy_(value[box_slices(box.offsets, box.sizes)])
+        else:
+            copy_shard(target, value)
 
 
 _COMPARED = 16 << 20  # number of values that are compared at a time

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from tessera.config.reader import Section
 from tessera.core.batch import Batch
@@ -27,19 +27,8 @@ _FEW = 256  # up to this many prompts are prepared without worker processes, whi
 _STOPS = ("environment.workers-killed", "generation.engine-failed")
 
 
-class AnswersRequests(Protocol):
-    """Declare the methods of the engine that `answers_to_all` needs."""
-
-    @property
-    def busy(self) -> bool: ...
-
-    def add(self, request: Request) -> int: ...
-
-    def step(self) -> list[Delta]: ...
-
-
 def answers_to_all(
-    engine: AnswersRequests,
+    engine: Engine,
     items: Iterable[T],
     prepare: Callable[[T], Future[Batch]],
     request: Callable[[T, Batch], Request],

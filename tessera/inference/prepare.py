@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -113,28 +113,6 @@ class PromptPool:
             self._unfinished.add(future)
             self._serve()
         return future
-
-    def map(
-        self,
-        conversations: Iterable[Conversation],
-        root: str | Path | None = None,
-        limits: Limits | None = None,
-        ahead: int = 64,
-    ) -> Iterator[Future[Batch]]:
-        """Yield the finished future of each conversation, in order. At most `ahead` conversations are read ahead."""
-        source = iter(conversations)
-        futures: deque[Future[Batch]] = deque()
-        try:
-            while True:
-                while len(futures) < ahead and (conversation := next(source, None)) is not None:
-                    futures.append(self.submit(conversation, root, limits))
-                if not futures:
-                    return
-                futures[0].exception()  # waits
-                yield futures.popleft()
-        finally:
-            for future in futures:
-                future.cancel()
 
     def start(self) -> None:
         """Start the worker processes now, in the background."""

@@ -19,8 +19,7 @@ from torch.distributed.tensor import DTensor
 from tessera.lora.select import is_factor
 from tessera.optim.adamw import AdamW
 from tessera.runtime import device as devices
-from tessera.runtime.modules import StackedExperts, clean_name, local_shard
-from tessera.runtime.torch_internals import local_chunks, tensor_of_chunk
+from tessera.runtime.modules import StackedExperts, clean_name, local_parts, local_shard
 
 HEADS = ("head", "lm_head", "score")  # names of output layers, which Muon does not update
 # coefficients and steps of the Newton-Schulz iteration, as published by Muon's authors
@@ -97,9 +96,8 @@ class Muon(AdamW):
             stride=parameter.stride(),
         ).full_tensor()
         update = orthogonalize(whole)
-        for chunk in local_chunks(parameter):
-            at = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
-            tensor_of_chunk(parameter, chunk.offsets).add_(update[at], alpha=-rate)
+        for part, inside in local_parts(parameter):
+            part.add_(update[inside], alpha=-rate)
 
 
 def _has_whole_matrices(parameter: Tensor) -> bool:

@@ -34,9 +34,8 @@ from tessera.parallel.plan import Plan, ShardsItself
 from tessera.parallel.tensor import apply_tensor, partial_gradients
 from tessera.runtime import device as devices
 from tessera.runtime.gradients import LossScale
-from tessera.runtime.modules import clean_name, computed_buffers, put_back_buffers, seeded
+from tessera.runtime.modules import clean_name, computed_buffers, copy_shard, put_back_buffers, seeded
 from tessera.runtime.rng import generator
-from tessera.runtime.torch_internals import local_chunks, tensor_of_chunk
 
 
 def parallelize(module: nn.Module, plan: Plan, mesh: Mesh, device: torch.device) -> nn.Module:
@@ -149,7 +148,7 @@ def initialize(
         for name, parameter in module.named_parameters():
             # the module's constructor creates no adapters; `init_adapters` fills them
             if not is_factor(clean_name(name)):
-                keep_shard(parameter, weights[clean_name(name)].detach())
+                copy_shard(parameter, weights[clean_name(name)].detach())
 
 
 @torch.no_grad()
@@ -166,7 +165,7 @@ def start_parameters(
         if wanted(name):
             full = torch.empty(parameter.shape, dtype=torch.float32, device=device)
             start(name, full, generator(device, seed, "init", name))
-            keep_shard(parameter, full)
+            copy_shard(parameter, full)
 
 
 @torch.no_grad()
@@ -177,18 +176,6 @@ def start_tensors(module: nn.Module, tensors: Mapping[str, Tensor], seed: int, d
     assert isinstance(module, InitializesByName), "a module without `initialize` draws no tensor by name"
     for name, tensor in tensors.items():
         module.initialize(name, tensor, generator(device, seed, "init", name))
-
-
-def keep_shard(parameter: Tensor, full: Tensor) -> None:
-    """Copy this rank's shard of a full tensor into a parameter, which may be plain or sharded."""
-    full = full.to(device=parameter.device, dtype=parameter.dtype)
-    if not isinstance(parameter, DTensor):
-        parameter.copy_(full)
-        return
-    # Each chunk is a rectangular part of the full tensor, as torch's distributed checkpoint describes shards.
-    for box in local_chunks(parameter):
-        shard = full[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))]
-        tensor_of_chunk(parameter, box.offsets).copy_(shard)
 
 
 def build_engine(

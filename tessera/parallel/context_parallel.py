@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -20,6 +19,7 @@ from tessera.core.batch import Batch, Segments
 from tessera.core.model_plan import ModelPlan
 from tessera.errors import TesseraError
 from tessera.ops.registry import AUTO
+from tessera.parallel.collectives import gathered, scattered, with_backward
 from tessera.parallel.context_attention import Ring, RingSchedule, Ulysses, ring_attention
 from tessera.parallel.mesh import CONTEXT, RING, TENSOR, ULYSSES, Axes, Mesh
 from tessera.parallel.modules import present, wrap_submodule
@@ -273,40 +273,20 @@ def _gather(
     """
     if key not in batch.segments or batch.segments[key].longest == 0:
         return outputs
-    lengths = batch.segments[key].lengths
-    local = outputs[: lengths[position]]
-    gathered: Tensor = _GatherElements.apply(local, batch[key], batch.segments[key].longest, group, summed)
-    return gathered
+    assert group is not None, "several ranks share the inputs"
+    order, longest = batch[key], batch.segments[key].longest
+    local = outputs[: batch.segments[key].lengths[position]]
 
-
-class _GatherElements(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        local: Tensor,
-        order: Tensor,
-        longest: int,
-        group: dist.ProcessGroup,
-        summed: dist.ProcessGroup | None,
-    ) -> Tensor:
-        ctx.save_for_backward(order)
-        ctx.length, ctx.longest, ctx.group, ctx.summed = local.shape[0], longest, group, summed
+    def gather(local: Tensor) -> Tensor:
         padded = local.new_zeros(longest, local.shape[1])
         padded[: local.shape[0]] = local
-        everyone = local.new_empty(dist.get_world_size(group) * longest, local.shape[1])
-        dist.all_gather_into_tensor(everyone, padded, group=group)
-        return everyone.index_select(0, order)
+        return gathered(padded, group).index_select(0, order)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (order,) = ctx.saved_tensors
-        ranks, position = dist.get_world_size(ctx.group), dist.get_rank(ctx.group)
-        padded = grads[0].new_zeros(ranks * ctx.longest, grads[0].shape[1]).index_copy(0, order, grads[0])
-        if ctx.summed is not None:
+    def gradient_here(grad: Tensor) -> Tensor:
+        padded, at = grad.new_zeros(group.size() * longest, grad.shape[1]).index_copy(0, order, grad), group.rank()
+        if summed is not None:
             # The context group is the outer axis of the dp view, so this rank gets a part that contains its outputs.
-            inner = ranks // dist.get_world_size(ctx.summed)
-            part = padded.new_empty(inner * ctx.longest, padded.shape[1])
-            dist.reduce_scatter_tensor(part, padded, group=ctx.summed)
-            padded, position = part, position % inner
-        start = position * ctx.longest
-        return padded[start : start + ctx.length], None, None, None, None
+            padded, at = scattered(padded, summed), at % (group.size() // summed.size())
+        return padded[at * longest :][: local.shape[0]]
+
+    return with_backward(local, gather, gradient_here)

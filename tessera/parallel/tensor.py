@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import gcd
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ from tessera.config.pattern import home, matches
 from tessera.config.run_config import ParallelSection
 from tessera.core.model_plan import ModelPlan, TensorStyle
 from tessera.errors import TesseraError
-from tessera.parallel.collectives import GradientSync, with_backward
+from tessera.parallel.collectives import GradientSync, summed, with_backward
 from tessera.parallel.mesh import TENSOR, Axes, Mesh, divisors
 from tessera.parallel.modules import present
 from tessera.runtime.modules import FeatureStatistics, clean_name
@@ -320,12 +321,8 @@ class FeatureTotal(nn.Module):
         self.group = group
 
     def forward(self, x: Tensor) -> Tensor:
-        return with_backward(x, self._sum, self._sum)
-
-    def _sum(self, x: Tensor) -> Tensor:
-        total = x.clone()
-        dist.all_reduce(total, group=self.group)
-        return total
+        total = partial(summed, group=self.group)
+        return with_backward(x, total, total)
 
 
 class TokenPlacement:

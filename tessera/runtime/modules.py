@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from tessera.runtime.rng import derive
-from tessera.runtime.torch_internals import without_advice_on_gathers
+from tessera.runtime.torch_internals import local_chunks, tensor_of_chunk, without_advice_on_gathers
 
 # Options for `torch.compile` with Inductor. Mixed-order reduction is off: in torch 2.11 it made gradients of weights
 # that are broadcast over many tokens wrong by orders of magnitude.
@@ -107,6 +107,22 @@ def clean_name(name: str) -> str:
 def local_shard(tensor: Tensor) -> Tensor:
     """Return the local shard of a DTensor; any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_parts(tensor: Tensor) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
+    """Yield this rank's parts of a tensor, which may be sharded, each with its position in the unsharded tensor.
+
+    A part is rectangular, as torch's distributed checkpoint describes shards.
+    """
+    for box in local_chunks(tensor):
+        inside = tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))
+        yield tensor_of_chunk(tensor, box.offsets), inside
+
+
+def copy_shard(target: Tensor, full: Tensor) -> None:
+    """Copy this rank's shard of an unsharded tensor into a tensor, which may be plain or sharded."""
+    for part, inside in local_parts(target):
+        part.copy_(full[inside])
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:

@@ -8,35 +8,13 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, Self, TypeVar
 
 from tessera.engine.constraint import is_quick
 from tessera.engine.request import Delta, Request
 
 T = TypeVar("T")
-
-
-class Stats(Protocol):
-    """Declare the statistics of an engine that /metrics shows."""
-
-    @property
-    def running(self) -> int: ...
-    @property
-    def waiting(self) -> int: ...
-    @property
-    def blocks_used(self) -> int: ...
-    @property
-    def blocks(self) -> int: ...
-    @property
-    def prefix_hits(self) -> int: ...
-    @property
-    def encoder_hits(self) -> int: ...
-    @property
-    def preemptions(self) -> int: ...
-    @property
-    def generated(self) -> int: ...
-    @property
-    def prefilled(self) -> int: ...
 
 
 class EngineAccess(Protocol):
@@ -123,13 +101,7 @@ class AnswerGroup:
         """Queue the requests. It runs in another thread, because compiling a constraint may take long."""
         self._remaining = len(requests)
         for index, request in enumerate(requests):
-
-            def deliver(delta: Delta, index: int = index) -> None:
-                self._receive(index, delta)
-
-            def on_delta(delta: Delta, deliver: Callable[[Delta], None] = deliver) -> None:
-                self._mailbox.post(deliver, delta)
-
+            on_delta = partial(self._mailbox.post, partial(self._receive, index))
             submitter = self._submitters.of(request)
             queued = submitter.submit(self._engine.submit, request, on_delta)
             try:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from starlette.applications import Starlette
@@ -32,17 +33,15 @@ from tessera.server.guard import Admission, RequestGuard, error_response
 from tessera.server.messages import Body
 from tessera.server.page_routes import page_routes
 from tessera.server.render import chat_chunks, chat_completion, text_chunks, text_completion
-from tessera.server.response_events import Event
-from tessera.server.routes_responses import ResponsesApi, sse_text
+from tessera.server.routes_responses import ResponsesApi
 from tessera.server.service import AnswerJob, Service, TokenPrompt
-from tessera.server.speech import SPEECH, SpeechApi, SpeechRequest, voice_of
+from tessera.server.speech import SPEECH, SpeechRequest, speak_text, voice_of
 from tessera.server.spoken_chat import spoken_chunks, spoken_completion
-from tessera.server.streams import EventStream, first_of, in_time, to_json, while_connected
-from tessera.server.transcriptions import TRANSCRIPTIONS, TranscriptionApi
+from tessera.server.streams import EventStream, Result, first_of, in_time, to_json, while_connected
+from tessera.server.transcriptions import TRANSCRIPTIONS, transcribe
 from tessera.version import __version__
 
 B = TypeVar("B", bound=Body)
-Result: TypeAlias = dict[str, Any] | AsyncGenerator[dict[str, Any], None]
 _HEALTH_S = 60.0  # time limit of a step: if one takes longer, the engine is reported as unhealthy
 _STATS_S = 2.0  # maximum wait for the engine's statistics
 
@@ -70,6 +69,24 @@ def checked(values: dict[str, Any], kind: type[B]) -> B:
         raise of_validation(error, refused, kind.model_fields) from None
 
 
+def with_body(
+    kind: type[B],
+) -> Callable[[Callable[[Any, B, Request], Awaitable[Response]]], Callable[[Any, Request], Awaitable[Response]]]:
+    """Parse the body of a request for a method of `Endpoints`. Its bytes count until the method has returned."""
+
+    def decorated(
+        answer: Callable[[Any, B, Request], Awaitable[Response]],
+    ) -> Callable[[Any, Request], Awaitable[Response]]:
+        @functools.wraps(answer)
+        async def endpoint(self: Endpoints, request: Request) -> Response:
+            with self.admission.body() as body:
+                return await answer(self, parsed(await body.read(request, self.settings), kind), request)
+
+        return endpoint
+
+    return decorated
+
+
 class Endpoints:
     """Answer requests with a service."""
 
@@ -78,29 +95,17 @@ class Endpoints:
         self.settings = service.settings
         self.admission = Admission(service.settings)
 
-    async def _with_body(self, request: Request, kind: type[B], work: Callable[[B], Awaitable[Response]]) -> Response:
-        with self.admission.body() as body:
-            fields = parsed(await body.read(request, self.settings), kind)
-            return await work(fields)
-
     async def read(self, request: Request) -> bytes:
         """Return the body of a request, within the limits."""
         with self.admission.body() as body:
             return await body.read(request, self.settings)
 
-    def send_events(self, request: Request, events: AsyncGenerator[Event, None]) -> Response:
-        """Return a response that streams the events of /v1/responses."""
-        return EventStream(events, self.settings.slow_client_s, sse_text, b"")
-
     # ------------------------------------------------------------------------------------------ answers
 
-    async def chat(self, request: Request) -> Response:
+    @with_body(ChatRequest)
+    async def chat(self, fields: ChatRequest, request: Request) -> Response:
         """Answer /v1/chat/completions."""
-
-        async def answer(fields: ChatRequest) -> Response:
-            return self._sent(await self._chat(fields, request))
-
-        return await self._with_body(request, ChatRequest, answer)
+        return self._sent(await self._chat(fields, request))
 
     async def run_chat(self, values: dict[str, Any], request: Request) -> Result:
         """Answer the body of a chat completion: as a whole, or as chunks if it has `stream: true`."""
@@ -113,35 +118,29 @@ class Endpoints:
         complete, chunks = (spoken_completion, spoken_chunks) if spoken else (chat_completion, chat_chunks)
         return await self._answer(request, fields, fields.n, self.service.chat_job, complete, chunks)
 
-    async def speech(self, request: Request) -> Response:
+    @with_body(SpeechRequest)
+    async def speech(self, fields: SpeechRequest, request: Request) -> Response:
         """Answer /v1/audio/speech."""
+        return await speak_text(self.service, self.admission, fields, request)
 
-        async def answer(fields: SpeechRequest) -> Response:
-            return await SpeechApi(self.service, self.admission).create(fields, request)
-
-        return await self._with_body(request, SpeechRequest, answer)
-
-    async def transcribe(self, request: Request) -> Response:
+    async def transcriptions(self, request: Request) -> Response:
         """Answer /v1/audio/transcriptions."""
-        api = TranscriptionApi(self.run_chat, self.service.tokens)
         with self.admission.body() as body:
-            return await api.create(await body.read(request, self.settings), request)
+            content = await body.read(request, self.settings)
+            return await transcribe(self.run_chat, self.service.tokens, content, request)
 
-    async def completions(self, request: Request) -> Response:
+    @with_body(CompletionRequest)
+    async def completions(self, fields: CompletionRequest, request: Request) -> Response:
         """Answer /v1/completions."""
-
-        async def answer(fields: CompletionRequest) -> Response:
-            if fields.echo and fields.stream:
-                raise ApiError(400, "echo cannot be streamed", param="echo", code="invalid_value")
-            count = fields.n * len(_prompts(fields))
-            # more answers than the server computes at a time could never be admitted
-            if count > self.settings.max_requests:
-                most = self.settings.max_requests
-                message = f"the request asks for {count} answers; the limit is {most}"
-                raise ApiError(400, message, param="prompt", code="invalid_value")
-            return self._sent(await self._answer(request, fields, count, self._text_job, text_completion, text_chunks))
-
-        return await self._with_body(request, CompletionRequest, answer)
+        if fields.echo and fields.stream:
+            raise ApiError(400, "echo cannot be streamed", param="echo", code="invalid_value")
+        count = fields.n * len(_prompts(fields))
+        # more answers than the server computes at a time could never be admitted
+        if count > self.settings.max_requests:
+            most = self.settings.max_requests
+            message = f"the request asks for {count} answers; the limit is {most}"
+            raise ApiError(400, message, param="prompt", code="invalid_value")
+        return self._sent(await self._answer(request, fields, count, self._text_job, text_completion, text_chunks))
 
     def _sent(self, result: Result) -> Response:
         return Json(result) if isinstance(result, dict) else EventStream(result, self.settings.slow_client_s)
@@ -201,39 +200,31 @@ class Endpoints:
 
     # ------------------------------------------------------------------------------------------ tokens
 
-    async def tokenize(self, request: Request) -> Response:
+    @with_body(TokenizeRequest)
+    async def tokenize(self, fields: TokenizeRequest, request: Request) -> Response:
         """Answer /tokenize."""
+        self.service.adapter_of(fields.model)
+        if fields.messages is None:
+            tokens = await self.service.tokens_of(fields.prompt or "", special=fields.add_special_tokens)
+        else:
+            continues = fields.continue_final_message
+            prompt = await self.service.chat_prompt(
+                fields.messages, fields.tools, answer=fields.add_generation_prompt, continues=continues
+            )
+            tokens = list(prompt.tokens)
+        body = {
+            "count": len(tokens),
+            "max_model_len": self.settings.max_length,
+            "tokens": tokens,
+            "token_strs": [self.service.tokens.spell(token) for token in tokens] if fields.return_token_strs else None,
+        }
+        return Json(body)
 
-        async def answer(fields: TokenizeRequest) -> Response:
-            self.service.adapter_of(fields.model)
-            if fields.messages is None:
-                tokens = await self.service.tokens_of(fields.prompt or "", special=fields.add_special_tokens)
-            else:
-                continues = fields.continue_final_message
-                prompt = await self.service.chat_prompt(
-                    fields.messages, fields.tools, answer=fields.add_generation_prompt, continues=continues
-                )
-                tokens = list(prompt.tokens)
-            body = {
-                "count": len(tokens),
-                "max_model_len": self.settings.max_length,
-                "tokens": tokens,
-                "token_strs": [self.service.tokens.spell(token) for token in tokens]
-                if fields.return_token_strs
-                else None,
-            }
-            return Json(body)
-
-        return await self._with_body(request, TokenizeRequest, answer)
-
-    async def detokenize(self, request: Request) -> Response:
+    @with_body(DetokenizeRequest)
+    async def detokenize(self, fields: DetokenizeRequest, request: Request) -> Response:
         """Answer /detokenize."""
-
-        async def answer(fields: DetokenizeRequest) -> Response:
-            self.service.adapter_of(fields.model)
-            return Json({"prompt": await self.service.text_of(fields.tokens)})
-
-        return await self._with_body(request, DetokenizeRequest, answer)
+        self.service.adapter_of(fields.model)
+        return Json({"prompt": await self.service.text_of(fields.tokens)})
 
     # ------------------------------------------------------------------------------------------ models and adapters
 
@@ -246,33 +237,27 @@ class Endpoints:
         listed += [{"id": name, **head, "root": name, "parent": base} for name in self.service.adapters]
         return Json({"object": "list", "data": listed})
 
-    async def load_adapter(self, request: Request) -> Response:
+    @with_body(LoadAdapterRequest)
+    async def load_adapter(self, fields: LoadAdapterRequest, request: Request) -> Response:
         """Answer /v1/load_lora_adapter."""
+        folder = self._adapter_folder(fields.lora_path)
+        name = fields.lora_name
+        if name == self.settings.name or name in self.service.adapters:
+            raise ApiError(400, f"the name {name!r} is in use", param="lora_name", code="name_in_use")
+        await asyncio.wrap_future(self.service.engine.call(lambda engine: engine.load_adapter(name, folder)))
+        self.service.adapters[name] = str(folder)
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
-        async def answer(fields: LoadAdapterRequest) -> Response:
-            folder = self._adapter_folder(fields.lora_path)
-            name = fields.lora_name
-            if name == self.settings.name or name in self.service.adapters:
-                raise ApiError(400, f"the name {name!r} is in use", param="lora_name", code="name_in_use")
-            await asyncio.wrap_future(self.service.engine.call(lambda engine: engine.load_adapter(name, folder)))
-            self.service.adapters[name] = str(folder)
-            return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
-
-        return await self._with_body(request, LoadAdapterRequest, answer)
-
-    async def unload_adapter(self, request: Request) -> Response:
+    @with_body(UnloadAdapterRequest)
+    async def unload_adapter(self, fields: UnloadAdapterRequest, request: Request) -> Response:
         """Answer /v1/unload_lora_adapter."""
-
-        async def answer(fields: UnloadAdapterRequest) -> Response:
-            self._allowed_adapters()
-            name = fields.lora_name
-            if name not in self.service.adapters:
-                raise ApiError(404, f"there is no adapter {name!r}", param="lora_name", code="adapter_not_found")
-            await asyncio.wrap_future(self.service.engine.call(lambda engine: engine.unload_adapter(name)))
-            self.service.adapters.pop(name, None)
-            return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
-
-        return await self._with_body(request, UnloadAdapterRequest, answer)
+        self._allowed_adapters()
+        name = fields.lora_name
+        if name not in self.service.adapters:
+            raise ApiError(404, f"there is no adapter {name!r}", param="lora_name", code="adapter_not_found")
+        await asyncio.wrap_future(self.service.engine.call(lambda engine: engine.unload_adapter(name)))
+        self.service.adapters.pop(name, None)
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
     def _allowed_adapters(self) -> Path:
         if self.settings.allow_adapters is None:
@@ -336,9 +321,9 @@ def routes(endpoints: Endpoints) -> list[Route]:
         Route("/health", endpoints.health, methods=["GET"]),
         Route("/version", endpoints.version, methods=["GET"]),
         Route("/metrics", endpoints.metrics, methods=["GET"]),
-        Route(TRANSCRIPTIONS, endpoints.transcribe, methods=["POST"]),
+        Route(TRANSCRIPTIONS, endpoints.transcriptions, methods=["POST"]),
         Route(SPEECH, endpoints.speech, methods=["POST"]),
-        *ResponsesApi(endpoints.run_chat, read=endpoints.read, send=endpoints.send_events).routes(),
+        *ResponsesApi(endpoints.run_chat, endpoints.read, endpoints.settings.slow_client_s).routes(),
     ]
 
 

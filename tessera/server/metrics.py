@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from tessera.engine.request import Delta
-from tessera.server.answers import Stats
+from tessera.engine.stats import EngineStats
 
 _FIRST = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)  # seconds
 _TOKEN = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
@@ -45,7 +45,7 @@ class Metrics:
     def timer(self, started: float, prompts: Sequence[int]) -> RequestTimer:
         return RequestTimer(self, started, prompts)
 
-    def text(self, stats: Stats | None) -> bytes:
+    def text(self, stats: EngineStats | None) -> bytes:
         """Return the page of /metrics. `stats`: None if the engine does not answer in time."""
         self._engine.stats = stats
         return generate_latest(_WithoutTimes(self.registry))  # needs only a method `collect`
@@ -67,7 +67,7 @@ class _EngineMetrics:
     """Return the statistics of the engine as metrics."""
 
     def __init__(self) -> None:
-        self.stats: Stats | None = None
+        self.stats: EngineStats | None = None
 
     def collect(self) -> Iterator[Metric]:
         stats = self.stats

@@ -4,24 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from tessera.core.batch import Batch
 from tessera.data.media.urls import UrlPolicy, download, is_url
 
 NO_FILES = Path("/nonexistent")  # folder for media paths of requests if they may not name local files
-
-
-class Prompts(Protocol):
-    """Declare an object that turns messages into prompts, in other threads or processes (see `PromptPool`)."""
-
-    def submit(
-        self, conversation: Sequence[Mapping[str, Any]], root: Path | None = None, **options: Any
-    ) -> Future[Batch]: ...
-
-    def close(self) -> None: ...
 
 
 async def download_media(

@@ -26,7 +26,7 @@ class Events:
         self._request = request
         self._created = int(time.time())
         self._model = request.model or ""
-        self._status: Status = "in_progress"
+        self.status: Status = "in_progress"
         self._error: dict[str, Any] | None = None
         self._usage: dict[str, Any] | None = None
         self._finish: str | None = None
@@ -35,10 +35,6 @@ class Events:
         self._call: int | None = None  # index of the last tool call, as chunks number them
         self._logprobs: list[dict[str, Any]] = []  # log-probabilities of tokens whose text has not arrived
         self._events = 0
-
-    @property
-    def status(self) -> Status:
-        return self._status
 
     # -------------------------------------------------------------------------------------- steps
 
@@ -69,17 +65,17 @@ class Events:
 
     def cancel(self) -> None:
         """Mark the response as cancelled. `close` returns the last events."""
-        self._status = "cancelled"
+        self.status = "cancelled"
 
     def close(self) -> list[Event]:
         """Return the events that end the response."""
-        if self._status == "failed":
+        if self.status == "failed":
             return []
-        is_complete = self._status != "cancelled" and self._finish != "length"
+        is_complete = self.status != "cancelled" and self._finish != "length"
         events = [] if self._output else self._begin("message")
         events += self._end("completed" if is_complete else "incomplete")
-        if self._status != "cancelled":
-            self._status = "completed" if is_complete else "incomplete"
+        if self.status != "cancelled":
+            self.status = "completed" if is_complete else "incomplete"
         return [*events, self._lifecycle("completed" if is_complete else "incomplete")]
 
     def fail(self, error: Mapping[str, Any]) -> list[Event]:
@@ -87,7 +83,7 @@ class Events:
         limited = error.get("type") == "rate_limit_error"
         code = "rate_limit_exceeded" if limited else "server_error"
         events = self._end("incomplete")
-        self._status = "failed"
+        self.status = "failed"
         self._error = {
             "code": code,
             "message": str(error.get("message", "")),
@@ -100,16 +96,16 @@ class Events:
     def response(self) -> dict[str, Any]:
         """Return the response object as it is now."""
         request = self._request
-        ended = self._status in ("completed", "incomplete", "cancelled")
+        ended = self.status in ("completed", "incomplete", "cancelled")
         return {
             "id": self.id,
             "object": "response",
             "created_at": self._created,
-            "completed_at": int(time.time()) if self._status == "completed" else None,
-            "status": self._status,
+            "completed_at": int(time.time()) if self.status == "completed" else None,
+            "status": self.status,
             "background": False,
             "error": self._error,
-            "incomplete_details": {"reason": "max_output_tokens"} if self._status == "incomplete" else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if self.status == "incomplete" else None,
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
             "metadata": request.metadata,

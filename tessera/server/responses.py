@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter, model_validator
 
 from tessera.server.errors import ApiError
 from tessera.server.fields import FunctionName
-from tessera.server.messages import list_or_text
+from tessera.server.messages import Body, Text, list_or_text
 
 # Accepted without effect: bookkeeping of a hosted service, and hints about its caches.
 IGNORED_FIELDS = (
@@ -33,7 +33,6 @@ REFUSED_FIELDS: dict[str, str] = {
 }
 LOGPROBS = "message.output_text.logprobs"
 
-_Text = Annotated[str, Field(max_length=1 << 26)]
 _Id = Annotated[str, Field(max_length=256)]
 
 
@@ -44,10 +43,8 @@ def _is_empty(value: Any) -> bool:
     )
 
 
-class _Body(BaseModel):
-    """Refuse unknown fields and values of other types. Null is the same as a missing field."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
+class _Body(Body):
+    """Declare an object of a request, in which null is the same as a missing field."""
 
     @model_validator(mode="before")
     @classmethod
@@ -64,25 +61,26 @@ class _Body(BaseModel):
 
 class InputText(_Body):
     type: Literal["input_text", "output_text"]
-    text: _Text
-    annotations: list[Any] = []  # this and the next two fields come from an earlier answer, and have no effect
-    logprobs: list[Any] = []
+    text: Text
+    # These three fields come from an earlier answer, and have no effect.
+    annotations: list[Any] = Field(default_factory=list)
+    logprobs: list[Any] = Field(default_factory=list)
     parsed: Any = None
 
 
 class Refusal(_Body):
     type: Literal["refusal"]
-    refusal: _Text
+    refusal: Text
 
 
 class InputImage(_Body):
     type: Literal["input_image"]
-    image_url: _Text
+    image_url: Text
     detail: Literal["auto", "low", "high", "original"] = "auto"
 
 
 _Parts = list[Annotated[InputText | Refusal | InputImage, Field(discriminator="type")]]
-Content = Annotated[Annotated[_Text, Tag("<text>")] | Annotated[_Parts, Tag("<list>")], Discriminator(list_or_text)]
+Content = Annotated[Annotated[Text, Tag("<text>")] | Annotated[_Parts, Tag("<list>")], Discriminator(list_or_text)]
 
 
 class _Item(_Body):
@@ -103,7 +101,7 @@ class CallItem(_Item):
     type: Literal["function_call"]
     call_id: _Id
     name: _Id
-    arguments: _Text
+    arguments: Text
     parsed_arguments: Any = None
 
 
@@ -117,9 +115,9 @@ class ReasoningItem(_Item):
     """Declare the reasoning of an earlier answer. Chat templates leave it out."""
 
     type: Literal["reasoning"]
-    summary: list[Any] = []
-    content: list[Any] = []
-    encrypted_content: _Text | None = None
+    summary: list[Any] = Field(default_factory=list)
+    content: list[Any] = Field(default_factory=list)
+    encrypted_content: Text | None = None
 
 
 def _with_type(item: Any) -> Any:
@@ -140,7 +138,7 @@ _ITEMS: TypeAdapter[list[Any]] = TypeAdapter(list[Item])
 class ResponseFunction(_Body):
     type: Literal["function"]
     name: FunctionName
-    description: _Text | None = None
+    description: Text | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
@@ -176,12 +174,12 @@ class ResponsesRequest(_Body):
     """Declare the body of /v1/responses."""
 
     input: Annotated[
-        Annotated[_Text, Field(min_length=1), Tag("<text>")]
+        Annotated[Text, Field(min_length=1), Tag("<text>")]
         | Annotated[list[Item], Field(min_length=1, fail_fast=True), Tag("<list>")],
         Discriminator(list_or_text),
     ]
     model: str | None = None
-    instructions: _Text | None = None
+    instructions: Text | None = None
     tools: list[ResponseFunction] = Field(default_factory=list, max_length=1024)
     tool_choice: Literal["none", "auto", "required"] | ChosenFunction = "auto"
     parallel_tool_calls: bool = True
@@ -190,7 +188,7 @@ class ResponsesRequest(_Body):
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, ge=0, le=1)
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = []
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field(default_factory=list)
     truncation: Literal["disabled"] = "disabled"
     stream: bool = False
     stream_options: ResponseStreamOptions | None = None

@@ -3,61 +3,36 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
-from typing import Any, TypeAlias
+from typing import Any
 
 from pydantic import ValidationError
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
 
-from tessera.errors import TesseraError
-from tessera.runtime.log import logger
 from tessera.server.body import read_object
-from tessera.server.errors import ApiError, of_tessera, of_validation
+from tessera.server.errors import ApiError, of_validation
 from tessera.server.response_events import Event, Events, as_chunk
 from tessera.server.response_store import ResponseStore
 from tessera.server.responses import REFUSED_FIELDS, ResponsesRequest, to_chat
-
-# Returns a chat completion, or its chunks when the body has `stream: true`. Refusals are raised before the first chunk.
-RunChat: TypeAlias = Callable[
-    [dict[str, Any], Request], Awaitable[dict[str, Any] | AsyncGenerator[dict[str, Any], None]]
-]
-SendEvents: TypeAlias = Callable[[Request, AsyncGenerator[Event, None]], Response]
+from tessera.server.streams import EventStream, RunChat, error_of
 
 
-def send_events(request: Request, events: AsyncGenerator[Event, None]) -> Response:
-    """Return a response that streams events, without a time limit for slow clients."""
-    return StreamingResponse(_encoded(events), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-
-
-async def _encoded(events: AsyncGenerator[Event, None]) -> AsyncIterator[str]:
-    async with aclosing(events):
-        async for event in events:
-            yield sse_text(event)
-
-
-def sse_text(event: Event) -> str:
+def _sse_text(event: Event) -> str:
     """Return an event in the text format of server-sent events, named by its type."""
     return f"event: {event['type']}\ndata: {json.dumps(event, separators=(',', ':'))}\n\n"
 
 
 class ResponsesApi:
-    """Answer /v1/responses. `read`: returns the body of a request. `send`: streams events to the client."""
+    """Answer /v1/responses. `read`: returns the body of a request. `slow_client_s`: see `EventStream`."""
 
-    def __init__(
-        self,
-        run_chat: RunChat,
-        store: ResponseStore | None = None,
-        *,
-        read: Callable[[Request], Awaitable[bytes]] = Request.body,
-        send: SendEvents = send_events,
-    ) -> None:
+    def __init__(self, run_chat: RunChat, read: Callable[[Request], Awaitable[bytes]], slow_client_s: float) -> None:
         self._run_chat = run_chat
-        self._store = ResponseStore() if store is None else store
+        self._store = ResponseStore()
         self._read = read
-        self._send = send
+        self._slow_client_s = slow_client_s
         self._running: dict[str, Events] = {}  # responses that are being streamed
 
     def routes(self) -> list[Route]:
@@ -82,12 +57,7 @@ class ResponsesApi:
             events.close()
             self._keep(body, events)
             return _json(events.response)
-        try:  # a refusal must be raised before the first event, because that sends the status
-            first = await anext(result)
-        except BaseException:
-            await result.aclose()
-            raise
-        return self._send(request, self._stream(body, events, first, result))
+        return EventStream(self._stream(body, events, result), self._slow_client_s, _sse_text, b"")
 
     async def retrieve(self, request: Request) -> Response:
         """Answer GET /v1/responses/ID. An incomplete stream is returned with its content so far."""
@@ -116,16 +86,12 @@ class ResponsesApi:
     # -------------------------------------------------------------------------------------- streams
 
     async def _stream(
-        self,
-        body: ResponsesRequest,
-        events: Events,
-        first: dict[str, Any],
-        chunks: AsyncGenerator[dict[str, Any], None],
+        self, body: ResponsesRequest, events: Events, chunks: AsyncGenerator[dict[str, Any], None]
     ) -> AsyncGenerator[Event, None]:
         self._running[events.id] = events
         try:
             async with aclosing(chunks):
-                for event in [*events.start(), *events.add(first)]:
+                for event in events.start():
                     yield event
                 try:
                     async for chunk in chunks:
@@ -134,7 +100,7 @@ class ResponsesApi:
                         for event in events.add(chunk):
                             yield event
                 except Exception as error:
-                    for event in events.fail(_error_of(error).body()["error"]):
+                    for event in events.fail(error_of(error).body()["error"]):
                         yield event
             last = events.close()
             self._keep(body, events)
@@ -159,13 +125,3 @@ def _parsed(body: bytes) -> ResponsesRequest:
         return ResponsesRequest.model_validate(values)
     except ValidationError as error:
         raise of_validation(error, REFUSED_FIELDS, ResponsesRequest.model_fields) from None
-
-
-def _error_of(error: Exception) -> ApiError:
-    """Return the error object that a client gets in the middle of a stream. Unexpected errors are logged."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, TesseraError):
-        return of_tessera(error)
-    logger().error("internal error of the server", exc_info=error)
-    return ApiError(500, "an internal error: see the log of the server", code="internal_error")

@@ -15,7 +15,7 @@ from typing import Any
 from tessera.core.batch import Batch
 from tessera.data.media.urls import UrlPolicy
 from tessera.engine.request import Constraint, Delta, Request, Sampling
-from tessera.inference.prepare import LONG_TEXT
+from tessera.inference.prepare import LONG_TEXT, PromptPool
 from tessera.server.answer_parts import AnswerParts
 from tessera.server.answers import AnswerGroup, EngineAccess, Mailbox, Submitters
 from tessera.server.content import chat_messages, text_length
@@ -23,7 +23,7 @@ from tessera.server.errors import ApiError
 from tessera.server.fields import ChatRequest, SamplingFields, Tool
 from tessera.server.messages import ChatMessage
 from tessera.server.metrics import Metrics
-from tessera.server.prompts import NO_FILES, Prompts, download_media, has_urls
+from tessera.server.prompts import NO_FILES, download_media, has_urls
 from tessera.server.reasoning import reasoning_for
 from tessera.server.settings import Settings
 from tessera.server.tokens import Tokens, prompt_tokens
@@ -60,7 +60,7 @@ class Service:
 
     settings: Settings
     engine: EngineAccess
-    prompts: Prompts
+    prompts: PromptPool
     tokens: Tokens
     metrics: Metrics
     adapters: dict[str, str] = field(default_factory=dict)  # served names of adapters, with their folders

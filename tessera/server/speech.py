@@ -70,50 +70,45 @@ def voice_of(service: Service) -> Voice:
     return service.voice
 
 
-class SpeechApi:
+async def speak_text(service: Service, admission: Admission, fields: SpeechRequest, request: Request) -> Response:
     """Answer /v1/audio/speech."""
+    service.adapter_of(fields.model)
+    voice = voice_of(service)
+    speak = voice.of_text(fields.input, fields.voice, fields.options())
+    settings = service.settings
+    deadline = asyncio.get_running_loop().time() + settings.timeout_s
+    kind = _TYPES[fields.response_format]
+    if fields.streams:
+        parts = in_time(_parts(voice, speak, admission, fields), deadline)
+        first = await first_of(request.receive, parts)
+        if fields.stream_format == "sse":
+            return EventStream(first, settings.slow_client_s, end=b"")
+        return ByteStream(first, settings.slow_client_s, kind)
 
-    def __init__(self, service: Service, admission: Admission) -> None:
-        self._service = service
-        self._admission = admission
+    async def whole() -> Speech:
+        async with asyncio.timeout_at(deadline):
+            with admission.answers(1):
+                return await voice.say(speak)
 
-    async def create(self, fields: SpeechRequest, request: Request) -> Response:
-        self._service.adapter_of(fields.model)
-        voice = voice_of(self._service)
-        speak = voice.of_text(fields.input, fields.voice, fields.options())
-        settings = self._service.settings
-        deadline = asyncio.get_running_loop().time() + settings.timeout_s
-        kind = _TYPES[fields.response_format]
-        if fields.streams:
-            parts = in_time(self._parts(voice, speak, fields), deadline)
-            first = await first_of(request.receive, parts)
-            if fields.stream_format == "sse":
-                return EventStream(first, settings.slow_client_s, end=b"")
-            return ByteStream(first, settings.slow_client_s, kind)
+    speech = await while_connected(request.receive, whole())
+    return Response(speech.wav() if fields.response_format == "wav" else speech.pcm(), media_type=kind)
 
-        async def whole() -> Speech:
-            async with asyncio.timeout_at(deadline):
-                with self._admission.answers(1):
-                    return await voice.say(speak)
 
-        speech = await while_connected(request.receive, whole())
-        return Response(speech.wav() if fields.response_format == "wav" else speech.pcm(), media_type=kind)
-
-    async def _parts(self, voice: Voice, speak: Speak, fields: SpeechRequest) -> AsyncGenerator[Any, None]:
-        """Yield the sound as bytes, or as events. The first part begins with the header of a WAV file."""
-        header = wav_header(voice.speaker.codec.rate) if fields.response_format == "wav" else b""
-        with self._admission.answers(1):
-            async with aclosing(voice.stream(speak)) as parts:
-                async for part in parts:
-                    sound = header + (part if isinstance(part, bytes) else b"")
-                    header = b""
-                    if fields.stream_format != "sse":
-                        yield sound
-                        continue
-                    if sound:
-                        yield {"type": "speech.audio.delta", "audio": base64.b64encode(sound).decode()}
-                    if isinstance(part, Speech):
-                        yield {"type": "speech.audio.done", "usage": _usage(part)}
+async def _parts(voice: Voice, speak: Speak, admission: Admission, fields: SpeechRequest) -> AsyncGenerator[Any, None]:
+    """Yield the sound as bytes, or as events. The first part begins with the header of a WAV file."""
+    header = wav_header(voice.speaker.codec.rate) if fields.response_format == "wav" else b""
+    with admission.answers(1):
+        async with aclosing(voice.stream(speak)) as parts:
+            async for part in parts:
+                sound = header + (part if isinstance(part, bytes) else b"")
+                header = b""
+                if fields.stream_format != "sse":
+                    yield sound
+                    continue
+                if sound:
+                    yield {"type": "speech.audio.delta", "audio": base64.b64encode(sound).decode()}
+                if isinstance(part, Speech):
+                    yield {"type": "speech.audio.done", "usage": _usage(part)}
 
 
 def _usage(speech: Speech) -> dict[str, int]:

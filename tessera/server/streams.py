@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
@@ -16,6 +17,9 @@ from tessera.runtime.log import logger
 from tessera.server.errors import ApiError, of_tessera
 
 T = TypeVar("T")
+# A complete answer, or its chunks for a request with `stream: true`. Refusals are raised before the first chunk.
+Result: TypeAlias = dict[str, Any] | AsyncGenerator[dict[str, Any], None]
+RunChat: TypeAlias = Callable[[dict[str, Any], Request], Awaitable[Result]]  # gets the body of a chat completion
 INTERNAL = ApiError(500, "an internal error: see the log of the server", code="internal_error")
 
 
@@ -76,13 +80,13 @@ async def first_of(receive: Receive, chunks: AsyncGenerator[T, None]) -> AsyncGe
         return await anext(chunks)
 
     try:
-        return rejoined(await while_connected(receive, first()), chunks)
+        return _rejoined(await while_connected(receive, first()), chunks)
     except BaseException:
         await chunks.aclose()
         raise
 
 
-async def rejoined(first: T, chunks: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+async def _rejoined(first: T, chunks: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
     """Yield the first chunk, which was awaited before, and the others."""
     async with aclosing(chunks):
         yield first

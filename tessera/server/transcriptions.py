@@ -6,9 +6,9 @@ import asyncio
 import base64
 import io
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 from starlette.requests import Request
@@ -21,12 +21,9 @@ from tessera.models.processing.transcription import Transcriber
 from tessera.server.errors import ApiError, of_tessera, of_validation
 from tessera.server.messages import Body, Text
 from tessera.server.multipart import FormPart, read_form
+from tessera.server.streams import RunChat
 
 TRANSCRIPTIONS = "/v1/audio/transcriptions"
-RunChat: TypeAlias = Callable[
-    [dict[str, Any], Request], Awaitable[dict[str, Any] | AsyncGenerator[dict[str, Any], None]]
-]
-
 _REFUSED = {
     "chunking_strategy": "cut the recording into shorter ones",
     "include[]": "ask /v1/chat/completions for logprobs",
@@ -65,56 +62,50 @@ class Segment:
     text: str
 
 
-class TranscriptionApi:
-    """Answer /v1/audio/transcriptions."""
-
-    def __init__(self, run_chat: RunChat, transcriber: Transcriber) -> None:
-        self._run_chat = run_chat
-        self._transcriber = transcriber
-
-    async def create(self, body: bytes, request: Request) -> Response:
-        """Answer a request with its body, which is within the limits."""
-        form = read_form(body, request.headers.get("content-type", ""))
-        fields = _fields_of(form)
-        result = await self._run_chat(self._chat(fields, form["file"]), request)
-        assert isinstance(result, dict), "the chat completion is not streamed"
-        answer, language = self._transcriber.transcript(str(result["choices"][0]["message"]["content"] or ""))
-        if fields.response_format == "json":
-            usage = result["usage"]
-            counts = {
-                "type": "tokens",
-                "input_tokens": usage["prompt_tokens"],
-                "output_tokens": usage["completion_tokens"],
-                "total_tokens": usage["total_tokens"],
-            }
-            return JSONResponse({"text": plain_text(answer), "usage": counts})
-        if fields.response_format == "text":
-            return PlainTextResponse(plain_text(answer) + "\n")
-        segments = segments_of(answer)
-        if fields.response_format != "verbose_json":
-            return PlainTextResponse(subtitles(segments, fields.response_format))
-        listed = [
-            {"id": number, "start": segment.start, "end": segment.end, "text": segment.text}
-            for number, segment in enumerate(segments)
-        ]
-        duration = await asyncio.to_thread(_seconds_of, bytes(form["file"].content))
-        head = {"task": "transcribe", "language": fields.language or language or "", "duration": duration}
-        return JSONResponse({**head, "text": plain_text(answer), "segments": listed})
-
-    def _chat(self, fields: TranscriptionRequest, file: FormPart) -> dict[str, Any]:
-        """Return the body of the chat completion that transcribes a file."""
-        try:
-            text = self._transcriber.transcription_instruction(fields.language, fields.prompt, fields.timed)
-        except TesseraError as error:
-            raise of_tessera(error) from None
-        url = f"data:application/octet-stream;base64,{base64.b64encode(file.content).decode()}"
-        parts = [{"type": "audio_url", "audio_url": url}, *([{"type": "text", "text": text}] if text else [])]
-        return {
-            "model": fields.model,
-            "messages": [{"role": "user", "content": parts}],
-            "temperature": fields.temperature,
-            "skip_special_tokens": not fields.timed,
+async def transcribe(run_chat: RunChat, transcriber: Transcriber, body: bytes, request: Request) -> Response:
+    """Answer /v1/audio/transcriptions. `body`: of the request, within the limits."""
+    form = read_form(body, request.headers.get("content-type", ""))
+    fields = _fields_of(form)
+    result = await run_chat(_chat_of(transcriber, fields, form["file"]), request)
+    assert isinstance(result, dict), "the chat completion is not streamed"
+    answer, language = transcriber.transcript(str(result["choices"][0]["message"]["content"] or ""))
+    if fields.response_format == "json":
+        usage = result["usage"]
+        counts = {
+            "type": "tokens",
+            "input_tokens": usage["prompt_tokens"],
+            "output_tokens": usage["completion_tokens"],
+            "total_tokens": usage["total_tokens"],
         }
+        return JSONResponse({"text": plain_text(answer), "usage": counts})
+    if fields.response_format == "text":
+        return PlainTextResponse(plain_text(answer) + "\n")
+    segments = segments_of(answer)
+    if fields.response_format != "verbose_json":
+        return PlainTextResponse(subtitles(segments, fields.response_format))
+    listed = [
+        {"id": number, "start": segment.start, "end": segment.end, "text": segment.text}
+        for number, segment in enumerate(segments)
+    ]
+    duration = await asyncio.to_thread(_seconds_of, bytes(form["file"].content))
+    head = {"task": "transcribe", "language": fields.language or language or "", "duration": duration}
+    return JSONResponse({**head, "text": plain_text(answer), "segments": listed})
+
+
+def _chat_of(transcriber: Transcriber, fields: TranscriptionRequest, file: FormPart) -> dict[str, Any]:
+    """Return the body of the chat completion that transcribes a file."""
+    try:
+        text = transcriber.transcription_instruction(fields.language, fields.prompt, fields.timed)
+    except TesseraError as error:
+        raise of_tessera(error) from None
+    url = f"data:application/octet-stream;base64,{base64.b64encode(file.content).decode()}"
+    parts = [{"type": "audio_url", "audio_url": url}, *([{"type": "text", "text": text}] if text else [])]
+    return {
+        "model": fields.model,
+        "messages": [{"role": "user", "content": parts}],
+        "temperature": fields.temperature,
+        "skip_special_tokens": not fields.timed,
+    }
 
 
 def _fields_of(form: Mapping[str, FormPart]) -> TranscriptionRequest:

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tessera.lora.modules import LoraLinear, adapted_layers
-from tessera.parallel.apply import keep_shard
-from tessera.runtime.modules import seeded, whole_tensor
+from tessera.runtime.modules import copy_shard, seeded, whole_tensor
 
 WHOLE_SVD = 1024  # layers with more singular values than this get a randomized SVD
 _ITERATIONS = 16
@@ -24,7 +23,7 @@ def start_from_weights(module: nn.Module) -> None:
         base_weight = layer.base_weight(torch.float32)
         weight = whole_tensor(base_weight).float()
         if layer.lora_m is not None:
-            keep_shard(layer.lora_m.weight, weight.norm(dim=1))
+            copy_shard(layer.lora_m.weight, weight.norm(dim=1))
         if layer.adapter.pissa:
             _start_pissa(layer, weight, path)
 
@@ -34,7 +33,7 @@ def _start_pissa(layer: LoraLinear, weight: Tensor, path: str) -> None:
     assert layer.lora_b0 is not None
     a, b = principal_factors(weight, layer.adapter.rank, layer.adapter.scale, path)
     for factor, value in ((layer.lora_a, a), (layer.lora_a0, a), (layer.lora_b, b), (layer.lora_b0, b)):
-        keep_shard(factor.weight, value)
+        copy_shard(factor.weight, value)
 
 
 def principal_factors(weight: Tensor, rank: int, scale: float, name: str) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -36,7 +35,6 @@ from tessera.parallel.pipeline_stages import LocalStages, PipelinedModel
 from tessera.parallel.plan import Plan
 from tessera.runtime.files import write_jsonl
 
-log = logging.getLogger("tessera")
 _WORKERS = 4  # maximum number of worker processes with `data.workers: auto`
 BATCH = 16  # number of questions that are answered in one batch
 

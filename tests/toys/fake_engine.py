@@ -11,22 +11,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tessera.engine.request import Delta, Finish, Request, TokenLogprob
+from tessera.engine.stats import EngineStats
 from tessera.errors import TesseraError
 
 T = TypeVar("T")
-
-
-@dataclass
-class FakeStats:
-    running: int = 0
-    waiting: int = 0
-    blocks_used: int = 0
-    blocks: int = 64
-    prefix_hits: int = 0
-    encoder_hits: int = 0
-    preemptions: int = 0
-    generated: int = 0
-    prefilled: int = 0
 
 
 @dataclass
@@ -78,8 +66,8 @@ class FakeEngine:
 
     # ------------------------------------------------------------------------------------------ Engine
 
-    def stats(self) -> FakeStats:
-        return FakeStats(running=self.running, generated=7)
+    def stats(self) -> EngineStats:
+        return EngineStats(self.running, 0, 0, 64, 0, 0, 0, generated=7, prefilled=0, steps=0)
 
     @property
     def running(self) -> int:

@@ -104,22 +104,6 @@ def test_images_are_decoded_in_other_processes_and_texts_in_this_one(pool: Promp
     assert batch.segments["text"].lengths == (2,)
 
 
-def test_map_keeps_the_order_and_reads_a_bounded_number_ahead(pool: PromptPool) -> None:
-    drawn = []
-
-    def conversations() -> Iterator[Any]:
-        for width in range(10, 50):
-            drawn.append(width)
-            yield talk("look", jpeg(width)) if width % 3 else talk("x" * width)
-
-    widths = []
-    for future in pool.map(conversations(), ahead=4):
-        _, length, *sizes = future.result()["tokens"].tolist()
-        widths.append(sizes[0] if sizes else length)
-        assert len(drawn) <= len(widths) + 4
-    assert widths == list(range(10, 50))
-
-
 @pytest.mark.parametrize(
     ("image", "code"),
     [

@@ -24,12 +24,13 @@ import tessera
 from tessera.inference.loaded import LoadedProcessor
 from tessera.models.processing.transcription import Transcript, transcript, transcription_instruction
 from tessera.models.qwen3_asr.processor import Qwen3ASRProcessor
+from tessera.server import transcriptions
 from tessera.server.app import make_app
 from tessera.server.errors import ApiError
 from tessera.server.multipart import read_form
 from tessera.server.settings import Settings
 from tessera.server.start import ModelOptions, start_service
-from tessera.server.transcriptions import TranscriptionApi, segments_of, subtitles
+from tessera.server.transcriptions import segments_of, subtitles
 from tests.errors import raises
 from tests.toys import speech
 from tests.toys.audio_folder import audio_folder
@@ -150,10 +151,8 @@ def test_formats_with_time_stamps() -> None:
         usage = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
         return {"choices": [{"message": {"content": f"heard: {STAMPED}"}}], "usage": usage}
 
-    api = TranscriptionApi(run_chat, Own())
-
     async def answer(request: Request) -> Response:
-        return await api.create(await request.body(), request)
+        return await transcriptions.transcribe(run_chat, Own(), await request.body(), request)
 
     with TestClient(Starlette(routes=[Route(PATH, answer, methods=["POST"])])) as client:
         assert transcribe(client).json()["text"] == "Good evening. Hello\n\n-->there"

@@ -15,6 +15,7 @@ from openai import AsyncOpenAI, BadRequestError, NotFoundError
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from starlette.applications import Starlette
+from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from tessera.server.errors import ApiError, of_validation
@@ -22,6 +23,7 @@ from tessera.server.response_events import Events, as_chunk
 from tessera.server.response_store import ResponseStore
 from tessera.server.responses import REFUSED_FIELDS, ResponsesRequest, to_chat
 from tessera.server.routes_responses import ResponsesApi
+from tessera.server.streams import first_of
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 USAGE = {"prompt_tokens": 7, "completion_tokens": 5, "total_tokens": 12, "prompt_tokens_details": {"cached_tokens": 4}}
@@ -315,7 +317,7 @@ class Server:
         self.bodies: list[dict[str, Any]] = []
         self.chunks = chunks
         self.closed = 0
-        self.api = ResponsesApi(self.run_chat)
+        self.api = ResponsesApi(self.run_chat, Request.body, slow_client_s=10.0)
 
         async def refused(request: Any, error: Any) -> JSONResponse:
             return JSONResponse(error.body(), error.status)
@@ -325,7 +327,7 @@ class Server:
     async def run_chat(self, body: dict[str, Any], request: Any) -> Any:
         self.bodies.append(body)
         if body["stream"]:
-            return self.stream()
+            return await first_of(request.receive, self.stream())
         choice = {"index": 0, "message": {"role": "assistant", "content": "Hello"}, "finish_reason": "stop"}
         return {"model": "tiny", "choices": [choice], "usage": USAGE}
 

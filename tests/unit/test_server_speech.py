@@ -22,7 +22,7 @@ from tessera.server.app import checked
 from tessera.server.errors import ApiError
 from tessera.server.guard import Admission
 from tessera.server.settings import Settings
-from tessera.server.speech import SpeechApi, SpeechRequest
+from tessera.server.speech import SpeechRequest, speak_text
 from tessera.server.streams import ClientLeft
 from tessera.server.voice import Voice
 
@@ -108,7 +108,7 @@ def test_a_client_that_leaves_a_stream_frees_its_place() -> None:
         speaker: Any = Slow()
         settings = replace(Settings("toy", 64), max_requests=1)
         service: Any = SimpleNamespace(voice=Voice(speaker), settings=settings, adapter_of=lambda name: None)
-        api = SpeechApi(service, Admission(settings))
+        admission = Admission(settings)
         gone, sent = asyncio.Event(), list[bytes]()
 
         async def receive() -> Message:
@@ -121,10 +121,10 @@ def test_a_client_that_leaves_a_stream_frees_its_place() -> None:
         fields = SpeechRequest.model_validate({"input": "hello", "response_format": "pcm"})
         request: Any = SimpleNamespace(receive=receive)
         speaker.frames.release()
-        response = await api.create(fields, request)
+        response = await speak_text(service, admission, fields, request)
         sending = asyncio.create_task(response({"type": "http"}, receive, send))
         with pytest.raises(ApiError) as error:
-            await api.create(fields, request)
+            await speak_text(service, admission, fields, request)
         assert error.value.status == 429
         gone.set()
         with pytest.raises(ClientLeft):
@@ -132,7 +132,7 @@ def test_a_client_that_leaves_a_stream_frees_its_place() -> None:
         assert b"".join(sent) == bytes(2)
         gone.clear()
         speaker.frames.release(4)
-        response = await api.create(fields, request)
+        response = await speak_text(service, admission, fields, request)
         await response({"type": "http"}, receive, send)
         assert speaker.spoken == [1, 3]
         service.voice.close()

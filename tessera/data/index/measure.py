@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import logging
 import time
 import zlib
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -35,8 +34,6 @@ from tessera.runtime.process import usable_cpus
 from tessera.runtime.progress import WorkProgress
 from tessera.workers.pool import Lost, Note, Pool, no_note
 from tessera.workers.worker import TooSlow, time_limit
-
-log = logging.getLogger("tessera")
 
 CHUNK = 1024  # maximum number of rows of a `RecordRange`
 FIRST_CHUNK = 64  # rows of the first chunk; its time is used to estimate the time of all chunks

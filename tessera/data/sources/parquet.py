@@ -6,7 +6,6 @@ to an Arrow file in the user's cache, which all processes map. A small row group
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 from bisect import bisect_right
@@ -20,8 +19,6 @@ from tessera.data.cache import CACHE_VARIABLE, digest_of, user_cache, warn_once
 from tessera.data.sources.container import Container, RawRecord, RecordError, file_facts
 from tessera.errors import TesseraError, first_line
 from tessera.runtime.files import open_regular, replacing
-
-log = logging.getLogger("tessera")
 
 MAX_GROUP_BYTES = 2 << 30  # size limit of an uncompressed row group, which is in memory while it is spilled
 MAX_RECORD_BYTES = 512 << 20  # size limit of a record with its images

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,8 +20,6 @@ from tessera.evaluation.tasks.rows import Rows
 from tessera.evaluation.tasks.sections import ExtractionSection, TaskSection
 from tessera.evaluation.tasks.table import Table, check_sums, open_table
 from tessera.evaluation.tasks.template import check_template
-
-log = logging.getLogger("tessera")
 
 _FOLDER = Path(__file__).parent
 _SUFFIXES = (".yaml", ".yml")
