@@ -223,8 +223,7 @@ class TextEncoder(nn.Module):
     @property
     def image_token(self) -> int:
         """Return the token id that stands for an image in a caption."""
-        token: int = self.encoder.config.image_token_id  # type: ignore[union-attr, assignment]
-        return token
+        return self.encoder.config.image_token_id  # type: ignore[union-attr, return-value]
 
     def encode(
         self, captions: Sequence[Tensor], frames: Sequence[Tensor] = (), *, negative: bool = False
@@ -366,8 +365,7 @@ class CaptionTokenizer:
 
     def id_of(self, word: str) -> int | None:
         """Return the id of a token; None if the tokenizer has no such token."""
-        number: int | None = self._tokenizer.token_to_id(word)
-        return number
+        return self._tokenizer.token_to_id(word)
 
     def empty(self) -> list[int]:
         """Return the token ids of the empty caption."""

@@ -88,8 +88,7 @@ class FrameEncoder(nn.Module):
     def forward(self, pixels: Tensor) -> Tensor:
         """Return the embeddings [B, M, D] of normalized pixels [B, 3, H, W]."""
         outputs = self.encoder(pixels, output_hidden_states=not self.form.stretched)
-        states: Tensor = outputs.last_hidden_state if self.form.stretched else outputs.hidden_states[-2]
-        return states
+        return outputs.last_hidden_state if self.form.stretched else outputs.hidden_states[-2]
 
 
 def prepared(frame: Tensor, form: FrameForm) -> Tensor:

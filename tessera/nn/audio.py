@@ -135,8 +135,7 @@ class MelConv2d(nn.Module):
         x = mel.to(self.proj.weight.dtype).view(-1, 1, self.bins, 15)
         x = _zero_outside(F.gelu(self.first(x)), 4 * index - 3, (frames + 1) // 2, dim=3)
         x = _zero_outside(F.gelu(self.second(x)), 2 * index - 1, (frames + 3) // 4, dim=3)
-        out: Tensor = self.proj(F.gelu(self.third(x)).flatten(1))
-        return out
+        return self.proj(F.gelu(self.third(x)).flatten(1))
 
 
 def _zero_outside(x: Tensor, first: Tensor, length: Tensor, dim: int) -> Tensor:
@@ -174,8 +173,7 @@ class AudioAttention(nn.Module):
 
     def forward(self, x: Tensor, segments: Segments) -> Tensor:
         q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in (self.q, self.k, self.v))
-        projected: Tensor = self.proj(self.core(q, k, v, segments).flatten(1))
-        return projected
+        return self.proj(self.core(q, k, v, segments).flatten(1))
 
 
 class AudioBlock(nn.Module):
@@ -188,8 +186,7 @@ class AudioBlock(nn.Module):
 
     def forward(self, x: Tensor, segments: Segments) -> Tensor:
         x = x + self.attn(self.attn_norm(x), segments)
-        out: Tensor = x + self.mlp(self.mlp_norm(x))
-        return out
+        return x + self.mlp(self.mlp_norm(x))
 
 
 class AudioEncoder(nn.Module):
@@ -237,8 +234,7 @@ class PooledProjector(nn.Module):
         self.proj = nn.Linear(features, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.proj(self.norm(x.view(-1, self.pool, x.shape[1]).mean(1)))
-        return out
+        return self.proj(self.norm(x.view(-1, self.pool, x.shape[1]).mean(1)))
 
 
 def blank_clip(shape: AudioShape, device: torch.device) -> Batch:

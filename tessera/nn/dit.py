@@ -54,8 +54,7 @@ class FeedForward(nn.Module):
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(self.activation(self.up(x)))
-        return out
+        return self.down(self.activation(self.up(x)))
 
 
 class TimeEmbedding(FeedForward):
@@ -109,8 +108,7 @@ def spread(values: Tensor, index: Tensor | None) -> Tensor:
     """
     if values.shape[0] == 1 or index is None:
         return values
-    tokens: Tensor = _Spread.apply(values, index)  # type: ignore[no-untyped-call]
-    return tokens
+    return _Spread.apply(values, index)  # type: ignore[no-untyped-call]
 
 
 class Modulation(nn.Module):
@@ -217,8 +215,7 @@ class PackedSelfAttention(nn.Module):
         q, k = by_head(q, self.q_norm, self.head_dim), by_head(k, self.k_norm, self.head_dim)
         q, k = rotate(q, angles, pairs=True), rotate(k, angles, pairs=True)
         attended = self.core(q, k, by_head(v, None, self.head_dim), segments)
-        out: Tensor = self.out(attended.flatten(1))
-        return out
+        return self.out(attended.flatten(1))
 
 
 class CrossAttention(nn.Module):
@@ -238,8 +235,7 @@ class CrossAttention(nn.Module):
         """Let tokens `x` attend to `context`. `segments`, `context_segments`: bounds of samples in each."""
         q = by_head(self.q(x), self.q_norm, self.head_dim)
         attended = self.attend(q, self.kv(context), self.k_norm, segments, context_segments)
-        out: Tensor = self.out(attended.flatten(1))
-        return out
+        return self.out(attended.flatten(1))
 
     def attend(
         self,

@@ -42,8 +42,7 @@ def packed_attention(
     if q.shape[0] == 0:
         return q
     run = PACKED_ATTENTION.choose(implementation, "plain", q.device, q.dtype)
-    out: Tensor = run(q, k, v, segments, causal, q.shape[-1] ** -0.5 if scale is None else scale)
-    return out
+    return run(q, k, v, segments, causal, q.shape[-1] ** -0.5 if scale is None else scale)
 
 
 # ---------------------------------------------------------------------------------------------- eager: the reference

@@ -40,8 +40,7 @@ def packed_cross_attention(
         # gradients.
         return q * 0 + k[:0].sum() + v[:0].sum()
     run = PACKED_CROSS_ATTENTION.choose(implementation, "plain", q.device, q.dtype)
-    out: Tensor = run(q, k, v, q_segments, k_segments, q.shape[-1] ** -0.5 if scale is None else scale)
-    return out
+    return run(q, k, v, q_segments, k_segments, q.shape[-1] ** -0.5 if scale is None else scale)
 
 
 def _apart(q_segments: Segments, k_segments: Segments) -> bool:
@@ -124,8 +123,7 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, q_segments: Segments, k_segments: S
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, q_segments: Segments, k_segments: Segments, scale: float) -> Tensor:
     extents = (q_segments.bounds, k_segments.bounds, q_segments.extent, k_segments.extent)
-    out: Tensor = _forward(q, k, v, *extents, scale)[0]
-    return out
+    return _forward(q, k, v, *extents, scale)[0]
 
 
 @torch.library.custom_op("tessera::packed_cross_attention", mutates_args=())

@@ -20,15 +20,13 @@ from tessera.runtime import device as devices
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, implementation: str = AUTO) -> Tensor:
     """Return the RMS norm of `x` over its last dimension, with statistics in fp32."""
     run = RMS_NORM.choose(implementation, "plain", x.device, x.dtype)
-    out: Tensor = run(x, weight, eps)
-    return out
+    return run(x, weight, eps)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, implementation: str = AUTO) -> Tensor:
     """Return the layer norm of `x` over its last dimension, with statistics in fp32."""
     run = LAYER_NORM.choose(implementation, "plain", x.device, x.dtype)
-    out: Tensor = run(x, weight, bias, eps)
-    return out
+    return run(x, weight, bias, eps)
 
 
 def _rms_norm_eager(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -39,8 +37,7 @@ def _rms_norm_eager(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def _rms_norm_fused(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if devices.counted_for(x.device) is not None and x.dtype == weight.dtype:
-        counted: Tensor = _CountedRMSNorm.apply(x, weight)  # type: ignore[no-untyped-call]
-        return counted
+        return _CountedRMSNorm.apply(x, weight)  # type: ignore[no-untyped-call]
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
@@ -92,8 +89,7 @@ LAYER_NORM = DispatchedOp(
 def swiglu(gate: Tensor, up: Tensor, *, implementation: str = AUTO) -> Tensor:
     """Return silu(gate) * up."""
     run = SWIGLU.choose(implementation, "plain", gate.device, gate.dtype)
-    out: Tensor = run(gate, up)
-    return out
+    return run(gate, up)
 
 
 def _swiglu_eager(gate: Tensor, up: Tensor) -> Tensor:
@@ -101,8 +97,7 @@ def _swiglu_eager(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _swiglu_fused(gate: Tensor, up: Tensor) -> Tensor:
-    out: Tensor = SwiGLU.apply(gate, up)  # type: ignore[no-untyped-call]
-    return out
+    return SwiGLU.apply(gate, up)  # type: ignore[no-untyped-call]
 
 
 # Triton kernels for uncompiled models; the compiler fuses the eager implementations.
@@ -269,8 +264,7 @@ def rotate(x: Tensor, angles: Angles, *, pairs: bool = False, implementation: st
     fewer than D / 2 angles, only the first dimensions of each head are rotated.
     """
     run = ROTATE.choose(implementation, "pairs" if pairs else "plain", x.device, x.dtype)
-    out: Tensor = run(x, angles)
-    return out
+    return run(x, angles)
 
 
 def _frequencies(dim: int, theta: float, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -321,8 +315,7 @@ def _rotate_pairs_ascend(x: Tensor, angles: Angles) -> Tensor:
 
 
 def _rotate_by_kernel(x: Tensor, angles: Angles, pairs: bool) -> Tensor:
-    out: Tensor = Rotate.apply(x, angles.cos, angles.sin, pairs)  # type: ignore[no-untyped-call]
-    return out
+    return Rotate.apply(x, angles.cos, angles.sin, pairs)  # type: ignore[no-untyped-call]
 
 
 ROTATE = DispatchedOp(

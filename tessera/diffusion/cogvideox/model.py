@@ -43,8 +43,7 @@ class CogVideoXAttention(nn.Module):
         q, k = by_head(q, self.q_norm, self.head_dim), by_head(k, self.k_norm, self.head_dim)
         if angles is not None:
             q, k = rotate(q, angles, pairs=True), rotate(k, angles, pairs=True)
-        out: Tensor = self.out(self.core(q, k, by_head(v, None, self.head_dim), segments).flatten(1))
-        return out
+        return self.out(self.core(q, k, by_head(v, None, self.head_dim), segments).flatten(1))
 
 
 class CogVideoXBlock(nn.Module):
@@ -63,8 +62,7 @@ class CogVideoXBlock(nn.Module):
         shift, scale, gate = self._modulation(self.attn_modulation, time, kinds)
         x = x + gate * self.attn(self.attn_norm(x) * (1 + scale) + shift, angles, segments)
         shift, scale, gate = self._modulation(self.mlp_modulation, time, kinds)
-        out: Tensor = x + gate * self.mlp(self.mlp_norm(x) * (1 + scale) + shift)
-        return out
+        return x + gate * self.mlp(self.mlp_norm(x) * (1 + scale) + shift)
 
     def _modulation(self, layer: nn.Linear, time: Tensor, kinds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         shift, scale, gate = spread(layer(time).view(2 * time.shape[0], -1), kinds).chunk(3, dim=-1)
@@ -153,8 +151,7 @@ class CogVideoXHead(nn.Module):
 
     def forward(self, latents: Tensor, time: Tensor, samples: Tensor) -> Tensor:
         shift, scale = spread(self.modulation(time), samples).chunk(2, dim=-1)
-        out: Tensor = self.proj(self.modulated_norm(self.norm(latents)) * (1 + scale) + shift)
-        return out
+        return self.proj(self.modulated_norm(self.norm(latents)) * (1 + scale) + shift)
 
 
 class CogVideoXModel(nn.Module):

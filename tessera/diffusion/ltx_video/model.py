@@ -29,8 +29,7 @@ class LTXVideoAttention(PackedSelfAttention):
         assert self.k_norm is not None
         q, k = (rotate(x.unsqueeze(1), angles, pairs=True) for x in (self.q_norm(q), self.k_norm(k)))
         q, k, v = (by_head(x.flatten(1), None, self.head_dim) for x in (q, k, v))
-        out: Tensor = self.out(self.core(q, k, v, segments).flatten(1))
-        return out
+        return self.out(self.core(q, k, v, segments).flatten(1))
 
 
 class LTXVideoBlock(nn.Module):

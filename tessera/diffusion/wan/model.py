@@ -46,8 +46,7 @@ class ImageProjection(nn.Module):
                 )
             repeats = embeds.shape[0] // self.positions.shape[0]
             embeds = embeds + self.positions.to(embeds.dtype).repeat(repeats, 1)
-        out: Tensor = self.norm_out(self.mlp(self.norm_in(embeds)))
-        return out
+        return self.norm_out(self.mlp(self.norm_in(embeds)))
 
 
 class TextAndImageAttention(CrossAttention):
@@ -66,8 +65,7 @@ class TextAndImageAttention(CrossAttention):
         if self.image_kv is not None:
             assert layout.image is not None
             attended = attended + self.attend(q, self.image_kv(image), self.image_norm, layout.local, layout.image)
-        out: Tensor = self.out(attended.flatten(1))
-        return out
+        return self.out(attended.flatten(1))
 
 
 class WanBlock(nn.Module):
