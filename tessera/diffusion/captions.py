@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from tessera.diffusion.frame_encoder import FrameForm, prepared, read_frame_form
 from tessera.errors import TesseraError, first_line
 from tessera.models.processing.tokenizer import load_tokenizer
+from tessera.nn.multimodal import packed_rows
 
 MAX_CHARACTERS = 100_000  # maximum characters of a caption; longer captions are refused
 TEXT_ENCODERS = (
@@ -319,9 +320,7 @@ def joined(readers: Sequence[Captions], embeddings: Sequence[TextEmbedding]) -> 
             else:
                 rows.append(embedding.tokens)
     pooled = [embedding.pooled for embedding in embeddings if embedding.pooled is not None]
-    width = max((tokens.shape[1] for tokens in rows), default=0)
-    wide = [nn.functional.pad(tokens, (0, width - tokens.shape[1])) for tokens in rows]
-    return TextEmbedding(torch.cat(wide) if wide else None, torch.cat(pooled) if pooled else None)
+    return TextEmbedding(packed_rows(rows) if rows else None, torch.cat(pooled) if pooled else None)
 
 
 # ---------------------------------------------------------------------------------------------- token ids

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -298,33 +299,21 @@ def _with_rest(turned: Tensor, x: Tensor) -> Tensor:
     return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
 
 
-def _rotate_fused(x: Tensor, angles: Angles) -> Tensor:
-    return _rotate_by_kernel(x, angles, False)
+def _rotate_ascend(x: Tensor, angles: Angles, pairs: bool) -> Tensor:
+    return ascend_kernels.rotate(x, angles.cos, angles.sin, pairs)
 
 
-def _rotate_pairs_fused(x: Tensor, angles: Angles) -> Tensor:
-    return _rotate_by_kernel(x, angles, True)
-
-
-def _rotate_ascend(x: Tensor, angles: Angles) -> Tensor:
-    return ascend_kernels.rotate(x, angles.cos, angles.sin, False)
-
-
-def _rotate_pairs_ascend(x: Tensor, angles: Angles) -> Tensor:
-    return ascend_kernels.rotate(x, angles.cos, angles.sin, True)
-
-
-def _rotate_by_kernel(x: Tensor, angles: Angles, pairs: bool) -> Tensor:
+def _rotate_fused(x: Tensor, angles: Angles, pairs: bool) -> Tensor:
     return Rotate.apply(x, angles.cos, angles.sin, pairs)  # type: ignore[no-untyped-call]
 
 
 ROTATE = DispatchedOp(
     "rotate",
     (
-        Implementation("fused", _rotate_fused, **_FUSED),
-        Implementation("fused", _rotate_pairs_fused, ("pairs",), **_FUSED),
-        Implementation("fused", _rotate_ascend, **ascend_kernels.NEEDS),
-        Implementation("fused", _rotate_pairs_ascend, ("pairs",), **ascend_kernels.NEEDS),
+        Implementation("fused", partial(_rotate_fused, pairs=False), **_FUSED),
+        Implementation("fused", partial(_rotate_fused, pairs=True), ("pairs",), **_FUSED),
+        Implementation("fused", partial(_rotate_ascend, pairs=False), **ascend_kernels.NEEDS),
+        Implementation("fused", partial(_rotate_ascend, pairs=True), ("pairs",), **ascend_kernels.NEEDS),
         Implementation("eager", _rotate_eager),
         Implementation("eager", _rotate_pairs_eager, ("pairs",)),
     ),

@@ -10,7 +10,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 from pydantic import Field
 
 from tessera.core.sample import Part
@@ -107,6 +106,7 @@ class Glm4vFiles(GridFiles):
 class Glm4vProcessor(TimestampedVideoProcessor):
     version: ClassVar[str] = "glm4v 2"
     frames_rule: ClassVar[Rule] = "clock"
+    position_table = staticmethod(bicubic_positions)
     tokenizer_kind: ClassVar[str | None] = "PreTrainedTokenizerFast"
     options: ClassVar[type[GridOptions]] = Glm4vOptions
     chat: ClassVar[ChatTemplate] = GLM4V
@@ -129,9 +129,6 @@ class Glm4vProcessor(TimestampedVideoProcessor):
 
     def timestamp(self, first: float, last: float) -> str:
         return str(int(first))
-
-    def position_table(self, positions: np.ndarray, height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-        return bicubic_positions(positions, height, width, self.table_side)
 
     def show(self, part: Part, role: str, layout: MediaLayout) -> list[ChatSpan]:
         if part.kind != "video":

@@ -181,14 +181,15 @@ class TableGridProcessor(GridProcessor):
 
     table_side: int = 1  # number of rows and of columns of the learned position embedding
 
+    @staticmethod
     @abstractmethod
-    def position_table(self, positions: np.ndarray, height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return indices and weights of position embeddings for patches at `positions` [P, 2] of a grid."""
-        ...
+    def position_table(
+        positions: np.ndarray, height: int, width: int, side: int, /
+    ) -> tuple[np.ndarray, np.ndarray]: ...  # a `PositionTable`
 
     def elements(self, kind: PartKind, media: Any, layout: MediaLayout) -> dict[str, np.ndarray]:
         t, h, w = layout.grid
-        index, weights = self.position_table(block_positions(h, w, self.image.merge), h, w)
+        index, weights = self.position_table(block_positions(h, w, self.image.merge), h, w, self.table_side)
         return {
             **super().elements(kind, media, layout),
             "patch_index": np.tile(index, (t, 1)),
