@@ -23,7 +23,7 @@ from tessera.models.processing.grounding import Grounding
 from tessera.models.processing.streams import MediaLayout
 from tessera.models.vision.grid_processor import GridOptions, TimestampedVideoProcessor
 from tessera.models.vision.patches import Patches
-from tessera.models.vision.preprocessor_files import Bounds, Geometry, GridFiles, read_json, read_sampling
+from tessera.models.vision.preprocessor_files import Bounds, GridFiles, Sizes, read_json, read_sampling
 
 GLM4V = ChatTemplate(
     special=(
@@ -94,11 +94,11 @@ class Glm4vFiles(GridFiles):
     whole_clips: bool = True
 
     def read(
-        self, folder: Path, vision: Geometry, *, image_bounds: Bounds, video_bounds: Bounds
+        self, folder: Path, sizes: Sizes, *, image_bounds: Bounds, video_bounds: Bounds
     ) -> tuple[Patches, Patches]:
         """Return the patch settings of images and of videos. An image counts as a video of one temporal patch."""
         _refuse_others(folder, self.processor)
-        image, video = super().read(folder, vision, image_bounds=image_bounds, video_bounds=video_bounds)
+        image, video = super().read(folder, sizes, image_bounds=image_bounds, video_bounds=video_bounds)
         return replace(image, whole_clips=True), video
 
 
