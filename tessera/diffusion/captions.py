@@ -23,6 +23,7 @@ from tessera.models.processing.tokenizer import load_tokenizer
 from tessera.nn.multimodal import packed_rows
 
 MAX_CHARACTERS = 100_000  # maximum characters of a caption; longer captions are refused
+# Transformers classes that a folder may name as a text encoder. Other classes are never imported.
 TEXT_ENCODERS = (
     *("T5EncoderModel", "UMT5EncoderModel", "CLIPTextModel", "CLIPTextModelWithProjection", "LlamaModel"),
     *("Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLTextModel", "LlavaForConditionalGeneration"),
@@ -56,8 +57,6 @@ def cut_or_padded(rows: Tensor, count: int) -> Tensor:
 class Captions:
     """Describe how a family reads captions with one text encoder. This class does not pad short captions."""
 
-    # Transformers classes that a folder may name as this encoder. Other classes are never imported.
-    encoder_classes: ClassVar[tuple[str, ...]] = TEXT_ENCODERS
     padding: ClassVar[str] = "none"  # name of this kind of padding in feature files
 
     encoder: str = "text_encoder"  # name of the encoder's folder inside a diffusers folder
@@ -175,12 +174,8 @@ class FrameCaptions(Captions):
     def reads_frames(self) -> bool:
         return True
 
-    def frame_states(self, every: int) -> int:
-        """Return how many hidden states of the frame the model reads: one in `every`."""
-        return -(-self.frame_tokens // every)
-
     def embeddings(self, ids: int) -> int:
-        return self.frame_states(self.every) + max(0, super().embeddings(ids) - self.closing)
+        return -(-self.frame_tokens // self.every) + max(0, super().embeddings(ids) - self.closing)
 
     def module(self, encoder: nn.Module, folder: Path, pad: int) -> TextEncoder:
         vision: Any = encoder.config.vision_config  # type: ignore[union-attr]
