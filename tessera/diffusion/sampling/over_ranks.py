@@ -48,6 +48,14 @@ class PassRanks:
 
 
 @dataclass
+class SharedTokens:
+    """Hold the largest number of latent tokens on a rank, and the indices that restore the order of gathered tokens."""
+
+    longest: int
+    order: Tensor
+
+
+@dataclass
 class ModelOverRanks:
     """Let callers use a model that is split over ranks as if it were unsharded."""
 
@@ -57,7 +65,7 @@ class ModelOverRanks:
     mesh: Mesh
     device: torch.device
     _stages: SequentialStages | None = None
-    _layouts: dict[Any, tuple[int, Tensor]] = field(default_factory=dict)
+    _layouts: dict[Any, SharedTokens] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if isinstance(self.module, LocalStages):
@@ -73,12 +81,12 @@ class ModelOverRanks:
         if sharding is None or self.mesh.size(CONTEXT) == 1:
             return self._predict(batch)
         latents = tensor(self._predict(self._sharded(batch, sharding)), LATENTS)
-        longest, order = self._shared(batch, sharding)
-        padded = latents.new_zeros(longest, latents.shape[1])
+        shared = self._shared(batch, sharding)
+        padded = latents.new_zeros(shared.longest, latents.shape[1])
         padded[: len(latents)] = latents
         group = self.mesh.group(CONTEXT)
         assert group is not None, "context parallelism has a process group"
-        return {LATENTS: gathered(padded, group).index_select(0, order)}
+        return {LATENTS: gathered(padded, group).index_select(0, shared.order)}
 
     def _sharded(self, batch: Batch, sharding: BatchSharding) -> Batch:
         """Return this rank's part of a batch, as in training."""
@@ -98,9 +106,7 @@ class ModelOverRanks:
             changed["text"] = batch["text"].index_select(0, sources)
         return part.with_tensors(**changed)
 
-    def _shared(self, batch: Batch, sharding: BatchSharding) -> tuple[int, Tensor]:
-        """Return the largest number of latent tokens on a rank, and the indices that restore the order of gathered
-        tokens."""
+    def _shared(self, batch: Batch, sharding: BatchSharding) -> SharedTokens:
         key = tuple((name, segments.lengths) for name, segments in sorted(batch.segments.items()))
         if key not in self._layouts:
             length, split = sharding.main.elements(batch), sharding.split
@@ -111,7 +117,7 @@ class ModelOverRanks:
             else:
                 by_rank = [indices(parts) for parts in ranges]
             order = gathered_order(by_rank, len(batch["latents"]))
-            self._layouts[key] = (max(map(len, by_rank)), order.to(self.device))
+            self._layouts[key] = SharedTokens(max(map(len, by_rank)), order.to(self.device))
         return self._layouts[key]
 
     def _predict(self, batch: Batch) -> Outputs:
