@@ -63,13 +63,11 @@ class Autoencoder(nn.Module):
     def to_latents(self, pixels: Tensor) -> Tensor:
         """Return unscaled latents of pixels, which are between -1 and 1."""
         # Take the mode of the VAE's distribution, not a sample: stored features equal latents encoded in training.
-        latents: Tensor = self.vae.encode(pixels).latent_dist.mode()  # type: ignore[operator]
-        return latents
+        return self.vae.encode(pixels).latent_dist.mode()  # type: ignore[operator]
 
     def to_pixels(self, latents: Tensor) -> Tensor:
         """Return pixels of unscaled latents."""
-        pixels: Tensor = self.vae.decode(latents, return_dict=False)[0]  # type: ignore[operator]
-        return pixels
+        return self.vae.decode(latents, return_dict=False)[0]  # type: ignore[operator]
 
     def statistics(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return mean and standard deviation of the latents, by channel."""
@@ -223,8 +221,7 @@ class LTXVideoVae(Autoencoder):
         timed = {}
         if self.vae.config.timestep_conditioning:  # type: ignore[union-attr]
             timed = {"temb": latents.new_zeros(len(latents))}
-        pixels: Tensor = self.vae.decode(latents, return_dict=False, **timed)[0]  # type: ignore[operator]
-        return pixels
+        return self.vae.decode(latents, return_dict=False, **timed)[0]  # type: ignore[operator]
 
     def statistics(self, device: torch.device) -> tuple[Tensor, Tensor]:
         buffers = dict(self.vae.named_buffers(recurse=False))

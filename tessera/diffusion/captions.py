@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from tessera.diffusion.frame_encoder import FrameForm, prepared, read_frame_form
 from tessera.errors import TesseraError, first_line
 from tessera.models.processing.tokenizer import load_tokenizer
+from tessera.nn.multimodal import packed_rows
 
 MAX_CHARACTERS = 100_000  # maximum characters of a caption; longer captions are refused
+# Transformers classes that a folder may name as a text encoder. Other classes are never imported.
 TEXT_ENCODERS = (
     *("T5EncoderModel", "UMT5EncoderModel", "CLIPTextModel", "CLIPTextModelWithProjection", "LlamaModel"),
     *("Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLTextModel", "LlavaForConditionalGeneration"),
@@ -55,8 +57,6 @@ def cut_or_padded(rows: Tensor, count: int) -> Tensor:
 class Captions:
     """Describe how a family reads captions with one text encoder. This class does not pad short captions."""
 
-    # Transformers classes that a folder may name as this encoder. Other classes are never imported.
-    encoder_classes: ClassVar[tuple[str, ...]] = TEXT_ENCODERS
     padding: ClassVar[str] = "none"  # name of this kind of padding in feature files
 
     encoder: str = "text_encoder"  # name of the encoder's folder inside a diffusers folder
@@ -174,12 +174,8 @@ class FrameCaptions(Captions):
     def reads_frames(self) -> bool:
         return True
 
-    def frame_states(self, every: int) -> int:
-        """Return how many hidden states of the frame the model reads: one in `every`."""
-        return -(-self.frame_tokens // every)
-
     def embeddings(self, ids: int) -> int:
-        return self.frame_states(self.every) + max(0, super().embeddings(ids) - self.closing)
+        return -(-self.frame_tokens // self.every) + max(0, super().embeddings(ids) - self.closing)
 
     def module(self, encoder: nn.Module, folder: Path, pad: int) -> TextEncoder:
         vision: Any = encoder.config.vision_config  # type: ignore[union-attr]
@@ -223,8 +219,7 @@ class TextEncoder(nn.Module):
     @property
     def image_token(self) -> int:
         """Return the token id that stands for an image in a caption."""
-        token: int = self.encoder.config.image_token_id  # type: ignore[union-attr, assignment]
-        return token
+        return self.encoder.config.image_token_id  # type: ignore[union-attr, return-value]
 
     def encode(
         self, captions: Sequence[Tensor], frames: Sequence[Tensor] = (), *, negative: bool = False
@@ -320,9 +315,7 @@ def joined(readers: Sequence[Captions], embeddings: Sequence[TextEmbedding]) -> 
             else:
                 rows.append(embedding.tokens)
     pooled = [embedding.pooled for embedding in embeddings if embedding.pooled is not None]
-    width = max((tokens.shape[1] for tokens in rows), default=0)
-    wide = [nn.functional.pad(tokens, (0, width - tokens.shape[1])) for tokens in rows]
-    return TextEmbedding(torch.cat(wide) if wide else None, torch.cat(pooled) if pooled else None)
+    return TextEmbedding(packed_rows(rows) if rows else None, torch.cat(pooled) if pooled else None)
 
 
 # ---------------------------------------------------------------------------------------------- token ids
@@ -366,8 +359,7 @@ class CaptionTokenizer:
 
     def id_of(self, word: str) -> int | None:
         """Return the id of a token; None if the tokenizer has no such token."""
-        number: int | None = self._tokenizer.token_to_id(word)
-        return number
+        return self._tokenizer.token_to_id(word)
 
     def empty(self) -> list[int]:
         """Return the token ids of the empty caption."""

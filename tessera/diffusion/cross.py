@@ -134,8 +134,7 @@ class CrossHead(nn.Module):
 
     def forward(self, x: Tensor, time: Tensor, times: Tensor | None) -> Tensor:
         shift, scale = self.modulation(time, times)
-        out: Tensor = self.proj(modulated_norm(x, shift, scale, self.eps))
-        return out
+        return self.proj(modulated_norm(x, shift, scale, self.eps))
 
 
 class CrossTransformer(nn.Module, ABC):
@@ -227,14 +226,13 @@ def _work(config: CrossConfig, measures: Measures, training: Training) -> np.nda
     width, square, read = shape.width, shape.width**2, text + images
     inputs = tokens * shape.latent_values + text * shape.text_width + times * shape.time_features
     image = shape.image_width * (shape.image_width + width)
-    total: np.ndarray = (
+    return (
         passes.weights * 2 * shape.layers * (tokens * shape.block + read * 2 * square)
         + passes.attention * 4 * shape.layers * width * tokens * (tokens + read)
         + first.first * 2 * width * inputs
         + first.weights * 2 * (text * square + times * 7 * square + images * image)
         + last.weights * 2 * tokens * shape.out_values * width
     )
-    return total
 
 
 def _example(config: CrossConfig, tokens: int) -> Batch:

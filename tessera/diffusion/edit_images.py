@@ -102,13 +102,6 @@ def resized(image: Image.Image, size: Size) -> Image.Image:
 
 
 @dataclass(frozen=True)
-class _Geometry:
-    patch_size: int
-    spatial_merge_size: int
-    temporal_patch_size: int
-
-
-@dataclass(frozen=True)
 class EditImages:
     """Resize images to edit and cut them into patches for a text encoder. `pixels`: area of images for the VAE; None:
     as in the published pipeline."""
@@ -131,9 +124,10 @@ class EditImages:
         with foreign_values(str(encoder)):
             saved = read_json(files / SAVED_FILE)
             vision = saved or read_json_mapping(encoder / CONFIG_FILE)["vision_config"]
-            geometry = _Geometry(*(int(vision.get(name, default)) for name, default in _GEOMETRY.items()))
+            patch, merge, temporal = (int(vision.get(name, default)) for name, default in _GEOMETRY.items())
         with foreign_values(str(files)):
-            patches, _ = GridFiles().read(files, geometry, image_bounds=(None, None), video_bounds=(None, None))
+            sizes = (patch, merge, temporal)
+            patches, _ = GridFiles().read(files, sizes, image_bounds=(None, None), video_bounds=(None, None))
         return EditImages(edit, patches, pixels)
 
     def save(self, source: Path, folder: Path) -> None:

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from tessera.errors import TesseraError, foreign_values
+from tessera.models.vision.patches import CLIP_MEAN, CLIP_STD
 from tessera.runtime.files import read_json_mapping
 from tessera.weights.layouts import CONFIG_FILE
 
 IMAGE_ENCODER = "image_encoder"
 SIGLIP = "SiglipVisionModel"
 IMAGE_ENCODERS = ("CLIPVisionModel", "CLIPVisionModelWithProjection", SIGLIP)
-# Mean and standard deviation of CLIP's input pixels, by color channel.
-_CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 _HALF = (0.5, 0.5, 0.5)
 
 
@@ -46,7 +45,7 @@ def read_frame_form(folder: Path, encoder: str, config: Any) -> FrameForm:
     vision model."""
     file = folder / image_processor_name(encoder) / "preprocessor_config.json"
     settings = read_json_mapping(file) if file.is_file() else {}
-    defaults = (_HALF, _HALF) if encoder == SIGLIP else _CLIP
+    defaults = (_HALF, _HALF) if encoder == SIGLIP else (CLIP_MEAN, CLIP_STD)
     with foreign_values(str(file)):
         size: Any = settings.get("size" if encoder == SIGLIP else "crop_size") or config.image_size
         side = int(size["height"] if isinstance(size, Mapping) else size)
@@ -88,8 +87,7 @@ class FrameEncoder(nn.Module):
     def forward(self, pixels: Tensor) -> Tensor:
         """Return the embeddings [B, M, D] of normalized pixels [B, 3, H, W]."""
         outputs = self.encoder(pixels, output_hidden_states=not self.form.stretched)
-        states: Tensor = outputs.last_hidden_state if self.form.stretched else outputs.hidden_states[-2]
-        return states
+        return outputs.last_hidden_state if self.form.stretched else outputs.hidden_states[-2]
 
 
 def prepared(frame: Tensor, form: FrameForm) -> Tensor:

@@ -184,7 +184,7 @@ def joint_work(shape: TransformerShape, measures: Measures, training: Training) 
     doubles = doubles + duals * (latents * 4 + conditions * 3) * size**2
     times = TIME_FEATURES * (1 + shape.guidance) + shape.pooled_width
     squares = 1 + shape.guidance + bool(shape.pooled_width)
-    total: np.ndarray = (
+    return (
         double.weights * 2 * doubles
         + double.attention * (shape.double * attention + duals * 4 * size * latents**2)
         + single.weights * 2 * shape.single * (tokens * layer + conditions * 3 * size**2)
@@ -194,7 +194,6 @@ def joint_work(shape: TransformerShape, measures: Measures, training: Training) 
         + first.weights * 2 * conditions * squares * size**2
         + last.weights * 2 * size * (latents * shape.out_values + conditions * 2 * size)
     )
-    return total
 
 
 def batch_measures(batch: Batch, conditions: Sequence[str] = ("text",)) -> dict[str, np.ndarray]:

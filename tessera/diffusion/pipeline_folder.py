@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from tessera.diffusion.autoencoders import VAE, VAES, Autoencoder, VaeForm, read_vae_form, vae_class
-from tessera.diffusion.captions import Captions, TextEncoder
+from tessera.diffusion.captions import TEXT_ENCODERS, Captions, TextEncoder
 from tessera.diffusion.frame_encoder import IMAGE_ENCODER, IMAGE_ENCODERS, FrameEncoder, read_frame_form
 from tessera.errors import TesseraError, first_line, foreign_values, nearest
 from tessera.runtime.log import without_bars
@@ -69,7 +69,7 @@ class PipelineFolder:
         self, captions: Captions, *, dtype: torch.dtype = torch.float32, meta: bool = False
     ) -> TextEncoder:
         """Return a text encoder on the host, or on the meta device."""
-        encoder = self._component(captions.encoder, "transformers", captions.encoder_classes, dtype, meta)
+        encoder = self._component(captions.encoder, "transformers", TEXT_ENCODERS, dtype, meta)
         pad = captions.pad if captions.pad is not None else self.layout.config(captions.encoder).get("pad_token_id")
         return captions.module(encoder, self.folder, pad if isinstance(pad, int) else 0)
 

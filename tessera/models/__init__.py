@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -151,19 +150,13 @@ def folder_config(spec: ModelSpec, folder: Path) -> Section:
     """Return the configuration that a family reads from the config.json of a folder."""
     data = folder_layout(folder).config()
     kind = str(data.get("model_type") or data.get(CLASS_NAME, ""))
-    with foreign_values(str(folder / CONFIG_FILE)), _or_by_the_library(spec, kind):
-        original = spec.originals.get(str(data.get("model_type")))
-        config: Section = spec.config.from_hf(data if original is None else original(folder, data))  # type: ignore[attr-defined]
-    return config
-
-
-@contextmanager
-def _or_by_the_library(spec: ModelSpec, model_type: str) -> Iterator[None]:
-    """Add the fix `model.family=transformers` to errors about unsupported values, if transformers has the class."""
     try:
-        yield
+        with foreign_values(str(folder / CONFIG_FILE)):
+            original = spec.originals.get(str(data.get("model_type")))
+            config: Section = spec.config.from_hf(data if original is None else original(folder, data))  # type: ignore[attr-defined]
+            return config
     except UnsupportedValueError as error:
-        if model_type not in spec.hf_types or not _in_library(model_type):
+        if kind not in spec.hf_types or not _in_library(kind):
             raise
         fix = f"set model.family={FOREIGN}, which trains the class of transformers"
         raise TesseraError(error.what, where=error.where, allowed=error.allowed, fix=fix, code=error.code) from None

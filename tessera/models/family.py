@@ -121,6 +121,22 @@ def quickstart_preset(*, tied: bool = True, **text: Any) -> dict[str, Any]:
     return preset(512, 128, 384, 4, (4, 2), tied=tied, initializer_range=0.06, **text)
 
 
+# Sizes of media encoders in quick-start presets.
+QUICKSTART_VISION = {"depth": 3, "hidden_size": 96, "intermediate_size": 256, "num_heads": 4}
+QUICKSTART_AUDIO = {
+    "num_mel_bins": 80,
+    "encoder_layers": 3,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 384,
+    "d_model": 96,
+}
+
+
+def experts(count: int, chosen: int, width: int, **more: Any) -> dict[str, Any]:
+    """Return the `experts` of a preset. `chosen`: number of experts of a token. `width`: width of an expert."""
+    return {"num_experts": count, "num_experts_per_tok": chosen, "moe_intermediate_size": width, **more}
+
+
 class Family(ABC):
     """Declare a family of several modules. Its folder sets `SPEC = Family().spec(PRESETS)`."""
 

@@ -96,21 +96,17 @@ def stored_sinusoids(table: Tensor) -> Tensor:
     return sinusoids(torch.arange(table.shape[0], device=table.device), table.shape[1])
 
 
-class WindowConv(nn.Linear):
-    """Compute a convolution of kernel size 3 on extracted windows. Weight columns: by channel, then by time."""
-
-    def __init__(self, channels: int, outputs: int) -> None:
-        super().__init__(3 * channels, outputs)
-
-
 class MelConv1d(nn.Module):
-    """Compute two convolutions over time, of strides 1 and 2, on windows of 5 frames."""
+    """Compute two convolutions over time, of strides 1 and 2 and kernel size 3, on windows of 5 frames.
+
+    They are linear maps of extracted windows. Columns of their weights: by channel, then by time.
+    """
 
     def __init__(self, shape: AudioShape) -> None:
         super().__init__()
         self.bins = shape.bins
-        self.first = WindowConv(shape.bins, shape.hidden)
-        self.second = WindowConv(shape.hidden, shape.hidden)
+        self.first = nn.Linear(3 * shape.bins, shape.hidden)
+        self.second = nn.Linear(3 * shape.hidden, shape.hidden)
 
     def forward(self, mel: Tensor, index: Tensor, frames: Tensor) -> Tensor:
         x = mel.to(self.first.weight.dtype).view(-1, self.bins, 5).unfold(2, 3, 1)  # [P, bins, 3 outputs, 3 inputs]
@@ -135,8 +131,7 @@ class MelConv2d(nn.Module):
         x = mel.to(self.proj.weight.dtype).view(-1, 1, self.bins, 15)
         x = _zero_outside(F.gelu(self.first(x)), 4 * index - 3, (frames + 1) // 2, dim=3)
         x = _zero_outside(F.gelu(self.second(x)), 2 * index - 1, (frames + 3) // 4, dim=3)
-        out: Tensor = self.proj(F.gelu(self.third(x)).flatten(1))
-        return out
+        return self.proj(F.gelu(self.third(x)).flatten(1))
 
 
 def _zero_outside(x: Tensor, first: Tensor, length: Tensor, dim: int) -> Tensor:
@@ -174,8 +169,7 @@ class AudioAttention(nn.Module):
 
     def forward(self, x: Tensor, segments: Segments) -> Tensor:
         q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in (self.q, self.k, self.v))
-        projected: Tensor = self.proj(self.core(q, k, v, segments).flatten(1))
-        return projected
+        return self.proj(self.core(q, k, v, segments).flatten(1))
 
 
 class AudioBlock(nn.Module):
@@ -188,8 +182,7 @@ class AudioBlock(nn.Module):
 
     def forward(self, x: Tensor, segments: Segments) -> Tensor:
         x = x + self.attn(self.attn_norm(x), segments)
-        out: Tensor = x + self.mlp(self.mlp_norm(x))
-        return out
+        return x + self.mlp(self.mlp_norm(x))
 
 
 class AudioEncoder(nn.Module):
@@ -237,8 +230,7 @@ class PooledProjector(nn.Module):
         self.proj = nn.Linear(features, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.proj(self.norm(x.view(-1, self.pool, x.shape[1]).mean(1)))
-        return out
+        return self.proj(self.norm(x.view(-1, self.pool, x.shape[1]).mean(1)))
 
 
 def blank_clip(shape: AudioShape, device: torch.device) -> Batch:

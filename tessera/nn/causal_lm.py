@@ -34,8 +34,7 @@ class CausalLMBase(nn.Module):
 
     def _embed_tokens(self, batch: Batch) -> Tensor:
         assert self.text is not None
-        x: Tensor = self.text.embed(batch["tokens"])
-        return x
+        return self.text.embed(batch["tokens"])
 
     def _rows(self, batch: Batch) -> RowIds | None:
         """Return the packed row of each token, for the balance loss of experts; None without experts or labels."""
@@ -99,8 +98,7 @@ class CausalLMBase(nn.Module):
 
     def _module(self, path: str) -> nn.Module | None:
         """Return a child module; None if another pipeline stage has it."""
-        module: nn.Module | None = getattr(self, path)
-        return module
+        return getattr(self, path)
 
     def add_head(self, output: str, path: str, head: nn.Module) -> None:
         """Add a head that reads the same hidden states as the main head, for the output `output`."""

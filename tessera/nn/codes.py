@@ -101,8 +101,7 @@ class DepthDecoder(nn.Module):
         angles = self.shape.rope.angles(positions)
         for layer in self.layers:
             x = layer(x, angles, segments)
-        normed: Tensor = self.norm(x).view(frames, steps, -1)
-        return normed
+        return self.norm(x).view(frames, steps, -1)
 
     def embedded(self, codebook: int, codes: Tensor) -> Tensor:
         """Return the embeddings [N, W] of codes [N] of a codebook."""
@@ -118,8 +117,7 @@ class DepthDecoder(nn.Module):
         angles = self.shape.rope.angles(step.slots % step.block_size)
         for index, layer in enumerate(self.layers):
             x = layer(x, angles, step.segments, cache.layer(index, step))
-        normed: Tensor = self.norm(x.index_select(0, step.last))
-        return normed
+        return self.norm(x.index_select(0, step.last))
 
 
 class PredictsText:

@@ -77,8 +77,7 @@ class CausalAttention(nn.Module):
             out = self.core(q, k, v, segments)
         else:
             out = cached_attention(q, keys, values, cache.step)
-        projected: Tensor = self.o(out.flatten(1))
-        return projected
+        return self.o(out.flatten(1))
 
 
 class KeysAndValues(nn.Module):
@@ -122,8 +121,7 @@ class MemoryAttention(nn.Module):
             if cache is not None:
                 projected_memory[cache.index] = (k, v)
         out = packed_cross_attention(q, k, v, segments, memory_segments, implementation=self.implementation)
-        projected: Tensor = self.o(out.flatten(1))
-        return projected
+        return self.o(out.flatten(1))
 
 
 class CrossDecoderLayer(nn.Module):
@@ -146,8 +144,7 @@ class CrossDecoderLayer(nn.Module):
     ) -> Tensor:
         x = x + self.attn(self.attn_norm(x), segments, cache)
         x = x + self.cross(self.cross_norm(x), segments, memory, memory_segments, cache)
-        out: Tensor = x + self.mlp(self.mlp_norm(x))
-        return out
+        return x + self.mlp(self.mlp_norm(x))
 
 
 class TokenPositions(nn.Module):

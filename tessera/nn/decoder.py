@@ -63,8 +63,7 @@ class Attention(FusedLayers):
             out = self.core(q, k, v, segments)
         else:
             out = cached_attention(q, keys, values, cache.step)
-        projected: Tensor = self.o(out.flatten(1))
-        return projected
+        return self.o(out.flatten(1))
 
 
 class GatedMLP(FusedLayers):
@@ -75,8 +74,7 @@ class GatedMLP(FusedLayers):
         self.down = nn.Linear(intermediate, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(swiglu(self.gate(x), self.up(x)))
-        return out
+        return self.down(swiglu(self.gate(x), self.up(x)))
 
 
 class SharedExpert(nn.Module):
@@ -88,8 +86,7 @@ class SharedExpert(nn.Module):
         self.weigher = nn.Linear(hidden, 1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.weigher(x).sigmoid() * self.mlp(x)
-        return out
+        return self.weigher(x).sigmoid() * self.mlp(x)
 
 
 class DecoderLayer(nn.Module):
@@ -166,8 +163,7 @@ class DecoderLayer(nn.Module):
         )
 
     def _mlp_update(self, normed: Tensor) -> Tensor:
-        update: Tensor = self.mlp(normed, None)[0] if self.routed else self.mlp(normed)
-        return update
+        return self.mlp(normed, None)[0] if self.routed else self.mlp(normed)
 
 
 class TextDecoder(nn.Module):

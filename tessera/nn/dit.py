@@ -8,23 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tessera.core.batch import Batch, Segments
-from tessera.nn.layers import PackedAttention, RMSNorm
+from tessera.nn.layers import PackedAttention
 from tessera.nn.vit import gelu_tanh
 from tessera.ops.cross_attention import packed_cross_attention
 from tessera.ops.pointwise import Angles, rms_norm, rotate
 from tessera.ops.registry import AUTO
 from tessera.runtime.modules import FeatureStatistics, local_shard
-
-# Norm of queries and keys before rotation: per head, over all heads together, or none.
-QKNorm = Literal["per_head", "across_heads"] | None
-
 
 # ---------------------------------------------------------------------------------------------- time
 
@@ -54,8 +50,7 @@ class FeedForward(nn.Module):
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(self.activation(self.up(x)))
-        return out
+        return self.down(self.activation(self.up(x)))
 
 
 class TimeEmbedding(FeedForward):
@@ -109,8 +104,7 @@ def spread(values: Tensor, index: Tensor | None) -> Tensor:
     """
     if values.shape[0] == 1 or index is None:
         return values
-    tokens: Tensor = _Spread.apply(values, index)  # type: ignore[no-untyped-call]
-    return tokens
+    return _Spread.apply(values, index)  # type: ignore[no-untyped-call]
 
 
 class Modulation(nn.Module):
@@ -143,9 +137,6 @@ def gated_sum(x: Tensor, update: Tensor, gate: Tensor) -> Tensor:
 class WideLayerNorm(nn.LayerNorm):
     """Compute a layer norm in fp32 and return it in the dtype of the input."""
 
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__(size, eps)
-
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.weight.float(), self.bias.float()
         return F.layer_norm(x.float(), self.normalized_shape, weight, bias, self.eps).to(x.dtype)
@@ -169,12 +160,6 @@ class FeatureRMSNorm(FeatureStatistics):
         wide = x.float()
         mean = self.feature_total(wide.square().sum(-1, keepdim=True)) / self.weight.shape[0]
         return (wide * torch.rsqrt(mean + self.eps)).to(x.dtype) * local_shard(self.weight)
-
-
-def make_qk_norm(kind: QKNorm, heads: int, head_dim: int, eps: float) -> nn.Module | None:
-    if kind is None:
-        return None
-    return RMSNorm(head_dim, eps) if kind == "per_head" else FeatureRMSNorm(heads * head_dim, eps)
 
 
 def by_head(x: Tensor, norm: Callable[[Tensor], Tensor] | None, head_dim: int) -> Tensor:
@@ -202,44 +187,42 @@ class Projections(nn.Module):
 class PackedSelfAttention(nn.Module):
     """Attend within each sample, without a mask. Rotations act on adjacent dimensions of queries and keys."""
 
-    def __init__(
-        self, size: int, heads: int, head_dim: int, norm: QKNorm, eps: float = 1e-6, attention: str = AUTO
-    ) -> None:
+    q_norm: nn.Module
+    k_norm: nn.Module
+
+    def __init__(self, size: int, heads: int, head_dim: int, eps: float = 1e-6, attention: str = AUTO) -> None:
         super().__init__()
         self.head_dim, inner = head_dim, heads * head_dim
         self.qkv = Projections(size, q=inner, k=inner, v=inner)
-        self.q_norm, self.k_norm = (make_qk_norm(norm, heads, head_dim, eps) for _ in range(2))
+        self.q_norm, self.k_norm = FeatureRMSNorm(inner, eps), FeatureRMSNorm(inner, eps)
         self.core = PackedAttention(False, attention, head_dim)
         self.out = nn.Linear(inner, size)
 
-    def forward(self, x: Tensor, angles: Angles, segments: Segments) -> Tensor:
+    def forward(self, x: Tensor, angles: Angles | None, segments: Segments) -> Tensor:
         q, k, v = self.qkv(x)
         q, k = by_head(q, self.q_norm, self.head_dim), by_head(k, self.k_norm, self.head_dim)
-        q, k = rotate(q, angles, pairs=True), rotate(k, angles, pairs=True)
+        if angles is not None:
+            q, k = rotate(q, angles, pairs=True), rotate(k, angles, pairs=True)
         attended = self.core(q, k, by_head(v, None, self.head_dim), segments)
-        out: Tensor = self.out(attended.flatten(1))
-        return out
+        return self.out(attended.flatten(1))
 
 
 class CrossAttention(nn.Module):
     """Attend to a second packed sequence with one segment per sample, such as text."""
 
-    def __init__(
-        self, size: int, heads: int, head_dim: int, norm: QKNorm, eps: float = 1e-6, attention: str = AUTO
-    ) -> None:
+    def __init__(self, size: int, heads: int, head_dim: int, eps: float = 1e-6, attention: str = AUTO) -> None:
         super().__init__()
         self.head_dim, inner, self.implementation = head_dim, heads * head_dim, attention
         self.q = nn.Linear(size, inner)
         self.kv = Projections(size, k=inner, v=inner)
-        self.q_norm, self.k_norm = (make_qk_norm(norm, heads, head_dim, eps) for _ in range(2))
+        self.q_norm, self.k_norm = FeatureRMSNorm(inner, eps), FeatureRMSNorm(inner, eps)
         self.out = nn.Linear(inner, size)
 
     def forward(self, x: Tensor, context: Tensor, segments: Segments, context_segments: Segments) -> Tensor:
         """Let tokens `x` attend to `context`. `segments`, `context_segments`: bounds of samples in each."""
         q = by_head(self.q(x), self.q_norm, self.head_dim)
         attended = self.attend(q, self.kv(context), self.k_norm, segments, context_segments)
-        out: Tensor = self.out(attended.flatten(1))
-        return out
+        return self.out(attended.flatten(1))
 
     def attend(
         self,

@@ -177,8 +177,7 @@ class LatentAttention(nn.Module):
         q, k, v = (layout.join(x.new_zeros(texts, *x.shape[1:]), x) for x in qkv)
         assert layout.kinds is not None
         _, attended = layout.split(self.core(q, k, v, layout.kinds).flatten(1))
-        out: Tensor = self.latent_out(attended)
-        return out
+        return self.latent_out(attended)
 
 
 class DoubleBlock(nn.Module):

@@ -116,8 +116,7 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor, condition: Tensor, samples: Tensor) -> Tensor:
         scale, shift = spread(self.modulation(condition), samples).chunk(2, dim=-1)
-        out: Tensor = self.proj(modulated_norm(x, shift, scale, self.eps))
-        return out
+        return self.proj(modulated_norm(x, shift, scale, self.eps))
 
 
 class JointTransformer(nn.Module):

@@ -37,9 +37,6 @@ class LayerNorm(nn.Module):
 class TokenEmbedding(nn.Embedding):
     """Look up token embeddings. The table may be sharded by rows (`ops.vocab`)."""
 
-    def __init__(self, vocab: int, hidden: int) -> None:
-        super().__init__(vocab, hidden)
-
     def forward(self, tokens: Tensor) -> Tensor:
         return vocab_embedding(tokens, self.weight)
 

@@ -144,8 +144,7 @@ def balance_loss(used: Tensor, top_k: int, rows: RowIds) -> Tensor:
     chosen, shares = used
     tokens = (chosen.sum(1, keepdim=True) / top_k).clamp(min=1)  # number of tokens of a row, times number of layers
     of_rows = chosen.shape[1] * (chosen / tokens * (shares / tokens)).sum(1)
-    total: Tensor = (of_rows * rows.trained).sum()
-    return total
+    return (of_rows * rows.trained).sum()
 
 
 class Router(nn.Module):
@@ -230,8 +229,7 @@ class Experts(StackedExperts):
         """Return the outputs of experts `ids` [T, k] for `x` [T, D], summed with `weights` [T, k]."""
         inner = None if self.gate_up_proj is None else self.gate_up_proj.factors()
         outer = None if self.down_proj is None else self.down_proj.factors()
-        out: Tensor = self.dispatch(x, ids, weights, self.gate, self.up, self.down, (inner, outer))
-        return out
+        return self.dispatch(x, ids, weights, self.gate, self.up, self.down, (inner, outer))
 
 
 class MoE(nn.Module):

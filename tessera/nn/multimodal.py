@@ -43,7 +43,7 @@ class Encoder:
     @property
     def embeddings(self) -> str:
         """Return the name of the batch tensor with precomputed outputs of this encoder, such as those of the engine."""
-        return f"{self.prefix}_embeddings"
+        return self.stream.selection("embeddings")
 
 
 class MultimodalModel(CausalLMBase):
@@ -186,7 +186,10 @@ class MultimodalModel(CausalLMBase):
             if projector is None:
                 return embeddings, [features]
             carry = None  # this encoder has read the rest of the carry, so later encoders begin in this stage
-            embeddings.append(_select(projector(_projected(features, batch, encoder)), batch, encoder))
+            projected = batch.get(stream.selection("patches"))  # all features but those of class tokens and padding
+            if projected is not None:
+                features = features.index_select(0, projected)
+            embeddings.append(_select(projector(features), batch, stream))
         return embeddings, []
 
     def _nothing(self, width: int) -> Tensor:
@@ -219,16 +222,9 @@ def _slots(batch: Batch, stream: Stream) -> Tensor:
     return batch["tokens"].new_empty(0) if slots is None else slots
 
 
-def _projected(features: Tensor, batch: Batch, encoder: Encoder) -> Tensor:
-    """Return the features that are projected: all but those of class tokens and padding."""
-    index = batch.get(f"{encoder.prefix}_patches")
-    return features if index is None else features.index_select(0, index)
-
-
-def _select(embeddings: Tensor, batch: Batch, encoder: Encoder) -> Tensor:
+def _select(embeddings: Tensor, batch: Batch, stream: Stream) -> Tensor:
     """Return an embedding for each slot of the batch: one of `embeddings`, or a weighted mean of several."""
-    stream = encoder.stream
-    index, weights = batch.get(f"{encoder.prefix}_index"), batch.get(f"{encoder.prefix}_weights")
+    index, weights = batch.get(stream.selection("index")), batch.get(stream.selection("weights"))
     if index is not None:
         embeddings = embeddings.index_select(0, index.flatten())
         if weights is not None:

@@ -40,8 +40,7 @@ class PatchMerger(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         joined = self.norm(x.reshape(-1, self.joined)) if self.norm_joined else self.norm(x).reshape(-1, self.joined)
-        out: Tensor = self.down(F.gelu(self.up(joined)))
-        return out
+        return self.down(F.gelu(self.up(joined)))
 
 
 class MLPProjector(nn.Module):
@@ -105,5 +104,4 @@ class DownsampleMerger(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.gelu(self.norm(self.proj(self.downsample(x.reshape(-1, self.joined)))))
-        out: Tensor = self.down(swiglu(self.gate(x), self.up(x)))
-        return out
+        return self.down(swiglu(self.gate(x), self.up(x)))

@@ -125,8 +125,7 @@ class VisionAttention(nn.Module):
         if angles is not None:
             q, k = rotate(q, angles), rotate(k, angles)
         out = self.core(q, k, v, segments)
-        projected: Tensor = self.proj(out.flatten(1))
-        return projected
+        return self.proj(out.flatten(1))
 
 
 class EncoderMLP(FusedLayers):
@@ -144,8 +143,7 @@ class EncoderMLP(FusedLayers):
             return self._aligned(x, zeros)
         inner = self.up(x)
         inner = self.activation(inner) if self.gate is None else self._gated(self.gate(x), inner)
-        out: Tensor = self.down(inner)
-        return out
+        return self.down(inner)
 
     def _gated(self, gate: Tensor, up: Tensor) -> Tensor:
         """Return activation(gate) * up. Without gradients SiLU uses the kernel of SwiGLU, which rounds only once."""
@@ -197,8 +195,7 @@ class VisionBlock(nn.Module):
         attended = self.attn(self.attn_norm(x), angles, segments)
         x = x + (attended if self.attn_scale is None else self.attn_scale(attended))
         inner = self.mlp(self.mlp_norm(x))
-        out: Tensor = x + (inner if self.mlp_scale is None else self.mlp_scale(inner))
-        return out
+        return x + (inner if self.mlp_scale is None else self.mlp_scale(inner))
 
 
 class PatchPositions(nn.Module):

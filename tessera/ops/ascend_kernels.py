@@ -29,16 +29,14 @@ _MOST_SEGMENTS = 1024  # limit on the segments of one call
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.dtype != weight.dtype or x.numel() == 0:  # the operator needs equal dtypes
         return F.rms_norm(x, weight.shape, weight, eps)
-    out: Tensor = torch.ops.npu.npu_rms_norm(x, weight, epsilon=eps)[0]
-    return out
+    return torch.ops.npu.npu_rms_norm(x, weight, epsilon=eps)[0]
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate) * up. The operator takes both in one tensor, and keeps only that tensor for backward."""
     if gate.numel() == 0:
         return F.silu(gate) * up
-    out: Tensor = torch.ops.npu.npu_swiglu(torch.cat([gate, up], dim=-1), dim=-1)
-    return out
+    return torch.ops.npu.npu_swiglu(torch.cat([gate, up], dim=-1), dim=-1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs: bool) -> Tensor:
@@ -89,7 +87,7 @@ def _attention(
         )
     if q.numel() == 0:
         return q
-    out: Tensor = torch.ops.npu.npu_fusion_attention(
+    return torch.ops.npu.npu_fusion_attention(
         q,
         k,
         v,
@@ -101,7 +99,6 @@ def _attention(
         actual_seq_kvlen=list(accumulate(key_lengths)),
         sparse_mode=_CAUSAL if causal else 0,
     )[0]
-    return out
 
 
 def _lengths(segments: Segments) -> list[int]:

@@ -10,19 +10,15 @@ from itertools import pairwise
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tessera.core.batch import Segments
 from tessera.ops import ascend_kernels
 from tessera.ops.fused_attention import fused_attention
+from tessera.ops.packed_sdpa import packed_sdpa
 from tessera.ops.registry import AUTO, DispatchedOp, Implementation
-from tessera.ops.rows import padded_slots, segment_of
 
 AttentionBackend = Literal["auto", "fused", "sdpa", "eager"]  # allowed values of model.config.attention
-
-# If padding multiplies the number of tokens by at most this, one padded call is faster than a loop.
-_MAX_PADDED_SHARE = 2.0
 
 
 def packed_attention(
@@ -42,11 +38,7 @@ def packed_attention(
     if q.shape[0] == 0:
         return q
     run = PACKED_ATTENTION.choose(implementation, "plain", q.device, q.dtype)
-    out: Tensor = run(q, k, v, segments, causal, q.shape[-1] ** -0.5 if scale is None else scale)
-    return out
-
-
-# ---------------------------------------------------------------------------------------------- eager: the reference
+    return run(q, k, v, segments, causal, q.shape[-1] ** -0.5 if scale is None else scale)
 
 
 def _packed_eager(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool, scale: float) -> Tensor:
@@ -74,62 +66,8 @@ def _causal_mask(length: int, device: torch.device) -> Tensor:
     return torch.ones(length, length, dtype=torch.bool, device=device).tril()
 
 
-# ---------------------------------------------------------------------------------------------- sdpa: one batched call
-
-
 def _packed_sdpa(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool, scale: float) -> Tensor:
-    """Compute attention by an algorithm that is chosen from host data only, so that the host never waits for the
-    device.
-    """
-    tokens, longest, count = q.shape[0], segments.longest, segments.bounds.numel() - 1
-    if count * longest == tokens:
-        return _batched(q, k, v, count, None, causal, scale)
-    if count * longest <= _MAX_PADDED_SHARE * tokens:
-        return _padded(q, k, v, segments, causal, scale)
-    # a loop over segments reads `bounds` on the host, which compiled graphs cannot
-    if q.device.type == "cpu" and not torch.compiler.is_compiling():
-        return _looped(q, k, v, segments, causal, scale)
-    if count * longest * longest <= tokens * tokens:
-        return _padded(q, k, v, segments, causal, scale)
-    return _masked(q, k, v, segments, causal, scale)
-
-
-def _batched(
-    q: Tensor, k: Tensor, v: Tensor, count: int, key_mask: Tensor | None, causal: bool, scale: float
-) -> Tensor:
-    """Attend within `count` segments of equal length. `key_mask` [count, length] is false for padding."""
-    length = q.shape[0] // count
-    q, k, v = (x.reshape(count, length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
-    # Padding follows the real tokens, so in causal attention no real token attends to it.
-    mask = None if causal or key_mask is None else key_mask[:, None, None, :]
-    grouped = q.shape[1] != k.shape[1]
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
-    return out.transpose(1, 2).flatten(0, 1)
-
-
-def _padded(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool, scale: float) -> Tensor:
-    longest, count = segments.longest, segments.bounds.numel() - 1
-    slots = padded_slots(segments, q.shape[0])
-    # An empty segment keeps one key, because a softmax without keys is NaN; its output is dropped.
-    key_mask = torch.arange(longest, device=q.device) < segments.bounds.diff().clamp(min=1).unsqueeze(1)
-    # index_copy, because its backward pass is a gather; indexing here would need a slow scatter-add in backward.
-    q, k, v = (x.new_zeros(count * longest, *x.shape[1:]).index_copy(0, slots, x) for x in (q, k, v))
-    return _batched(q, k, v, count, key_mask, causal, scale).index_select(0, slots)
-
-
-def _looped(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool, scale: float) -> Tensor:
-    bounds = segments.bounds.tolist()
-    return torch.cat([_batched(q[a:b], k[a:b], v[a:b], 1, None, causal, scale) for a, b in pairwise(bounds) if b > a])
-
-
-def _masked(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool, scale: float) -> Tensor:
-    """Attend over all tokens, with a mask that excludes other segments."""
-    segment = segment_of(segments, q.shape[0])
-    mask = segment.unsqueeze(0) == segment.unsqueeze(1)
-    mask = mask & _causal_mask(q.shape[0], q.device) if causal else mask
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-    return out.squeeze(0).transpose(0, 1)
+    return packed_sdpa(q, k, v, segments, None, scale, causal)
 
 
 PACKED_ATTENTION = DispatchedOp(

@@ -37,8 +37,7 @@ def block_attention(
     """
     assert segments is not None or not causal, "causal attention needs segments"
     run = BLOCK_ATTENTION.choose(implementation, "plain", q.device, q.dtype)
-    out: tuple[Tensor, Tensor] = run(q, k, v, segments, causal, scale)
-    return out
+    return run(q, k, v, segments, causal, scale)
 
 
 def block_attention_backward(
@@ -56,8 +55,7 @@ def block_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v through this block, given `out` and `lse` over all keys."""
     run = BLOCK_ATTENTION_BACKWARD.choose(implementation, "plain", q.device, q.dtype)
-    gradients: tuple[Tensor, Tensor, Tensor] = run(grad, q, k, v, out, lse, segments, causal, scale)
-    return gradients
+    return run(grad, q, k, v, out, lse, segments, causal, scale)
 
 
 def join(out: Tensor, lse: Tensor, rows: slice, other: Tensor, other_lse: Tensor) -> None:

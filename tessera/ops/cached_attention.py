@@ -28,8 +28,7 @@ def cached_attention(
     `keys`, `values` [blocks, block size, Hkv, D]: the memory of the cache. Hq is a multiple of Hkv.
     """
     run = CACHED_ATTENTION.choose(implementation, "plain", q.device, q.dtype)
-    out: Tensor = run(q, keys, values, step, q.shape[-1] ** -0.5)
-    return out
+    return run(q, keys, values, step, q.shape[-1] ** -0.5)
 
 
 # ---------------------------------------------------------------------------------------------- eager: the reference

@@ -7,20 +7,17 @@ tokens) attends to nothing, and its output is zero.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tessera.core.batch import Segments
 from tessera.ops import ascend_kernels
 from tessera.ops.block_attention import pad_heads
 from tessera.ops.first_segment import first_segment_attention, first_segment_backward, first_segment_serves
+from tessera.ops.packed_sdpa import by_sample, packed_sdpa
 from tessera.ops.registry import AUTO, DispatchedOp, Implementation
-from tessera.ops.rows import padded_slots, segment_of
 from tessera.runtime.torch_internals import flash_attention_backward, flash_attention_forward
 
 Gradients = tuple[Tensor, Tensor, Tensor]
-# If padding multiplies the number of tokens by at most this, one padded call is faster than a loop.
-_MAX_PADDED_SHARE = 2.0
 
 
 def packed_cross_attention(
@@ -40,8 +37,7 @@ def packed_cross_attention(
         # gradients.
         return q * 0 + k[:0].sum() + v[:0].sum()
     run = PACKED_CROSS_ATTENTION.choose(implementation, "plain", q.device, q.dtype)
-    out: Tensor = run(q, k, v, q_segments, k_segments, q.shape[-1] ** -0.5 if scale is None else scale)
-    return out
+    return run(q, k, v, q_segments, k_segments, q.shape[-1] ** -0.5 if scale is None else scale)
 
 
 def _apart(q_segments: Segments, k_segments: Segments) -> bool:
@@ -56,67 +52,11 @@ def _apart(q_segments: Segments, k_segments: Segments) -> bool:
 
 def _eager(q: Tensor, k: Tensor, v: Tensor, q_segments: Segments, k_segments: Segments, scale: float) -> Tensor:
     outputs = []
-    for queries, keys, values in _by_sample(q, k, v, q_segments, k_segments):
+    for queries, keys, values in by_sample(q, k, v, q_segments, k_segments):
         scores = torch.einsum("thd,lhd->htl", queries, keys) * scale
         weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
         outputs.append(torch.einsum("htl,lhd->thd", weights, values))
     return torch.cat(outputs)
-
-
-def _by_sample(
-    q: Tensor, k: Tensor, v: Tensor, q_segments: Segments, k_segments: Segments
-) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Return queries, keys and values of each sample that has queries."""
-    counts, key_counts = (list(s.lengths) or s.bounds.diff().tolist() for s in (q_segments, k_segments))
-    parts = zip(*(torch.split(x, n) for x, n in ((q, counts), (k, key_counts), (v, key_counts))), strict=True)
-    return [part for part in parts if len(part[0])]
-
-
-# ---------------------------------------------------------------------------------------------- sdpa
-
-
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, q_segments: Segments, k_segments: Segments, scale: float) -> Tensor:
-    """Compute attention by an algorithm that is chosen from host data only, so that the host never waits for the
-    device.
-    """
-    count, longest, most_keys = q_segments.bounds.numel() - 1, q_segments.longest, k_segments.longest
-    if count * longest == q.shape[0] and count * most_keys == k.shape[0]:
-        return _batched(q, k, v, count, None, scale)
-    if count * longest <= _MAX_PADDED_SHARE * q.shape[0] and count * most_keys <= _MAX_PADDED_SHARE * k.shape[0]:
-        return _padded(q, k, v, q_segments, k_segments, scale)
-    if q.device.type == "cpu" and not torch.compiler.is_compiling():
-        return torch.cat([_batched(*part, 1, None, scale) for part in _by_sample(q, k, v, q_segments, k_segments)])
-    if count * longest * most_keys <= q.shape[0] * k.shape[0]:
-        return _padded(q, k, v, q_segments, k_segments, scale)
-    return _masked(q, k, v, q_segments, k_segments, scale)
-
-
-def _batched(q: Tensor, k: Tensor, v: Tensor, count: int, mask: Tensor | None, scale: float) -> Tensor:
-    q, k, v = (x.reshape(count, -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
-    if k.shape[2] == 0:
-        return (q * 0).transpose(1, 2).flatten(0, 1)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-    return out.transpose(1, 2).flatten(0, 1)
-
-
-def _padded(q: Tensor, k: Tensor, v: Tensor, q_segments: Segments, k_segments: Segments, scale: float) -> Tensor:
-    slots, key_slots = padded_slots(q_segments, q.shape[0]), padded_slots(k_segments, k.shape[0])
-    count, longest, most_keys = q_segments.bounds.numel() - 1, q_segments.longest, k_segments.longest
-    # A sample without keys gets a zero key and value, so its output is zero.
-    lengths = k_segments.bounds.diff().clamp(min=1)
-    mask = (torch.arange(most_keys, device=q.device) < lengths.unsqueeze(1))[:, None, None, :]
-    q = q.new_zeros(count * longest, *q.shape[1:]).index_copy(0, slots, q)
-    k, v = (x.new_zeros(count * most_keys, *x.shape[1:]).index_copy(0, key_slots, x) for x in (k, v))
-    return _batched(q, k, v, count, mask, scale).index_select(0, slots)
-
-
-def _masked(q: Tensor, k: Tensor, v: Tensor, q_segments: Segments, k_segments: Segments, scale: float) -> Tensor:
-    """Attend to the keys of all samples with a mask. Samples without keys attend to an additional zero key."""
-    sample, key_sample = segment_of(q_segments, q.shape[0]), segment_of(k_segments, k.shape[0])
-    alone = (k_segments.bounds.diff() == 0)[sample].unsqueeze(1)
-    mask = torch.cat([sample.unsqueeze(1) == key_sample, alone], dim=1)
-    k, v = (F.pad(x, (0, 0, 0, 0, 0, 1)) for x in (k, v))
-    return _batched(q, k, v, 1, mask, scale)
 
 
 # ---------------------------------------------------------------------------------------------- fused: on accelerators
@@ -124,8 +64,7 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, q_segments: Segments, k_segments: S
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, q_segments: Segments, k_segments: Segments, scale: float) -> Tensor:
     extents = (q_segments.bounds, k_segments.bounds, q_segments.extent, k_segments.extent)
-    out: Tensor = _forward(q, k, v, *extents, scale)[0]
-    return out
+    return _forward(q, k, v, *extents, scale)[0]
 
 
 @torch.library.custom_op("tessera::packed_cross_attention", mutates_args=())
@@ -205,7 +144,7 @@ PACKED_CROSS_ATTENTION = DispatchedOp(
     (
         Implementation("fused", _fused, needs=("flash_attention",), dtypes=(torch.bfloat16, torch.float16)),
         Implementation("fused", ascend_kernels.packed_cross_attention, **ascend_kernels.NEEDS),
-        Implementation("sdpa", _sdpa),
+        Implementation("sdpa", packed_sdpa),
         Implementation("eager", _eager),
     ),
 )

@@ -35,8 +35,7 @@ _SHORT = 64  # maximum tokens of a segment for the "short" kernel: a thread bloc
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool, scale: float) -> Tensor:
     """Return attention of `q` [T, Hq, D] to `k`, `v` [T, Hkv, D] inside each segment."""
-    out: Tensor = _forward(q, k, v, segments.bounds, segments.extent, causal, scale)[0]
-    return out
+    return _forward(q, k, v, segments.bounds, segments.extent, causal, scale)[0]
 
 
 @torch.library.custom_op("tessera::packed_attention", mutates_args=())

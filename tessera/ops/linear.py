@@ -72,8 +72,7 @@ def adapted_linear(x: Tensor, product: Tensor, a: Tensor, b: Tensor, scale: floa
         shape=product.shape,
         stride=product.stride(),
     )
-    joined: Tensor = product + beside
-    return joined
+    return product + beside
 
 
 def without_slots(low: Tensor, others: Tensor) -> Tensor:
@@ -114,8 +113,7 @@ def row_lengths(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     wide_a, wide_b = a.float(), b.float()
     crossed = (F.linear(weight, a.to(weight.dtype)).float() * wide_b).sum(1)
     added = ((wide_b @ (wide_a @ wide_a.T)) * wide_b).sum(1)
-    lengths: Tensor = (squares + 2 * scale * crossed + scale**2 * added).clamp(min=0).sqrt()
-    return lengths
+    return (squares + 2 * scale * crossed + scale**2 * added).clamp(min=0).sqrt()
 
 
 def _low_rank(x: Tensor, a: Tensor, b: Tensor, dropout: float) -> Tensor:

@@ -59,8 +59,7 @@ def _chunked(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tens
     rows = weight if part is None else part.rows
     # Inside an autograd Function `needs_input_grad` is true even under no_grad, so the grad mode is passed in.
     differentiate = torch.is_grad_enabled()
-    total: Tensor = _ChunkedLoss.apply(hidden, rows, labels, part, chunk, _loss_and_grad, differentiate)  # type: ignore[no-untyped-call]
-    return total
+    return _ChunkedLoss.apply(hidden, rows, labels, part, chunk, _loss_and_grad, differentiate)  # type: ignore[no-untyped-call]
 
 
 def _compiled(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
@@ -69,8 +68,7 @@ def _compiled(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Ten
         return _chunked(hidden, weight, labels, chunk)
     # The compiled loss stores no fp32 logits, so chunks of twice the size need no more memory.
     loss_and_grad = _compiled_loss_and_grad()
-    total: Tensor = _ChunkedLoss.apply(hidden, weight, labels, None, 2 * chunk, loss_and_grad, True)  # type: ignore[no-untyped-call]
-    return total
+    return _ChunkedLoss.apply(hidden, weight, labels, None, 2 * chunk, loss_and_grad, True)  # type: ignore[no-untyped-call]
 
 
 def _loss_and_grad(
@@ -109,8 +107,7 @@ def _fusible_loss_and_grad(
 
 @functools.cache  # compiled on first use, because importing the compiler takes seconds
 def _compiled_loss_and_grad() -> LossAndGrad:
-    compiled: LossAndGrad = torch.compile(_fusible_loss_and_grad, options=COMPILE_OPTIONS)
-    return compiled
+    return torch.compile(_fusible_loss_and_grad, options=COMPILE_OPTIONS)
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -202,8 +199,7 @@ def token_log_probs(hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk: in
     part = vocab_part(weight)
     rows = weight if part is None else part.rows
     differentiate = torch.is_grad_enabled()
-    log_probs: Tensor = _TokenLogProbs.apply(hidden, rows, labels, part, chunk, differentiate)  # type: ignore[no-untyped-call]
-    return log_probs
+    return _TokenLogProbs.apply(hidden, rows, labels, part, chunk, differentiate)  # type: ignore[no-untyped-call]
 
 
 class _TokenLogProbs(torch.autograd.Function):

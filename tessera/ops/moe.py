@@ -138,8 +138,7 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, *, implementation: s
     run = GROUPED_LINEAR.choose(implementation, _variant(weight), x.device, x.dtype)
     if x.shape[0] == 0:
         return F.linear(x, weight[0])  # grouped kernels reject empty input; this gives zero gradients instead of None
-    out: Tensor = run(x, weight, ends)
-    return out
+    return run(x, weight, ends)
 
 
 def _variant(weight: Tensor) -> str:
@@ -157,8 +156,7 @@ def _grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     if x.dtype != torch.bfloat16 and torch.compiler.is_compiling():
         from tessera.ops.uncompiled import grouped_product  # late, because its decorator imports the compiler
 
-        outside: Tensor = grouped_product(x, weight, ends)
-        return outside
+        return grouped_product(x, weight, ends)
     return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
 
 

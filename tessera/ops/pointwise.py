@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -20,15 +21,13 @@ from tessera.runtime import device as devices
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, implementation: str = AUTO) -> Tensor:
     """Return the RMS norm of `x` over its last dimension, with statistics in fp32."""
     run = RMS_NORM.choose(implementation, "plain", x.device, x.dtype)
-    out: Tensor = run(x, weight, eps)
-    return out
+    return run(x, weight, eps)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, implementation: str = AUTO) -> Tensor:
     """Return the layer norm of `x` over its last dimension, with statistics in fp32."""
     run = LAYER_NORM.choose(implementation, "plain", x.device, x.dtype)
-    out: Tensor = run(x, weight, bias, eps)
-    return out
+    return run(x, weight, bias, eps)
 
 
 def _rms_norm_eager(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -39,8 +38,7 @@ def _rms_norm_eager(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def _rms_norm_fused(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if devices.counted_for(x.device) is not None and x.dtype == weight.dtype:
-        counted: Tensor = _CountedRMSNorm.apply(x, weight)  # type: ignore[no-untyped-call]
-        return counted
+        return _CountedRMSNorm.apply(x, weight)  # type: ignore[no-untyped-call]
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
@@ -92,8 +90,7 @@ LAYER_NORM = DispatchedOp(
 def swiglu(gate: Tensor, up: Tensor, *, implementation: str = AUTO) -> Tensor:
     """Return silu(gate) * up."""
     run = SWIGLU.choose(implementation, "plain", gate.device, gate.dtype)
-    out: Tensor = run(gate, up)
-    return out
+    return run(gate, up)
 
 
 def _swiglu_eager(gate: Tensor, up: Tensor) -> Tensor:
@@ -101,8 +98,7 @@ def _swiglu_eager(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _swiglu_fused(gate: Tensor, up: Tensor) -> Tensor:
-    out: Tensor = SwiGLU.apply(gate, up)  # type: ignore[no-untyped-call]
-    return out
+    return SwiGLU.apply(gate, up)  # type: ignore[no-untyped-call]
 
 
 # Triton kernels for uncompiled models; the compiler fuses the eager implementations.
@@ -269,8 +265,7 @@ def rotate(x: Tensor, angles: Angles, *, pairs: bool = False, implementation: st
     fewer than D / 2 angles, only the first dimensions of each head are rotated.
     """
     run = ROTATE.choose(implementation, "pairs" if pairs else "plain", x.device, x.dtype)
-    out: Tensor = run(x, angles)
-    return out
+    return run(x, angles)
 
 
 def _frequencies(dim: int, theta: float, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -304,34 +299,21 @@ def _with_rest(turned: Tensor, x: Tensor) -> Tensor:
     return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
 
 
-def _rotate_fused(x: Tensor, angles: Angles) -> Tensor:
-    return _rotate_by_kernel(x, angles, False)
+def _rotate_ascend(x: Tensor, angles: Angles, pairs: bool) -> Tensor:
+    return ascend_kernels.rotate(x, angles.cos, angles.sin, pairs)
 
 
-def _rotate_pairs_fused(x: Tensor, angles: Angles) -> Tensor:
-    return _rotate_by_kernel(x, angles, True)
-
-
-def _rotate_ascend(x: Tensor, angles: Angles) -> Tensor:
-    return ascend_kernels.rotate(x, angles.cos, angles.sin, False)
-
-
-def _rotate_pairs_ascend(x: Tensor, angles: Angles) -> Tensor:
-    return ascend_kernels.rotate(x, angles.cos, angles.sin, True)
-
-
-def _rotate_by_kernel(x: Tensor, angles: Angles, pairs: bool) -> Tensor:
-    out: Tensor = Rotate.apply(x, angles.cos, angles.sin, pairs)  # type: ignore[no-untyped-call]
-    return out
+def _rotate_fused(x: Tensor, angles: Angles, pairs: bool) -> Tensor:
+    return Rotate.apply(x, angles.cos, angles.sin, pairs)  # type: ignore[no-untyped-call]
 
 
 ROTATE = DispatchedOp(
     "rotate",
     (
-        Implementation("fused", _rotate_fused, **_FUSED),
-        Implementation("fused", _rotate_pairs_fused, ("pairs",), **_FUSED),
-        Implementation("fused", _rotate_ascend, **ascend_kernels.NEEDS),
-        Implementation("fused", _rotate_pairs_ascend, ("pairs",), **ascend_kernels.NEEDS),
+        Implementation("fused", partial(_rotate_fused, pairs=False), **_FUSED),
+        Implementation("fused", partial(_rotate_fused, pairs=True), ("pairs",), **_FUSED),
+        Implementation("fused", partial(_rotate_ascend, pairs=False), **ascend_kernels.NEEDS),
+        Implementation("fused", partial(_rotate_ascend, pairs=True), ("pairs",), **ascend_kernels.NEEDS),
         Implementation("eager", _rotate_eager),
         Implementation("eager", _rotate_pairs_eager, ("pairs",)),
     ),

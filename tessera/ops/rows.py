@@ -28,14 +28,12 @@ def _rows_and_segments(segments: Segments, count: int) -> tuple[Tensor, Tensor]:
 
 def take_rows(x: Tensor, rows: Tensor) -> Tensor:
     """Return `x[rows]` for distinct rows."""
-    selected: Tensor = _TakeRows.apply(x, rows)  # type: ignore[no-untyped-call]
-    return selected
+    return _TakeRows.apply(x, rows)  # type: ignore[no-untyped-call]
 
 
 def permute_rows(x: Tensor, order: Tensor, inverse: Tensor, copies: int = 1) -> Tensor:
     """Return row `order[i] // copies` of `x` for every i. `inverse`: inverse permutation of `order`."""
-    permuted: Tensor = _PermuteRows.apply(x, order, inverse, copies)  # type: ignore[no-untyped-call]
-    return permuted
+    return _PermuteRows.apply(x, order, inverse, copies)  # type: ignore[no-untyped-call]
 
 
 class _TakeRows(torch.autograd.Function):

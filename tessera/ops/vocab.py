@@ -68,8 +68,7 @@ def vocab_embedding(tokens: Tensor, weight: Tensor) -> Tensor:
     row, local = part.find(tokens)
     embeddings = F.embedding(row, part.rows).where(local.unsqueeze(-1), 0.0)
     partial = DTensor.from_local(embeddings, part.mesh, [Partial()], run_check=False)
-    out: Tensor = partial.redistribute(placements=[Replicate()]).to_local()
-    return out
+    return partial.redistribute(placements=[Replicate()]).to_local()
 
 
 def vocab_logits(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -83,5 +82,4 @@ def vocab_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     entered = DTensor.from_local(hidden, part.mesh, [Replicate()], run_check=False)
     logits = F.linear(entered, weight)
     assert isinstance(logits, DTensor)
-    whole: Tensor = logits.redistribute(placements=[Replicate()]).to_local()
-    return whole
+    return logits.redistribute(placements=[Replicate()]).to_local()

@@ -101,7 +101,7 @@ def work(config: CogVideoXConfig, measures: Measures, training: Training) -> np.
     blocks, first, last = (training.get(part, FULL) for part in ("blocks", "embed", "head"))
     tokens, text = (measures[name].astype(np.float64) for name in ("tokens", "text"))
     latents, size, time, values = tokens - text, config.hidden_size, config.time_embed_dim, config.patch_values
-    total: np.ndarray = (
+    return (
         blocks.weights * 2 * config.num_layers * 12 * size * (tokens * size + time)
         + blocks.attention * 4 * config.num_layers * size * tokens**2
         # Inputs (latents, text, times) need no gradient, which saves one matrix product in the backward pass.
@@ -109,7 +109,6 @@ def work(config: CogVideoXConfig, measures: Measures, training: Training) -> np.
         + first.weights * 2 * time**2
         + last.weights * 2 * size * (latents * config.out_channels * values + 2 * time)
     )
-    return total
 
 
 def example(config: CogVideoXConfig, tokens: int) -> Batch:

@@ -10,11 +10,11 @@ from tessera.core.batch import Batch, Segments
 from tessera.core.outputs import LATENTS, Outputs
 from tessera.diffusion.cogvideox.config import OFFSET, CogVideoXConfig
 from tessera.errors import TesseraError
-from tessera.nn.dit import FeedForward, Projections, TimeEmbedding, by_head, spread
-from tessera.nn.layers import LayerNorm, PackedAttention
+from tessera.nn.dit import FeedForward, PackedSelfAttention, TimeEmbedding, spread
+from tessera.nn.layers import LayerNorm
 from tessera.nn.stage_carry import pack_carry, unpack_carry
 from tessera.nn.vit import PatchEmbed
-from tessera.ops.pointwise import Angles, axes_angles, rotate
+from tessera.ops.pointwise import Angles, axes_angles
 
 THETA = 10_000.0
 INITIAL_RANGE = 0.02
@@ -27,24 +27,14 @@ def make_norm(config: CogVideoXConfig) -> nn.Module:
     return LayerNorm(size, eps) if config.norm_elementwise_affine else nn.LayerNorm(size, eps, elementwise_affine=False)
 
 
-class CogVideoXAttention(nn.Module):
-    """Attend over text and latents of each sample. Only latents have rotary positions."""
+class CogVideoXAttention(PackedSelfAttention):
+    """Attend over text and latents of each sample. Queries and keys have a layer norm, and only latents rotary
+    positions."""
 
     def __init__(self, config: CogVideoXConfig) -> None:
-        super().__init__()
-        size, self.head_dim = config.hidden_size, config.attention_head_dim
-        self.qkv = Projections(size, q=size, k=size, v=size)
+        size, heads = config.hidden_size, config.num_attention_heads
+        super().__init__(size, heads, config.attention_head_dim, attention=config.attention)
         self.q_norm, self.k_norm = LayerNorm(self.head_dim, 1e-6), LayerNorm(self.head_dim, 1e-6)
-        self.core = PackedAttention(False, config.attention, self.head_dim)
-        self.out = nn.Linear(size, size)
-
-    def forward(self, x: Tensor, angles: Angles | None, segments: Segments) -> Tensor:
-        q, k, v = self.qkv(x)
-        q, k = by_head(q, self.q_norm, self.head_dim), by_head(k, self.k_norm, self.head_dim)
-        if angles is not None:
-            q, k = rotate(q, angles, pairs=True), rotate(k, angles, pairs=True)
-        out: Tensor = self.out(self.core(q, k, by_head(v, None, self.head_dim), segments).flatten(1))
-        return out
 
 
 class CogVideoXBlock(nn.Module):
@@ -63,8 +53,7 @@ class CogVideoXBlock(nn.Module):
         shift, scale, gate = self._modulation(self.attn_modulation, time, kinds)
         x = x + gate * self.attn(self.attn_norm(x) * (1 + scale) + shift, angles, segments)
         shift, scale, gate = self._modulation(self.mlp_modulation, time, kinds)
-        out: Tensor = x + gate * self.mlp(self.mlp_norm(x) * (1 + scale) + shift)
-        return out
+        return x + gate * self.mlp(self.mlp_norm(x) * (1 + scale) + shift)
 
     def _modulation(self, layer: nn.Linear, time: Tensor, kinds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         shift, scale, gate = spread(layer(time).view(2 * time.shape[0], -1), kinds).chunk(3, dim=-1)
@@ -153,8 +142,7 @@ class CogVideoXHead(nn.Module):
 
     def forward(self, latents: Tensor, time: Tensor, samples: Tensor) -> Tensor:
         shift, scale = spread(self.modulation(time), samples).chunk(2, dim=-1)
-        out: Tensor = self.proj(self.modulated_norm(self.norm(latents)) * (1 + scale) + shift)
-        return out
+        return self.proj(self.modulated_norm(self.norm(latents)) * (1 + scale) + shift)
 
 
 class CogVideoXModel(nn.Module):

@@ -122,5 +122,4 @@ def work(config: HunyuanConfig, measures: Measures, training: Training) -> np.nd
         + passes.weights * 2 * size**2 * (layers * (12 * text + 2) + 2)
         + passes.attention * 4 * size * layers * text**2
     )
-    total: np.ndarray = joint_work(replace(config.shape, text_width=0), measures, training) + refiner
-    return total
+    return joint_work(replace(config.shape, text_width=0), measures, training) + refiner

@@ -31,8 +31,7 @@ class GlyphProjection(nn.Module):
         self.mlp = FeedForward(GLYPHS_INNER, GLYPHS_INNER, size, F.gelu)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.mlp(F.gelu(self.first(self.norm(x))))
-        return out
+        return self.mlp(F.gelu(self.first(self.norm(x))))
 
 
 class SiglipProjection(nn.Module):
@@ -44,8 +43,7 @@ class SiglipProjection(nn.Module):
         self.mlp = FeedForward(width, width, size, F.gelu)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.out_norm(self.mlp(self.in_norm(x)))
-        return out
+        return self.out_norm(self.mlp(self.in_norm(x)))
 
 
 class HunyuanVideo15Embeddings(nn.Module):

@@ -23,14 +23,11 @@ class LTXVideoAttention(PackedSelfAttention):
     """Attend inside each sample. Rotary positions treat all heads as one vector, so each head has its own
     frequencies."""
 
-    def forward(self, x: Tensor, angles: Angles, segments: Segments) -> Tensor:
+    def forward(self, x: Tensor, angles: Angles, segments: Segments) -> Tensor:  # type: ignore[override]
         q, k, v = self.qkv(x)
-        assert self.q_norm is not None
-        assert self.k_norm is not None
         q, k = (rotate(x.unsqueeze(1), angles, pairs=True) for x in (self.q_norm(q), self.k_norm(k)))
         q, k, v = (by_head(x.flatten(1), None, self.head_dim) for x in (q, k, v))
-        out: Tensor = self.out(self.core(q, k, v, segments).flatten(1))
-        return out
+        return self.out(self.core(q, k, v, segments).flatten(1))
 
 
 class LTXVideoBlock(nn.Module):
@@ -41,8 +38,8 @@ class LTXVideoBlock(nn.Module):
         size, heads, head_dim = config.hidden_size, config.num_attention_heads, config.attention_head_dim
         self.eps = config.norm_eps
         self.modulation = Modulation(6, size)
-        self.attn = LTXVideoAttention(size, heads, head_dim, "across_heads", 1e-5, config.attention)
-        self.cross = CrossAttention(size, heads, head_dim, "across_heads", 1e-5, config.attention)
+        self.attn = LTXVideoAttention(size, heads, head_dim, 1e-5, config.attention)
+        self.cross = CrossAttention(size, heads, head_dim, 1e-5, config.attention)
         self.mlp = FeedForward(size, 4 * size)
 
     def forward(self, x: Tensor, text: Tensor, image: None, modulation: Tensor, layout: CrossLayout) -> Tensor:

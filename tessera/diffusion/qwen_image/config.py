@@ -68,8 +68,7 @@ class QwenImageFamily(EvenLevels, NoiseInModelType, GenerationFamily):
     def guide(self, with_prompt: Tensor, without: Tensor, scale: float) -> Tensor:
         """Rescale the guided prediction of each token to the norm of the prediction with the prompt."""
         guided = super().guide(with_prompt, without, scale)
-        scaled: Tensor = guided * (with_prompt.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
-        return scaled
+        return guided * (with_prompt.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
 
 
 class QwenImageConfig(JointConfig):

@@ -142,7 +142,7 @@ def _predict(model: Callable[[Batch], Any], inputs: Inputs, flat: Tensor, time: 
     samples = batch.segments["latents"].bounds.numel() - 1
     times = torch.full((samples + ("time_index" in batch),), time, dtype=torch.float32, device=flat.device)
     times[samples:] = 0
-    return model(batch.with_tensors(latents=tokens, timesteps=times))[LATENTS].index_select(0, index)  # type: ignore[no-any-return]
+    return model(batch.with_tensors(latents=tokens, timesteps=times))[LATENTS].index_select(0, index)
 
 
 def _check_numbers(latents: Sequence[Tensor], number: int) -> None:

@@ -122,7 +122,7 @@ class ModelOverRanks:
 
     def _predict(self, batch: Batch) -> Outputs:
         if self._stages is None:
-            return self.module(batch)  # type: ignore[no-any-return]
+            return self.module(batch)
 
         def work(stage: StageModule, carry: Tensor | None, mb: int) -> Any:
             out = stage.run(batch, carry)

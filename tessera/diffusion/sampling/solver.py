@@ -46,19 +46,19 @@ class Solver:
     @property
     def timesteps(self) -> Tensor:
         """Return the timestep of each step, [steps] float32 on the host, from noise (1000) to data (0)."""
-        return self._scheduler.timesteps.float()  # type: ignore[no-any-return]
+        return self._scheduler.timesteps.float()
 
     def step(self, number: int, prediction: Tensor, latents: Tensor) -> Tensor:
         """Return the latents after step `number`. `prediction`: the output of the model for `latents`."""
         times = self._scheduler.timesteps
         if type(self._scheduler).__name__ != _COGVIDEOX_DPM:
             stepped = self._scheduler.step(prediction, times[number], latents, return_dict=False)
-            return stepped[0]  # type: ignore[no-any-return]
+            return stepped[0]
         before = times[number - 1] if number else None
         stepped, self._clean = self._scheduler.step(
             prediction, self._clean, times[number], before, latents, generator=self._generator, return_dict=False
         )
-        return stepped  # type: ignore[no-any-return]
+        return stepped
 
 
 def scheduler_config(folder: Path) -> dict[str, Any] | None:

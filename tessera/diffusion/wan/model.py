@@ -46,8 +46,7 @@ class ImageProjection(nn.Module):
                 )
             repeats = embeds.shape[0] // self.positions.shape[0]
             embeds = embeds + self.positions.to(embeds.dtype).repeat(repeats, 1)
-        out: Tensor = self.norm_out(self.mlp(self.norm_in(embeds)))
-        return out
+        return self.norm_out(self.mlp(self.norm_in(embeds)))
 
 
 class TextAndImageAttention(CrossAttention):
@@ -55,7 +54,7 @@ class TextAndImageAttention(CrossAttention):
 
     def __init__(self, config: WanConfig) -> None:
         heads, size = config.num_attention_heads, config.attention_head_dim
-        super().__init__(config.hidden, heads, size, "across_heads", config.eps, config.attention)
+        super().__init__(config.hidden, heads, size, config.eps, config.attention)
         images = config.image_dim is not None
         self.image_kv = Projections(config.hidden, k=config.hidden, v=config.hidden) if images else None
         self.image_norm = FeatureRMSNorm(config.hidden, config.eps) if images else None
@@ -66,8 +65,7 @@ class TextAndImageAttention(CrossAttention):
         if self.image_kv is not None:
             assert layout.image is not None
             attended = attended + self.attend(q, self.image_kv(image), self.image_norm, layout.local, layout.image)
-        out: Tensor = self.out(attended.flatten(1))
-        return out
+        return self.out(attended.flatten(1))
 
 
 class WanBlock(nn.Module):
@@ -76,7 +74,7 @@ class WanBlock(nn.Module):
         heads, size = config.num_attention_heads, config.attention_head_dim
         self.eps = config.eps
         self.modulation = Modulation(6, config.hidden)
-        self.attn = PackedSelfAttention(config.hidden, heads, size, "across_heads", config.eps, config.attention)
+        self.attn = PackedSelfAttention(config.hidden, heads, size, config.eps, config.attention)
         self.cross_norm = WideLayerNorm(config.hidden, config.eps) if config.cross_attn_norm else None
         self.cross = TextAndImageAttention(config)
         self.mlp = FeedForward(config.hidden, config.ffn_dim)

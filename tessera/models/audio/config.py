@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -18,10 +18,6 @@ _NO_DROPOUT = ("dropout", "attention_dropout", "activation_dropout", "encoder_la
 
 class AudioConfig(Section):
     """Configure the blocks of an audio encoder. Fields have the names that transformers uses."""
-
-    # field -> default of transformers, where it differs from the default below; for keys that a config.json lacks
-    defaults: ClassVar[Mapping[str, Any]] = {}
-    fixed: ClassVar[Mapping[str, Any]] = {}  # constant fields that `write` adds
 
     num_mel_bins: int = Field(128, gt=0, le=1024)
     encoder_layers: int = Field(32, gt=0, le=10**4)
@@ -56,8 +52,7 @@ class AudioConfig(Section):
         """Return the fields of this class from the `audio_config` of a config.json."""
         checks: list[Check] = [(f"audio_config.{name}", audio.get(name) or 0.0, (0.0,)) for name in _NO_DROPOUT]
         check_supported(checks, where)
-        present = {name: audio[name] for name in cls.model_fields if audio.get(name) is not None}
-        return {**cls.defaults, **present}
+        return {name: audio[name] for name in cls.model_fields if audio.get(name) is not None}
 
     def write(self, model_type: str, initializer_range: float) -> dict[str, Any]:
         """Return the `audio_config` of a config.json."""
@@ -68,7 +63,6 @@ class AudioConfig(Section):
             **dropouts,
             "scale_embedding": False,
             "initializer_range": initializer_range,
-            **self.fixed,
         }
 
 

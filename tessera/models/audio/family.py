@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tessera.core.batch import Batch, Segments
-from tessera.core.model_plan import PipelineUnit, StageActivation, Stream, TensorStyle
+from tessera.core.model_plan import PipelineUnit, StageActivation, TensorStyle
 from tessera.core.spec import FULL, Training
 from tessera.models.audio.config import ChunkAudioConfig
 from tessera.models.audio.processor import AUDIO, AUDIO_STREAMS, MEL
@@ -45,7 +45,7 @@ class AudioFamily(MediaFamily):
 
     def towers(self, config: Any) -> dict[str, Tower]:
         shape = self.audio_shape(config)
-        stream = audio_stream(shape)
+        stream = replace(MEL, per_slot=shape.pool, width=shape.hidden, blank=functools.partial(blank_clip, shape))
         projector = _projector_parameters(self, config)
         costs = AudioCosts(shape, sum(parameter.numel() for parameter in projector.values() if parameter.dim() == 2))
         initial = {"audio.table.weight": stored_sinusoids} if shape.positions else {}
@@ -93,10 +93,6 @@ class AudioCosts:
             + encoder.first * 2 * elements * first
         )
         return total
-
-
-def audio_stream(shape: AudioShape) -> Stream:
-    return replace(MEL, per_slot=shape.pool, width=shape.hidden, blank=functools.partial(blank_clip, shape))
 
 
 def audio_styles(shape: AudioShape) -> dict[str, TensorStyle]:

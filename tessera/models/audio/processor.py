@@ -31,7 +31,7 @@ from tessera.models.processing.tokenizer import ChatEncoder, load_tokenizer
 from tessera.models.vision.preprocessor_files import read_json, write_json
 
 AUDIO = "audio"
-# The stream of an audio encoder (see `Stream`). `audio_stream` adds the encoder's width and blank input.
+# The stream of an audio encoder (see `Stream`). A family adds the encoder's width and blank input.
 MEL = Stream(
     tensors=("mel", "mel_positions"),
     segments=AUDIO,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tessera.models.family import preset, quickstart_preset
+from tessera.models.family import QUICKSTART_VISION, preset, quickstart_preset
 from tessera.models.glm4v.model import Glm4v
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -17,14 +17,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
             eos_token_id=(499, 503, 505),
             pad_token_id=499,
         ),
-        "vision": {
-            "depth": 3,
-            "hidden_size": 96,
-            "intermediate_size": 256,
-            "num_heads": 4,
-            "patch_size": 7,
-            "image_size": 84,
-        },
+        "vision": {**QUICKSTART_VISION, "patch_size": 7, "image_size": 84},
         # Token 499 is end-of-text and padding. 500 to 505 begin a conversation and its turns, as in published models.
         "image_start_token_id": 506,
         "image_end_token_id": 507,

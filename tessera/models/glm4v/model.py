@@ -13,6 +13,7 @@ from torch import nn
 from tessera.config.reader import Section
 from tessera.models.glm4v.config import Glm4vConfig
 from tessera.models.vision.family import GridFamily
+from tessera.models.vision.patches import PositionTable
 from tessera.nn.projector import DownsampleMerger
 from tessera.nn.vit import VisionShape
 from tessera.weights.map import Rule
@@ -78,10 +79,9 @@ class Glm4v(GridFamily):
     def projector(self, config: Glm4vConfig, shape: VisionShape) -> nn.Module:
         return DownsampleMerger(shape.hidden, shape.merge, config.text.hidden_size, config.vision.intermediate_size)
 
-    def position_table(
-        self, config: Glm4vConfig, positions: np.ndarray, height: int, width: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        return bicubic_positions(positions, height, width, config.vision.table_side)
+    @property
+    def position_table(self) -> PositionTable:
+        return bicubic_positions
 
 
 CUBIC_A = -0.75  # parameter of the cubic kernel, as in `torch.nn.functional.grid_sample`

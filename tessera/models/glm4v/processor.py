@@ -10,7 +10,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 from pydantic import Field
 
 from tessera.core.sample import Part
@@ -24,7 +23,7 @@ from tessera.models.processing.grounding import Grounding
 from tessera.models.processing.streams import MediaLayout
 from tessera.models.vision.grid_processor import GridOptions, TimestampedVideoProcessor
 from tessera.models.vision.patches import Patches
-from tessera.models.vision.preprocessor_files import Bounds, Geometry, GridFiles, read_json, read_sampling
+from tessera.models.vision.preprocessor_files import Bounds, GridFiles, Sizes, read_json, read_sampling
 
 GLM4V = ChatTemplate(
     special=(
@@ -95,11 +94,11 @@ class Glm4vFiles(GridFiles):
     whole_clips: bool = True
 
     def read(
-        self, folder: Path, vision: Geometry, *, image_bounds: Bounds, video_bounds: Bounds
+        self, folder: Path, sizes: Sizes, *, image_bounds: Bounds, video_bounds: Bounds
     ) -> tuple[Patches, Patches]:
         """Return the patch settings of images and of videos. An image counts as a video of one temporal patch."""
         _refuse_others(folder, self.processor)
-        image, video = super().read(folder, vision, image_bounds=image_bounds, video_bounds=video_bounds)
+        image, video = super().read(folder, sizes, image_bounds=image_bounds, video_bounds=video_bounds)
         return replace(image, whole_clips=True), video
 
 
@@ -107,6 +106,7 @@ class Glm4vFiles(GridFiles):
 class Glm4vProcessor(TimestampedVideoProcessor):
     version: ClassVar[str] = "glm4v 2"
     frames_rule: ClassVar[Rule] = "clock"
+    position_table = staticmethod(bicubic_positions)
     tokenizer_kind: ClassVar[str | None] = "PreTrainedTokenizerFast"
     options: ClassVar[type[GridOptions]] = Glm4vOptions
     chat: ClassVar[ChatTemplate] = GLM4V
@@ -129,9 +129,6 @@ class Glm4vProcessor(TimestampedVideoProcessor):
 
     def timestamp(self, first: float, last: float) -> str:
         return str(int(first))
-
-    def position_table(self, positions: np.ndarray, height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-        return bicubic_positions(positions, height, width, self.table_side)
 
     def show(self, part: Part, role: str, layout: MediaLayout) -> list[ChatSpan]:
         if part.kind != "video":

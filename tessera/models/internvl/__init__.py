@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tessera.models.family import preset, quickstart_preset
+from tessera.models.family import experts, preset, quickstart_preset
 from tessera.models.internvl.model import InternVL
 
 _300M = {
@@ -42,10 +42,6 @@ def _internlm(sizes: Sequence[Any], vision: Mapping[str, Any]) -> dict[str, Any]
     tokens: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
     text = preset(92553, *sizes, rope_theta=1e6, rms_norm_eps=1e-5, **tokens)
     return {**text, "vision": vision, "image_token_id": 92546, **_DYNAMIC_ROPE}
-
-
-def _experts(count: int, width: int) -> dict[str, Any]:
-    return {"num_experts": count, "num_experts_per_tok": 8, "moe_intermediate_size": width}
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -86,7 +82,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "3.5-8b": _qwen3((4096, 12288, 36, (32, 8)), _300M),
     "3.5-14b": _qwen3((5120, 17408, 40, (40, 8)), _300M),
     "3.5-38b": _qwen3((5120, 25600, 64, (64, 8)), _6B),
-    "3.5-30b-a3b": _qwen3((2048, 6144, 48, (32, 4)), _300M, _experts(128, 768)),
-    "3.5-241b-a28b": _qwen3((4096, 12288, 94, (64, 4)), _6B, _experts(128, 1536)),
+    "3.5-30b-a3b": _qwen3((2048, 6144, 48, (32, 4)), _300M, experts(128, 8, 768)),
+    "3.5-241b-a28b": _qwen3((4096, 12288, 94, (64, 4)), _6B, experts(128, 8, 1536)),
 }
 SPEC = InternVL().spec(PRESETS)

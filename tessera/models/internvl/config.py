@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from tessera.config.reader import Section, build
 from tessera.errors import TesseraError
 from tessera.models.text.decoder import TextConfig
-from tessera.models.text.hf import LANGUAGE_FORMATS, check_supported, language_format
+from tessera.models.text.hf import LANGUAGE_FORMATS, check_supported, write_language
 from tessera.ops.attention import AttentionBackend
 
 WHERE = "config.json (internvl)"
@@ -83,10 +83,7 @@ class InternVLConfig(Section):
 
     @model_validator(mode="after")
     def _tokens_exist(self) -> InternVLConfig:
-        if self.image_token_id >= self.text.vocab_size:
-            raise ValueError(
-                f"image_token_id {self.image_token_id} is outside the vocabulary of {self.text.vocab_size}"
-            )
+        self.text.check_tokens({"image_token_id": self.image_token_id})
         return self
 
     @property
@@ -118,7 +115,7 @@ class InternVLConfig(Section):
 
     def to_hf(self) -> dict[str, Any]:
         """Return the config.json that transformers 5 writes and reads."""
-        text = language_format(self.text, "qwen2").write(self.text)
+        text = write_language(self.text, "qwen2", self.tie_word_embeddings)
         if self.dynamic_rope_factor is not None:
             text["rope_parameters"] |= {"rope_type": "dynamic", "factor": self.dynamic_rope_factor}
         vision = self.vision
@@ -132,7 +129,7 @@ class InternVLConfig(Section):
             "vision_feature_layer": -1,
             "vision_feature_select_strategy": "default",
             "tie_word_embeddings": self.tie_word_embeddings,
-            "text_config": {**text, "tie_word_embeddings": self.tie_word_embeddings},
+            "text_config": text,
             "vision_config": {
                 "model_type": "internvl_vision",
                 **vision.model_dump(mode="json", exclude={"spatial_merge_size", "image_size", "patch_size"}),

@@ -13,7 +13,7 @@ from tessera.config.reader import Section
 from tessera.core.batch import Batch
 from tessera.core.model_plan import TensorStyle
 from tessera.models.internvl.config import InternVLConfig
-from tessera.models.internvl.original import MODEL_TYPE, hf_config, internlm_weights, original_weights
+from tessera.models.internvl.original import MODEL_TYPE, embedding_rules, hf_config, internlm_weights, original_weights
 from tessera.models.text.costs import example_batch
 from tessera.models.text.decoder import language_weights, text_styles
 from tessera.models.vision.costs import example_with_media
@@ -21,7 +21,7 @@ from tessera.models.vision.family import VisionFamily
 from tessera.nn.projector import PatchMerger
 from tessera.nn.vit import VisionShape
 from tessera.weights.map import Rule, WeightMap
-from tessera.weights.operations import GroupByHead, Reshape
+from tessera.weights.operations import GroupByHead
 
 PROJECTOR_EPS = 1e-5
 EVEN = 8  # if this does not divide the vocabulary size, tensor-parallel ranks replicate embedding and head
@@ -96,16 +96,12 @@ class InternVL(VisionFamily):
         return PatchMerger(shape.hidden, shape.merge, hidden, PROJECTOR_EPS, inner=hidden, norm_joined=True)
 
     def weights(self, config: InternVLConfig) -> WeightMap:
-        vision = config.vision
-        hidden, patch = vision.hidden_size, vision.patch_size
-        as_convolution = Reshape((hidden, vision.patch_values), (hidden, vision.num_channels, patch, patch))
-        as_table = Reshape((vision.tile_patches, hidden), (1, vision.tile_patches, hidden))
+        names = ("patch_embeddings.projection.weight", "position_embeddings", "cls_token")
         kinds = tuple(f"{_BLOCK}attention.{kind}_proj.{{kind}}" for kind in "qkv")
+        heads = config.vision.num_attention_heads
         rules = [
-            Rule("vision.patch_embed.weight", _EMBEDDINGS + "patch_embeddings.projection.weight", as_convolution),
-            Rule("vision.table.weight", _EMBEDDINGS + "position_embeddings", as_table),
-            Rule("vision.table.class_token", _EMBEDDINGS + "cls_token", Reshape((hidden,), (1, 1, hidden))),
-            Rule("vision.blocks.{i}.attn.qkv.{kind}", kinds, GroupByHead(vision.num_attention_heads, separate=True)),
+            *embedding_rules(config, *(_EMBEDDINGS + name for name in names)),
+            Rule("vision.blocks.{i}.attn.qkv.{kind}", kinds, GroupByHead(heads, separate=True)),
             *(Rule(native, foreign) for native, foreign in _PAIRS),
         ]
         tied, head = config.tie_word_embeddings, "language_model.lm_head.weight"

@@ -201,16 +201,20 @@ def internlm_weights(config: InternVLConfig) -> WeightMap:
 
 
 def _vision(config: InternVLConfig) -> list[Rule]:
+    names = (f"{_EMBEDDINGS}{name}" for name in ("patch_embedding.weight", "position_embedding", "class_embedding"))
+    by_kind = GroupByHead(config.vision.num_attention_heads)
+    qkv = Rule("vision.blocks.{i}.attn.qkv.{kind}", _LAYER + "attn.qkv.{kind}", by_kind)
+    return [qkv, *embedding_rules(config, *names), *(Rule(native, foreign) for native, foreign in _PAIRS)]
+
+
+def embedding_rules(config: InternVLConfig, patch_embed: str, table: str, class_token: str) -> list[Rule]:
+    """Return the weight rules of tensors that folders store in another shape. Arguments: their names in folders."""
     vision = config.vision
     hidden, patch = vision.hidden_size, vision.patch_size
     as_convolution = Reshape((hidden, vision.patch_values), (hidden, vision.num_channels, patch, patch))
     as_table = Reshape((vision.tile_patches, hidden), (1, vision.tile_patches, hidden))
-    class_token = Reshape((hidden,), (1, 1, hidden))
-    by_kind = GroupByHead(vision.num_attention_heads)
     return [
-        Rule("vision.patch_embed.weight", _EMBEDDINGS + "patch_embedding.weight", as_convolution),
-        Rule("vision.table.weight", _EMBEDDINGS + "position_embedding", as_table),
-        Rule("vision.table.class_token", _EMBEDDINGS + "class_embedding", class_token),
-        Rule("vision.blocks.{i}.attn.qkv.{kind}", _LAYER + "attn.qkv.{kind}", by_kind),
-        *(Rule(native, foreign) for native, foreign in _PAIRS),
+        Rule("vision.patch_embed.weight", patch_embed, as_convolution),
+        Rule("vision.table.weight", table, as_table),
+        Rule("vision.table.class_token", class_token, Reshape((hidden,), (1, 1, hidden))),
     ]

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from tessera.config.reader import Section, build
 from tessera.errors import TesseraError
 from tessera.models.text.decoder import TextConfig
-from tessera.models.text.hf import LANGUAGE_FORMATS, check_model_type, check_supported, language_format
+from tessera.models.text.hf import check_model_type, check_supported, read_language, write_language
 from tessera.ops.attention import AttentionBackend
 
 PLAIN_TYPE, TILED_TYPE = "llava", "llava_onevision"
@@ -134,10 +134,7 @@ class LlavaConfig(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> LlavaConfig:
-        for name in ("image_token_id", "video_token_id"):
-            token = getattr(self, name)
-            if token is not None and token >= self.text.vocab_size:
-                raise ValueError(f"{name} {token} is outside the vocabulary of {self.text.vocab_size}")
+        self.text.check_tokens({"image_token_id": self.image_token_id, "video_token_id": self.video_token_id})
         if not 1 <= self.blocks_read <= self.vision.num_hidden_layers:
             layers = self.vision.num_hidden_layers
             raise ValueError(
@@ -171,7 +168,7 @@ class LlavaConfig(Section):
         text = dict(data.get("text_config") or {})
         fields: dict[str, Any] = {name: data[name] for name in _PLAIN_FIELDS if data.get(name) is not None}
         fields |= {
-            "text": _read_text(text, "qwen2" if tiled else "llama", where),
+            "text": read_language(text, "qwen2" if tiled else "llama", where),
             "vision": _read_vision(data.get("vision_config") or _NO_VISION[kind], where),
             # transformers 4 wrote tie_word_embeddings into text_config.
             "tie_word_embeddings": bool(data.get("tie_word_embeddings") or text.get("tie_word_embeddings")),
@@ -196,10 +193,7 @@ class LlavaConfig(Section):
             "image_token_index": self.image_token_id,
             "vision_feature_layer": self.vision_feature_layer,
             "vision_feature_select_strategy": self.vision_feature_select_strategy,
-            "text_config": {
-                **language_format(self.text, "llama").write(self.text),
-                "tie_word_embeddings": self.tie_word_embeddings,
-            },
+            "text_config": write_language(self.text, "llama", self.tie_word_embeddings),
             "vision_config": _write_vision(self.vision),
         }
         if self.tiles is None:
@@ -221,12 +215,6 @@ _PLAIN_FIELDS = ("projector_hidden_act", "multimodal_projector_bias")
 def _either(data: Mapping[str, Any], name: str, other: str, default: int) -> int:
     value = data.get(name, data.get(other))
     return default if value is None else int(value)
-
-
-def _read_text(text: Mapping[str, Any], default: str, where: str) -> dict[str, Any]:
-    kind = str(text.get("model_type", default))
-    check_supported([("text_config.model_type", kind, tuple(LANGUAGE_FORMATS))], where)
-    return LANGUAGE_FORMATS[kind].read(text, f"{where}: text_config")
 
 
 def _read_vision(vision: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -101,10 +101,7 @@ def spec_of_object(module: nn.Module) -> tuple[ModelSpec, ModuleConfig]:
         copied = copy.deepcopy(module, memo)
         return copied if takes_batch(copied) else accept_batches(copied, Arguments(copied))
 
-    same_names = WeightMap((), same_names=True)
-    component = Component(
-        on_meta, lambda config: _plan_of(on_meta(config)), {"hf": lambda _: same_names}, load=lambda _: module
-    )
+    component = Component(on_meta, lambda config: _plan_of(on_meta(config)), {"hf": _same_names}, load=lambda _: module)
     return ModelSpec("module", ModuleConfig, component, task="returns_loss"), ModuleConfig()
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from tessera.core.batch import Batch, Segments
 from tessera.core.model_plan import Stream
 from tessera.core.sample import EncodedStream, MediaSize, PartKind, VideoWithSound
+from tessera.nn.multimodal import packed_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,8 +135,8 @@ def encode_stream(media: Sequence[EncodedMedium], dim: int = 0) -> EncodedStream
         slots=torch.cat(slots),
         windows=tuple(length for layout in layouts for length in layout.windows),
         selected=torch.cat(selected) if selected else None,
-        index=_concatenate_padded([index for index, _ in indices]) if indices else None,
-        weights=_concatenate_padded([weights for _, weights in indices]) if indices else None,
+        index=packed_rows([index for index, _ in indices]) if indices else None,
+        weights=packed_rows([weights for _, weights in indices]) if indices else None,
     )
 
 
@@ -159,11 +160,11 @@ def pack_stream(stream: Stream, parts: Sequence[tuple[EncodedStream, int]]) -> B
     if first.index is not None:
         starts = _starts(sum(part.lengths) if part.selected is None else len(part.selected) for part in inputs)
         shifted = [_shift_features(p.index, at) for p, at in zip(inputs, starts, strict=True) if p.index is not None]
-        index = _concatenate_padded(shifted) + 1  # index 0 is the learned embedding of the projector
+        index = packed_rows(shifted) + 1  # index 0 is the learned embedding of the projector
         tensors[stream.selection("index")] = index if index.shape[1] > 1 else index.flatten()
         if index.shape[1] > 1:
             weights = [part.weights for part in inputs if part.weights is not None]
-            tensors[stream.selection("weights")] = _concatenate_padded(weights)
+            tensors[stream.selection("weights")] = packed_rows(weights)
     return Batch(tensors, segments)
 
 
@@ -178,9 +179,3 @@ def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
 def _shift_features(index: Tensor, features: int) -> Tensor:
     """Add `features`, the number of earlier features in the batch, to all indices except -1 (the learned embedding)."""
     return torch.where(index < 0, index, index + features)
-
-
-def _concatenate_padded(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate [N, K] tensors of different K, padded with zeros to the widest."""
-    width = max(part.shape[1] for part in parts)
-    return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts])

@@ -5,26 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tessera.models.family import preset, quickstart_preset
+from tessera.models.family import QUICKSTART_AUDIO, preset, quickstart_preset
 from tessera.models.qwen2_5_omni.model import Qwen25Omni
+from tessera.models.qwen2_5_vl import SMALL_TOWER
 
-_VISION: dict[str, Any] = {
-    "depth": 3,
-    "hidden_size": 96,
-    "intermediate_size": 256,
-    "num_heads": 4,
-    "patch_size": 7,
-    "window_size": 28,
-    "fullatt_block_indexes": (1,),
-}
-_AUDIO: dict[str, Any] = {
-    "num_mel_bins": 80,
-    "encoder_layers": 3,
-    "encoder_attention_heads": 4,
-    "encoder_ffn_dim": 384,
-    "d_model": 96,
-    "n_window": 50,
-}
 # Token 502 is end-of-text and padding. 503 begins and 504 ends a message. Ids are in the order of the template.
 _WORDS = (
     "vision_start_token_id",
@@ -45,8 +29,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
             eos_token_id=504,
             pad_token_id=502,
         ),
-        "vision": _VISION,
-        "audio": _AUDIO,
+        "vision": SMALL_TOWER,
+        "audio": {**QUICKSTART_AUDIO, "n_window": 50},
         **{name: 505 + number for number, name in enumerate(_WORDS)},
     },
     "3b": preset(151936, 2048, 11008, 36, (16, 2)),

@@ -5,23 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tessera.models.family import preset
+from tessera.models.family import QUICKSTART_VISION, preset
 from tessera.models.qwen2_5_vl.model import Qwen25VL
 from tessera.models.qwen2_vl import quickstart
 
 _LONG: dict[str, Any] = {"max_position_embeddings": 128000}
 _WIDE_MLP = {"vision": {"intermediate_size": 3456}}  # the only difference of the vision encoder in larger models
-_SMALL_TOWER = {
-    "depth": 3,
-    "hidden_size": 96,
-    "intermediate_size": 256,
-    "num_heads": 4,
-    "patch_size": 7,
-    "window_size": 28,
-    "fullatt_block_indexes": (1,),
-}
+SMALL_TOWER = {**QUICKSTART_VISION, "patch_size": 7, "window_size": 28, "fullatt_block_indexes": (1,)}
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "quickstart": quickstart(_SMALL_TOWER, mrope_section=(4, 6, 6)),
+    "quickstart": quickstart(SMALL_TOWER, mrope_section=(4, 6, 6)),
     "3b": preset(151936, 2048, 11008, 36, (16, 2), tied=True, **_LONG),
     "7b": preset(152064, 3584, 18944, 28, (28, 4), **_LONG),
     "32b": {**preset(152064, 5120, 27648, 64, (40, 8), **_LONG), **_WIDE_MLP},

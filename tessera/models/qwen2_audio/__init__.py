@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tessera.models.family import preset, quickstart_preset
+from tessera.models.family import QUICKSTART_AUDIO, preset, quickstart_preset
 from tessera.models.qwen2_audio.model import Qwen2Audio
 
 _TEXT: dict[str, Any] = {
@@ -19,19 +19,8 @@ _TEXT: dict[str, Any] = {
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "quickstart": {
         # Token 505 is end-of-text and padding. 506 begins and 507 ends a message, 508 and 509 enclose a recording.
-        **{
-            k: v
-            for k, v in quickstart_preset(attention_bias=True, eos_token_id=507, pad_token_id=505).items()
-            if k == "text"
-        },
-        "audio": {
-            "num_mel_bins": 80,
-            "encoder_layers": 3,
-            "encoder_attention_heads": 4,
-            "encoder_ffn_dim": 384,
-            "d_model": 96,
-            "max_source_positions": 100,
-        },
+        "text": quickstart_preset(attention_bias=True, eos_token_id=507, pad_token_id=505)["text"],
+        "audio": {**QUICKSTART_AUDIO, "max_source_positions": 100},
         "audio_token_id": 510,
     },
     "7b": {"text": preset(156032, 4096, 11008, 32, (32, 32), **_TEXT)["text"]},

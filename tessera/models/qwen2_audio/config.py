@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from tessera.config.reader import Section, build
 from tessera.models.audio.config import WhisperAudioConfig
 from tessera.models.text.decoder import TextConfig
-from tessera.models.text.hf import LANGUAGE_FORMATS, check_model_type, check_supported, language_format
+from tessera.models.text.hf import check_model_type, check_supported, read_language, write_language
 from tessera.ops.attention import AttentionBackend
 
 MODEL_TYPE, TOWER_TYPE = "qwen2_audio", "qwen2_audio_encoder"
@@ -26,10 +26,7 @@ class Qwen2AudioConfig(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> Qwen2AudioConfig:
-        if self.audio_token_id >= self.text.vocab_size:
-            raise ValueError(
-                f"audio_token_id {self.audio_token_id} is outside the vocabulary of {self.text.vocab_size}"
-            )
+        self.text.check_tokens({"audio_token_id": self.audio_token_id})
         return self
 
     @property
@@ -42,17 +39,10 @@ class Qwen2AudioConfig(Section):
         check_model_type(kind, (MODEL_TYPE,))
         where = f"config.json ({kind})"
         text, audio = dict(data.get("text_config") or {}), dict(data.get("audio_config") or {})
-        text_type = str(text.get("model_type", "qwen2"))
-        check_supported(
-            [
-                ("text_config.model_type", text_type, tuple(LANGUAGE_FORMATS)),
-                ("audio_config.model_type", audio.get("model_type", TOWER_TYPE), (TOWER_TYPE,)),
-            ],
-            where,
-        )
+        check_supported([("audio_config.model_type", audio.get("model_type", TOWER_TYPE), (TOWER_TYPE,))], where)
         token = data.get("audio_token_index", data.get("audio_token_id"))
         fields = {
-            "text": LANGUAGE_FORMATS[text_type].read(text, f"{where}: text_config"),
+            "text": read_language(text, "qwen2", where),
             "audio": WhisperAudioConfig.read(audio, where),
             **({} if token is None else {"audio_token_id": token}),
         }
@@ -64,6 +54,6 @@ class Qwen2AudioConfig(Section):
             "architectures": ["Qwen2AudioForConditionalGeneration"],
             "model_type": MODEL_TYPE,
             "audio_token_index": self.audio_token_id,
-            "text_config": {**language_format(self.text, "qwen2").write(self.text), "tie_word_embeddings": False},
+            "text_config": write_language(self.text, "qwen2", False),
             "audio_config": self.audio.write(TOWER_TYPE, self.text.initializer_range),
         }

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from tessera.models.family import HFTextFormats, LanguageConfig, language_family, preset
+from tessera.models.family import HFTextFormats, LanguageConfig, experts, language_family, preset
 from tessera.models.qwen2 import CHATML
 from tessera.models.text.decoder import TextConfig
 from tessera.models.text.hf import QWEN3, QWEN3_MOE
@@ -30,10 +30,6 @@ class Qwen3Config(LanguageConfig):
     text: Qwen3TextConfig
 
 
-def _experts(count: int, chosen: int, width: int, **more: Any) -> dict[str, Any]:
-    return {"num_experts": count, "num_experts_per_tok": chosen, "moe_intermediate_size": width, **more}
-
-
 _SMALL: dict[str, Any] = {
     "head_dim": 32,
     "rope_theta": 1e4,
@@ -44,7 +40,7 @@ _SMALL: dict[str, Any] = {
 _LONG: dict[str, Any] = {"max_position_embeddings": 262144}  # models of July 2025, which have a longer context
 PRESETS = {
     "quickstart": preset(512, 128, 384, 4, (4, 2), tied=True, **_SMALL),
-    "quickstart-moe": preset(512, 128, 384, 4, (4, 2), tied=True, experts=_experts(8, 2, 96), **_SMALL),
+    "quickstart-moe": preset(512, 128, 384, 4, (4, 2), tied=True, experts=experts(8, 2, 96), **_SMALL),
     "0.6b": preset(151936, 1024, 3072, 28, (16, 8), tied=True),
     "1.7b": preset(151936, 2048, 6144, 28, (16, 8), tied=True),
     "4b": preset(151936, 2560, 9728, 36, (32, 8), tied=True),
@@ -52,17 +48,17 @@ PRESETS = {
     "8b": preset(151936, 4096, 12288, 36, (32, 8)),
     "14b": preset(151936, 5120, 17408, 40, (40, 8)),
     "32b": preset(151936, 5120, 25600, 64, (64, 8)),
-    "30b-a3b": preset(151936, 2048, 6144, 48, (32, 4), experts=_experts(128, 8, 768)),
-    "30b-a3b-2507": preset(151936, 2048, 6144, 48, (32, 4), experts=_experts(128, 8, 768), rope_theta=1e7, **_LONG),
-    "235b-a22b": preset(151936, 4096, 12288, 94, (64, 4), experts=_experts(128, 8, 1536)),
-    "235b-a22b-2507": preset(151936, 4096, 12288, 94, (64, 4), experts=_experts(128, 8, 1536), rope_theta=5e6, **_LONG),
+    "30b-a3b": preset(151936, 2048, 6144, 48, (32, 4), experts=experts(128, 8, 768)),
+    "30b-a3b-2507": preset(151936, 2048, 6144, 48, (32, 4), experts=experts(128, 8, 768), rope_theta=1e7, **_LONG),
+    "235b-a22b": preset(151936, 4096, 12288, 94, (64, 4), experts=experts(128, 8, 1536)),
+    "235b-a22b-2507": preset(151936, 4096, 12288, 94, (64, 4), experts=experts(128, 8, 1536), rope_theta=5e6, **_LONG),
     "coder-480b-a35b": preset(
         151936,
         6144,
         8192,
         62,
         (96, 8),
-        experts=_experts(160, 8, 2560, router_aux_loss_coef=0.0),
+        experts=experts(160, 8, 2560, router_aux_loss_coef=0.0),
         rope_theta=1e7,
         bos_token_id=None,
         **_LONG,

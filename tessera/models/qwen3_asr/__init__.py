@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tessera.models.family import preset, quickstart_preset
+from tessera.models.family import QUICKSTART_AUDIO, preset, quickstart_preset
 from tessera.models.qwen3_asr.model import Qwen3ASR
 
 
@@ -19,14 +19,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "quickstart": {
         # Token 506 is end-of-text and padding. 507 begins and 508 ends a message, 509 and 510 enclose a recording.
         **quickstart_preset(head_dim=32, rope_theta=1e4, bos_token_id=None, eos_token_id=508, pad_token_id=506),
-        "audio": {
-            "num_mel_bins": 80,
-            "encoder_layers": 3,
-            "encoder_attention_heads": 4,
-            "encoder_ffn_dim": 384,
-            "d_model": 96,
-            "downsample_hidden_size": 16,
-        },
+        "audio": {**QUICKSTART_AUDIO, "downsample_hidden_size": 16},
         "audio_token_id": 511,
         "timestamp_token_id": 505,
     },

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from tessera.config.reader import Section, build
 from tessera.models.audio.config import CHUNK_TOKENS, ChunkAudioConfig
 from tessera.models.qwen3 import Qwen3TextConfig
-from tessera.models.text.hf import LANGUAGE_FORMATS, QWEN3, check_model_type, check_supported, language_format
+from tessera.models.text.hf import QWEN3, check_model_type, check_supported, read_language, write_language
 from tessera.ops.attention import AttentionBackend
 
 MODEL_TYPE, TOWER_TYPE = "qwen3_asr", "qwen3_asr_encoder"
@@ -44,10 +44,7 @@ class Qwen3ASRConfig(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> Qwen3ASRConfig:
-        if self.audio_token_id >= self.text.vocab_size:
-            raise ValueError(
-                f"audio_token_id {self.audio_token_id} is outside the vocabulary of {self.text.vocab_size}"
-            )
+        self.text.check_tokens({"audio_token_id": self.audio_token_id})
         return self
 
     @property
@@ -61,11 +58,9 @@ class Qwen3ASRConfig(Section):
         where = f"config.json ({kind})"
         text = {**_TEXT_DEFAULTS, **(data.get("text_config") or {})}
         audio = dict(data.get("audio_config") or {})
-        text_type = str(text.get("model_type", QWEN3.model_type))
         width = audio.get("output_dim", 3584)
         check_supported(
             [
-                ("text_config.model_type", text_type, tuple(LANGUAGE_FORMATS)),
                 ("audio_config.model_type", audio.get("model_type", TOWER_TYPE), (TOWER_TYPE,)),
                 ("audio_config.output_dim", width, (text["hidden_size"],)),
             ],
@@ -75,7 +70,7 @@ class Qwen3ASRConfig(Section):
         fields = {
             **{name: data[name] for name in ("audio_token_id", "timestamp_token_id") if data.get(name) is not None},
             "tie_word_embeddings": True if tied is None else tied,
-            "text": LANGUAGE_FORMATS[text_type].read(text, f"{where}: text_config"),
+            "text": read_language(text, QWEN3.model_type, where),
             "audio": Qwen3AudioConfig.read(audio, where),
         }
         return build(cls, fields, where)
@@ -92,10 +87,7 @@ class Qwen3ASRConfig(Section):
             **{name: ids[name] for name in ("pad_token_id", "eos_token_id") if ids[name] is not None},
             "initializer_range": text.initializer_range,
             "tie_word_embeddings": self.tie_word_embeddings,
-            "text_config": {
-                **language_format(text, QWEN3.model_type).write(text),
-                "tie_word_embeddings": self.tie_word_embeddings,
-            },
+            "text_config": write_language(text, QWEN3.model_type, self.tie_word_embeddings),
             "audio_config": {
                 **self.audio.write(TOWER_TYPE, text.initializer_range),
                 "output_dim": text.hidden_size,

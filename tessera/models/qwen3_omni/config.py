@@ -38,7 +38,7 @@ class Qwen3OmniTextConfig(Qwen3VLTextConfig):
     experts: ExpertsConfig  # transformers has no such model without experts
 
 
-class Qwen3OmniConfig(OmniConfig):
+class Qwen3OmniConfig(OmniConfig, QwenVLConfig):
     formats: ClassVar[Mapping[str, tuple[HFTextFormat, str]]] = {
         THINKER: (TEXT, "Qwen3OmniMoeThinkerForConditionalGeneration")
     }
@@ -59,10 +59,6 @@ class Qwen3OmniConfig(OmniConfig):
     text: Qwen3OmniTextConfig
     vision: Qwen3VLVisionConfig = Field(default_factory=lambda: Qwen3VLVisionConfig.model_validate({}))
     audio: ChunkAudioConfig = Field(default_factory=lambda: ChunkAudioConfig.model_validate({}))
-    image_token_id: int = Field(151655, ge=0)
-    video_token_id: int = Field(151656, ge=0)
-    vision_start_token_id: int = Field(151652, ge=0)
-    vision_end_token_id: int = Field(151653, ge=0)
     audio_token_id: int = Field(151675, ge=0)
     audio_start_token_id: int = Field(151669, ge=0)
     audio_end_token_id: int = Field(151670, ge=0)

@@ -41,6 +41,7 @@ class Qwen3OmniProcessor(OmniProcessor, TableGridProcessor):
     version: ClassVar[str] = "qwen3_omni 1"
     chat: ClassVar[ChatTemplate] = QWEN3_OMNI
     grounding: ClassVar[Grounding | None] = Grounding(json=True)
+    position_table = staticmethod(bilinear_positions)
     files: ClassVar[GridFiles] = GridFiles(
         processor="Qwen3OmniMoeProcessor",
         image_bounds=(56 * 56, 16384 * 28 * 28),
@@ -57,9 +58,6 @@ class Qwen3OmniProcessor(OmniProcessor, TableGridProcessor):
     @classmethod
     def splitter(cls, config: Qwen3OmniConfig, mel: LogMel) -> AudioSplitter:
         return AudioSplitter.of_chunks(mel, config.audio.chunk, config.audio.n_window_infer)
-
-    def position_table(self, positions: np.ndarray, height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-        return bilinear_positions(positions, height, width, self.table_side)
 
     def interleave(self, frames: MediaLayout, track: MediaLayout) -> tuple[list[int], list[int]]:
         """Interleave runs so that each sound token precedes the frames with a later time position."""

@@ -158,18 +158,11 @@ class OmniFamily(TalkerFamily):
         spec = super().spec(presets)
         return replace(spec, outputs=(*(spec.outputs or ()), TEXT_LOGITS))
 
-    def build(self, config: TalkerConfig) -> Talker:
-        talker = super().build(config)
+    def build(self, config: TalkerConfig, kind: type[Talker] = Talker) -> Talker:
         if not config.trains_thinker:
-            return talker
-        assert talker.text is not None
-        assert talker.head is not None
-        assert talker.codes is not None
-        assert talker.depth is not None
-        model = OmniModel(
-            talker.text, talker.head, talker.codes, talker.depth, talker.initializer_range, talker.replaces
-        )
-        model.text_projection, model.hidden_projection = talker.text_projection, talker.hidden_projection
+            return super().build(config, kind)
+        model = super().build(config, OmniModel)
+        assert isinstance(model, OmniModel)
         model.add_thinker(TrainedThinker.of(Qwen3Omni().build(config.thinker), config.accept_hidden_layer))
         return model
 

@@ -79,14 +79,15 @@ class TalkerFamily(SpeechFamily):
     def spec(self, presets: Mapping[str, Mapping[str, Any]]) -> ModelSpec:
         return replace(super().spec(presets), frozen_input=FrozenInput("thinker", thinker, encode, reader))
 
-    def build(self, config: TalkerConfig) -> Talker:
+    def build(self, config: TalkerConfig, kind: type[Talker] = Talker) -> Talker:
+        """Return the model, of the class `kind`."""
         shape, text = self.shape(config), config.text
         decoder = build_text(text, config.attention)
         decoder.register_module("embed", None)  # text comes from the thinker
         codes = CodeEmbedding(shape.sizes, text.hidden_size)
         depth = DepthDecoder(text_shape(shape.depth, config.attention), shape.sizes, codes, shape.projected)
         head = nn.Linear(text.hidden_size, shape.head, bias=False)
-        talker = Talker(decoder, head, codes, depth, text.initializer_range, shape.replaces)
+        talker = kind(decoder, head, codes, depth, text.initializer_range, shape.replaces)
         for path in _PROJECTIONS:
             width, inner = config.thinker.text.hidden_size, text.intermediate_size
             talker.add_module(path, MLPProjector(width, text.hidden_size, inner=inner, activation="silu"))

@@ -121,10 +121,6 @@ class TalkerProcessor(SpeechProcessor):
     def encode(self, sample: Sample, media: Sequence[Any], sizes: Sequence[MediaSize] | None = None) -> SpokenSample:
         return self._spoken(sample, self._tokens(sample, [] if sizes is None else sizes))
 
-    @property
-    def codebooks(self) -> int:
-        return len(self.sizes)
-
     def speech_prompts(self, samples: Sequence[Sample]) -> SpeechPrompts:
         """Return prompts for the speech of the last message of each sample."""
         openings = [
@@ -187,7 +183,7 @@ class TalkerProcessor(SpeechProcessor):
     def _spoken(self, sample: Sample, tokens: Sequence[int]) -> SpokenSample:
         """Return the sequence of the last answer of a conversation."""
         answer = sample.messages[-1]
-        if answer.role != "assistant" or not any(part.kind == "codes" for part in answer.parts):
+        if not _speaks(sample):
             raise TesseraError(
                 "the last message is no answer with codes of speech",
                 fix="add codes to the answers of the data set: tessera data features",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,13 +53,10 @@ class ThinkerLayers(MultimodalModel):
     @staticmethod
     def of(model: MultimodalModel) -> ThinkerLayers:
         """Return the model without its head and its final norm."""
-        paths = [path for e in model.encoders for path in (e.stream.module, e.stream.projector)]
-        modules = {path: model.get_submodule(path) for path in paths}
-        assert model.text is not None
-        assert model.head is not None
-        layers = ThinkerLayers(model.encoders, modules, model.text, model.head, model.initializer_range)
+        layers = ThinkerLayers(*_parts(model))
+        assert layers.text is not None
         layers.head = None
-        model.text.norm = None
+        layers.text.norm = None
         return layers
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:  # type: ignore[override]
@@ -80,11 +78,7 @@ class TrainedThinker(MultimodalModel):
 
     @staticmethod
     def of(model: MultimodalModel, accept: int) -> TrainedThinker:
-        paths = [path for e in model.encoders for path in (e.stream.module, e.stream.projector)]
-        modules = {path: model.get_submodule(path) for path in paths}
-        assert model.text is not None
-        assert model.head is not None
-        thinker = TrainedThinker(model.encoders, modules, model.text, model.head, model.initializer_range)
+        thinker = TrainedThinker(*_parts(model))
         thinker.accept = accept
         return thinker
 
@@ -109,6 +103,13 @@ class TrainedThinker(MultimodalModel):
             return hidden, None
         hidden, states = hidden.chunk(2, dim=-1)
         return hidden, states
+
+
+def _parts(model: MultimodalModel) -> tuple[Any, ...]:
+    """Return the arguments of the constructor for a model with the modules of `model`."""
+    paths = [path for e in model.encoders for path in (e.stream.module, e.stream.projector)]
+    modules = {path: model.get_submodule(path) for path in paths}
+    return model.encoders, modules, model.text, model.head, model.initializer_range
 
 
 def thinker(config: TalkerConfig) -> Component | None:

@@ -13,6 +13,7 @@ from torch import nn
 from tessera.config.reader import Section
 from tessera.models.qwen3_vl.config import Qwen3VLConfig
 from tessera.models.vision.family import GridFamily
+from tessera.models.vision.patches import PositionTable
 from tessera.nn.projector import DeepStackMerger
 from tessera.nn.vit import VisionShape
 
@@ -59,10 +60,9 @@ class Qwen3VL(GridFamily):
     def projector(self, config: Qwen3VLConfig, shape: VisionShape) -> nn.Module:
         return DeepStackMerger(shape.hidden, shape.merge, config.text.hidden_size, len(shape.deepstack_blocks))
 
-    def position_table(
-        self, config: Qwen3VLConfig, positions: np.ndarray, height: int, width: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        return bilinear_positions(positions, height, width, config.vision.table_side)
+    @property
+    def position_table(self) -> PositionTable:
+        return bilinear_positions
 
 
 def bilinear_positions(positions: np.ndarray, height: int, width: int, side: int) -> tuple[np.ndarray, np.ndarray]:

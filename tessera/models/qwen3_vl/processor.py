@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
 from pydantic import Field
 
 from tessera.core.sample import Part
@@ -40,6 +39,7 @@ class Qwen3VLProcessor(TimestampedVideoProcessor):
     options: ClassVar[type[GridOptions]] = Qwen3VLOptions
     chat: ClassVar[ChatTemplate] = TEMPLATE
     grounding: ClassVar[Grounding | None] = Grounding(json=True)
+    position_table = staticmethod(bilinear_positions)
     files: ClassVar[GridFiles] = GridFiles(
         processor="Qwen3VLProcessor",
         video="Qwen3VLVideoProcessor",
@@ -56,9 +56,6 @@ class Qwen3VLProcessor(TimestampedVideoProcessor):
 
     def timestamp(self, first: float, last: float) -> str:
         return f"<{(first + last) / 2:.1f} seconds>"
-
-    def position_table(self, positions: np.ndarray, height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-        return bilinear_positions(positions, height, width, self.table_side)
 
     def show(self, part: Part, role: str, layout: MediaLayout) -> list[ChatSpan]:
         if part.kind != "video":

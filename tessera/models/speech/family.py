@@ -100,7 +100,40 @@ class SpeechFamily(Family):
         return SpeechModel(text, head, codes, depth, shape.text.initializer_range, shape.replaces)
 
     def plan(self, config: Any) -> ModelPlan:
-        return speech_plan(self.shape(config))
+        """Return the plan. Tensor parallelism does not split the depth decoder, whose sequences are short, and the
+        tables and heads of codes."""
+        shape = self.shape(config)
+        text = shape.text
+        depth = {
+            name.replace("text.", "depth.", 1): "replicate"
+            for name in text_styles(shape.depth, True)
+            if name != "text.embed.weight"
+        }
+        styles: dict[str, TensorStyle] = {
+            **text_styles(text, True),
+            "head.weight": "replicate",
+            "codes.weight": "replicate",
+            "depth.heads.{*}.weight": "replicate",
+            **({"depth.proj.weight": "replicate"} if shape.projected else {}),
+            **({} if shape.shared_codes else {"depth.codes.weight": "replicate"}),
+            **depth,  # type: ignore[dict-item]
+        }
+        return ModelPlan(
+            blocks=(BLOCKS, DEPTH_BLOCKS),
+            tensor=styles,
+            units=(
+                PipelineUnit("codes", 0.0),
+                *text_units(shape.costed_text),
+                PipelineUnit("depth", shape.depth_weights / layer_weights(text)),
+            ),
+            streams={"text": SPEECH_STREAM},
+            experts=text_experts(text),
+            attention=(ATTENTION,),
+            heads=text_heads(text),
+            # The loss reads the heads, and the depth decoder reads the table of codes.
+            fsdp_root=("text.embed", "head", "codes", "depth.heads", *(() if shape.shared_codes else ("depth.codes",))),
+            tied={"depth": "codes"} if shape.shared_codes else {},
+        )
 
     def work(self, config: Any, measures: Measures, training: Training = MappingProxyType({})) -> dict[str, np.ndarray]:
         return {"text": self.shape(config).work(measures, training)}
@@ -111,63 +144,20 @@ class SpeechFamily(Family):
         return float(sum(part.sum() for part in self.work(config, measures, training).values()))
 
     def example(self, config: Any, tokens: int) -> Batch:
-        return speech_example(self.shape(config), tokens)
-
-
-def speech_plan(shape: SpeechShape) -> ModelPlan:
-    """Return the plan of a `SpeechModel`.
-
-    Tensor parallelism does not split the depth decoder, whose sequences are short, and the tables and heads of codes.
-    """
-    text = shape.text
-    depth = {
-        name.replace("text.", "depth.", 1): "replicate"
-        for name in text_styles(shape.depth, True)
-        if name != "text.embed.weight"
-    }
-    styles: dict[str, TensorStyle] = {
-        **text_styles(text, True),
-        "head.weight": "replicate",
-        "codes.weight": "replicate",
-        "depth.heads.{*}.weight": "replicate",
-        **({"depth.proj.weight": "replicate"} if shape.projected else {}),
-        **({} if shape.shared_codes else {"depth.codes.weight": "replicate"}),
-        **depth,  # type: ignore[dict-item]
-    }
-    return ModelPlan(
-        blocks=(BLOCKS, DEPTH_BLOCKS),
-        tensor=styles,
-        units=(
-            PipelineUnit("codes", 0.0),
-            *text_units(shape.costed_text),
-            PipelineUnit("depth", shape.depth_weights / layer_weights(text)),
-        ),
-        streams={"text": SPEECH_STREAM},
-        experts=text_experts(text),
-        attention=(ATTENTION,),
-        heads=text_heads(text),
-        # The loss reads the heads, and the depth decoder reads the table of codes.
-        fsdp_root=("text.embed", "head", "codes", "depth.heads", *(() if shape.shared_codes else ("depth.codes",))),
-        tied={"depth": "codes"} if shape.shared_codes else {},
-    )
+        """Return a batch of one conversation, whose second half is speech."""
+        batch, first = example_batch(tokens), tokens - max(1, tokens // 2)
+        codes = torch.full((len(self.shape(config).sizes), tokens), IGNORE)
+        codes[:, first:] = 0
+        following = torch.nn.functional.pad(codes[:, 1:], (0, 1), value=IGNORE)
+        coded = torch.arange(first - 1, tokens - 1)  # computed from sizes: on the meta device, `codes` has no values
+        media = {CODES: codes, NEXT_CODES: following, CODED: coded}
+        return batch.with_tensors(labels=following[0].clone(), trained=coded, **media)
 
 
 def depth_rules(depth: TextConfig, prefix: str) -> list[Rule]:
     """Return the weight rules of the layers and the norm of a depth decoder. `prefix`: start of names in folders."""
     rules = [rule for rule in text_rules(depth, prefix) if rule.native != "text.embed.weight"]
     return [replace(rule, native=rule.native.replace("text.", "depth.", 1)) for rule in rules]
-
-
-def speech_example(shape: SpeechShape, tokens: int) -> Batch:
-    """Return a batch of one conversation, whose second half is speech."""
-    batch = example_batch(tokens)
-    first = tokens - max(1, tokens // 2)
-    codes = torch.full((len(shape.sizes), tokens), IGNORE)
-    codes[:, first:] = 0
-    following = torch.nn.functional.pad(codes[:, 1:], (0, 1), value=IGNORE)
-    coded = torch.arange(first - 1, tokens - 1)  # computed from sizes: on the meta device, `codes` has no values
-    labels = following[0].clone()
-    return batch.with_tensors(**{"labels": labels, "trained": coded, CODES: codes, NEXT_CODES: following, CODED: coded})
 
 
 def coded_positions(following: Tensor) -> Tensor:

@@ -52,11 +52,7 @@ class SpeechProcessor(ConversationProcessor):
     def measure(self, sample: Sample, sizes: Sequence[MediaSize]) -> dict[str, int]:
         measures = super().measure(sample, sizes)
         self.frames(sample)
-        return {**measures, CODED_FRAMES: self.coded_frames(measures)}
-
-    def coded_frames(self, measures: dict[str, int]) -> int:
-        """Return the number of frames whose codes are trained on."""
-        return measures["trained"]
+        return {**measures, CODED_FRAMES: measures["trained"]}
 
     def frames(self, sample: Sample) -> list[np.ndarray]:
         """Return the codes of all parts of speech of a sample."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -120,6 +120,12 @@ class TextConfig(Section):
         """Return the largest number of tokens of a sample, or None if there is no limit."""
         dynamic = self.rope_scaling is not None and self.rope_scaling.rope_type == "dynamic"
         return self.max_position_embeddings if dynamic else None
+
+    def check_tokens(self, tokens: Mapping[str, int | None]) -> None:
+        """Raise unless the vocabulary has these token ids. `tokens`: by field name; None: there is no such token."""
+        for name, token in tokens.items():
+            if token is not None and token >= self.vocab_size:
+                raise ValueError(f"{name} {token} is outside the vocabulary of {self.vocab_size}")
 
     def experts_in(self, layer: int) -> ExpertsConfig | None:
         return self.experts if self.experts is not None and self.experts.in_layer(layer) else None

@@ -201,10 +201,19 @@ QWEN3_MOE = HFTextFormat(
 LANGUAGE_FORMATS = {form.model_type: form for form in (LLAMA, QWEN2, QWEN3, QWEN3_MOE)}
 
 
-def language_format(text: TextConfig, default: str) -> HFTextFormat:
-    """Return the first format that can describe the text decoder, or the default format, whose `write` raises an
-    error."""
-    return next((form for form in LANGUAGE_FORMATS.values() if form.fits(text)), LANGUAGE_FORMATS[default])
+def read_language(text: Mapping[str, Any], default: str, where: str) -> dict[str, Any]:
+    """Return the fields of a `TextConfig` from the `text_config` of a model that may contain any language model.
+    `default`: its `model_type` if it names none."""
+    kind = str(text.get("model_type", default))
+    check_supported([("text_config.model_type", kind, tuple(LANGUAGE_FORMATS))], where)
+    return LANGUAGE_FORMATS[kind].read(text, f"{where}: text_config")
+
+
+def write_language(text: TextConfig, default: str, tied: bool) -> dict[str, Any]:
+    """Return the `text_config` in the first format that can describe the text decoder, or raise the error of the
+    default format."""
+    form = next((form for form in LANGUAGE_FORMATS.values() if form.fits(text)), LANGUAGE_FORMATS[default])
+    return {**form.write(text), "tie_word_embeddings": tied}
 
 
 def _derived_head(fields: Mapping[str, Any]) -> int | None:

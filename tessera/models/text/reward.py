@@ -27,11 +27,10 @@ def with_reward_head(spec: ModelSpec) -> ModelSpec:
     if spec.gives(REWARDS):
         return spec
     main = spec.main
-    maps = {"hf": _mapped(main.weights["hf"])} if "hf" in main.weights else {}
-    component = Component(_built(spec.name, main.build), _planned(main.plan), maps)
+    maps = {"hf": functools.partial(_weights, main.weights["hf"])} if "hf" in main.weights else {}
     return replace(
         spec,
-        main=component,
+        main=Component(functools.partial(_build, spec.name, main.build), functools.partial(_plan, main.plan), maps),
         flops=_without_vocabulary(spec.flops),
         work=_without_vocabulary(spec.work),
         task="reward",
@@ -39,42 +38,32 @@ def with_reward_head(spec: ModelSpec) -> ModelSpec:
     )
 
 
-def _built(family: str, build: Callable[[Any], nn.Module]) -> Callable[[Any], nn.Module]:
-    def make(config: Any) -> nn.Module:
-        module = build(config)
-        if not isinstance(module, CausalLMBase) or module.text is None:
-            raise TesseraError(
-                f"models of the family {family} have no text decoder, which a reward model needs",
-                where="train.task",
-                fix="use a language or vision-language family",
-                code="model.no-text-decoder",
-            )
-        module.head = nn.Linear(module.text.shape.hidden, 1, bias=False)
-        module.heads = {REWARDS: "head"}
-        return module
-
-    return make
+def _build(family: str, build: Callable[[Any], nn.Module], config: Any) -> nn.Module:
+    module = build(config)
+    if not isinstance(module, CausalLMBase) or module.text is None:
+        raise TesseraError(
+            f"models of the family {family} have no text decoder, which a reward model needs",
+            where="train.task",
+            fix="use a language or vision-language family",
+            code="model.no-text-decoder",
+        )
+    module.head = nn.Linear(module.text.shape.hidden, 1, bias=False)
+    module.heads = {REWARDS: "head"}
+    return module
 
 
-def _planned(plan: Callable[[Any], ModelPlan]) -> Callable[[Any], ModelPlan]:
-    def make(config: Any) -> ModelPlan:
-        base = plan(config)
-        return replace(base, tensor={**base.tensor, HEAD: "replicate"}, tied={})
-
-    return make
+def _plan(plan: Callable[[Any], ModelPlan], config: Any) -> ModelPlan:
+    base = plan(config)
+    return replace(base, tensor={**base.tensor, HEAD: "replicate"}, tied={})
 
 
-def _mapped(weights: Callable[[Any], WeightMap]) -> Callable[[Any], WeightMap]:
+def _weights(weights: Callable[[Any], WeightMap], config: Any) -> WeightMap:
     """Return the weight map with the reward head as `score.weight`. The vocabulary head in weight files is not read."""
-
-    def make(config: Any) -> WeightMap:
-        base = weights(config)
-        head = base.rule_for(HEAD)
-        unread = () if head is None else head[1]
-        rules = (*(rule for rule in base.rules if rule.native != HEAD), Rule(HEAD, SCORE))
-        return replace(base, rules=rules, skip=(*base.skip, *unread), others={})
-
-    return make
+    base = weights(config)
+    head = base.rule_for(HEAD)
+    unread = () if head is None else head[1]
+    rules = (*(rule for rule in base.rules if rule.native != HEAD), Rule(HEAD, SCORE))
+    return replace(base, rules=rules, skip=(*base.skip, *unread), others={})
 
 
 def _without_vocabulary(costs: Callable[..., Any] | None) -> Callable[..., Any] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from tessera.errors import TesseraError, nearest
@@ -17,15 +16,13 @@ WHERE = "model.config.class"
 LIBRARY = "transformers"
 
 # Class to train for a model_type that has several classes.
-MODEL_MAPPINGS: Mapping[str, str] = MappingProxyType(
-    {
-        "internvl": "transformers:InternVLForConditionalGeneration",
-        "qwen2_audio": "transformers:Qwen2AudioForConditionalGeneration",
-        "qwen3": "transformers:Qwen3ForCausalLM",
-        "qwen3_vl": "transformers:Qwen3VLForConditionalGeneration",
-        "whisper": "transformers:WhisperForConditionalGeneration",
-    }
-)
+MODEL_MAPPINGS: Mapping[str, str] = {
+    "internvl": "transformers:InternVLForConditionalGeneration",
+    "qwen2_audio": "transformers:Qwen2AudioForConditionalGeneration",
+    "qwen3": "transformers:Qwen3ForCausalLM",
+    "qwen3_vl": "transformers:Qwen3VLForConditionalGeneration",
+    "whisper": "transformers:WhisperForConditionalGeneration",
+}
 
 
 def find_class(name: str) -> type[PreTrainedModel]:

@@ -80,9 +80,7 @@ class VisionLanguageConfig(Section):
 
     @model_validator(mode="after")
     def _tokens_exist(self) -> VisionLanguageConfig:
-        for name in self.token_fields:
-            if getattr(self, name) >= self.text.vocab_size:
-                raise ValueError(f"{name} {getattr(self, name)} is outside the vocabulary of {self.text.vocab_size}")
+        self.text.check_tokens({name: getattr(self, name) for name in self.token_fields})
         return self
 
     @property

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import isqrt
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from tessera.core.batch import Batch, Segments
 from tessera.core.spec import FULL, Training
 from tessera.models.text.costs import Measures, example_batch
-from tessera.models.vision.patches import block_positions
 from tessera.models.vision.processor import PATCHES
 from tessera.nn.vit import VisionShape
 
@@ -52,35 +49,3 @@ def example_with_media(tokens: int, media: Mapping[str, Tensor], lengths: Sequen
     text = example_batch(tokens, axes)
     segments = {**text.segments, PATCHES.segments: Segments.of(lengths)}
     return replace(text, tensors={**text.tensors, **media}, segments=segments)
-
-
-def example_with_images(
-    tokens: int,
-    merge: int,
-    patch_values: int,
-    table: Callable[[np.ndarray, int, int], tuple[np.ndarray, np.ndarray] | None],
-) -> Batch:
-    """Return a batch in which square images of one size make up about a quarter of `tokens`.
-
-    `table`: function that returns indices and weights of learned position embeddings, from the positions of patches and
-    the height and width of the image in patches.
-    """
-    side = max(1, isqrt(tokens // (4 * EXAMPLE_IMAGES)))
-    images = max(1, min(EXAMPLE_IMAGES, tokens // (4 * side * side)))
-    patches = side * merge
-    positions = block_positions(patches, patches, merge)
-    pixels = torch.zeros(images * patches**2, patch_values)
-
-    def for_all_images(values: np.ndarray) -> Tensor:
-        # `pixels` may be on the meta device, for memory estimates.
-        return torch.as_tensor(values, device=pixels.device).repeat(images, 1)
-
-    media = {
-        "pixels": pixels,
-        "patch_positions": for_all_images(positions),
-        "media_slots": torch.arange(images * side * side),
-    }
-    entries = table(positions, patches, patches)
-    if entries is not None:
-        media["patch_index"], media["patch_weights"] = map(for_all_images, entries)
-    return example_with_media(tokens, media, [patches**2] * images, axes=3)

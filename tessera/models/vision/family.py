@@ -11,14 +11,15 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tessera.core.batch import Batch, Segments
-from tessera.core.model_plan import PipelineUnit, StageActivation, Stream, TensorStyle
+from tessera.core.model_plan import PipelineUnit, StageActivation, TensorStyle
 from tessera.models.media_family import MediaFamily, Tower
 from tessera.models.text.decoder import TextConfig, language_weights, layer_weights
 from tessera.models.vision.config import GridVisionConfig
-from tessera.models.vision.costs import VisionCosts, example_with_images
+from tessera.models.vision.costs import EXAMPLE_IMAGES, VisionCosts, example_with_media
+from tessera.models.vision.patches import PositionTable, block_positions
 from tessera.models.vision.processor import PATCHES, VISION, VISION_STREAMS
 from tessera.nn.multimodal import Encoder
 from tessera.nn.vit import VisionEncoder, VisionShape, blank_image
@@ -67,7 +68,8 @@ class VisionFamily(MediaFamily):
     def towers(self, config: Any) -> dict[str, Tower]:
         costs, most = self.costs(config), self.most_patches(config)
         shape = costs.shape
-        stream = vision_stream(shape, most or 1)
+        blank = functools.partial(blank_image, shape)
+        stream = replace(PATCHES, per_slot=most or 1, width=shape.width, blank=blank)
         encoder = Encoder(
             stream,
             width=config.text.hidden_size * (1 + len(shape.deepstack_blocks)),
@@ -136,13 +138,9 @@ class GridFamily(VisionFamily):
         """Return the fields of `VisionShape` that the family sets. `intermediate` is required."""
         ...
 
-    def position_table(
-        self, config: Any, positions: np.ndarray, height: int, width: int
-    ) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return indices and weights of learned position embeddings for patches at `positions` [P, 2] of an image.
-
-        None: the encoder has no learned position embeddings.
-        """
+    @property
+    def position_table(self) -> PositionTable | None:
+        """Return the interpolation of learned position embeddings; None: the encoder has none."""
         return None
 
     def window_sizes(self, config: Any, side: int) -> list[int]:
@@ -151,20 +149,30 @@ class GridFamily(VisionFamily):
 
     def example(self, config: Any, tokens: int) -> Batch:
         """Return a batch in which square images of one size make up about a quarter of the tokens."""
-        vision = config.vision
-        merge = vision.spatial_merge_size
-        table = functools.partial(self.position_table, config)
-        batch = example_with_images(tokens, merge, vision.patch_values, table)
-        sides = [isqrt(patches) // merge for patches in batch.segments[VISION].lengths]
-        windows = [merge**2 * size for side in sides for size in self.window_sizes(config, side)]
+        vision, merge = config.vision, config.vision.spatial_merge_size
+        side = max(1, isqrt(tokens // (4 * EXAMPLE_IMAGES)))  # tokens along each side of an image
+        images = max(1, min(EXAMPLE_IMAGES, tokens // (4 * side * side)))
+        patches = side * merge
+        positions = block_positions(patches, patches, merge)
+        pixels = torch.zeros(images * patches**2, vision.patch_values)
+
+        def for_all_images(values: np.ndarray) -> Tensor:
+            # `pixels` may be on the meta device, for memory estimates.
+            return torch.as_tensor(values, device=pixels.device).repeat(images, 1)
+
+        media = {
+            "pixels": pixels,
+            "patch_positions": for_all_images(positions),
+            "media_slots": torch.arange(images * side * side),
+        }
+        if self.position_table is not None:
+            entries = self.position_table(positions, patches, patches, vision.table_side)
+            media["patch_index"], media["patch_weights"] = map(for_all_images, entries)
+        batch = example_with_media(tokens, media, [patches**2] * images, axes=3)
+        windows = [merge**2 * size for size in self.window_sizes(config, side)] * images
         if not windows:
             return batch
         return replace(batch, segments={**batch.segments, PATCHES.windows: Segments.of(windows)})
-
-
-def vision_stream(shape: VisionShape, per_slot: int = 1) -> Stream:
-    """Return the stream of patches. `per_slot`: largest number of patches that become one token."""
-    return replace(PATCHES, per_slot=per_slot, width=shape.width, blank=functools.partial(blank_image, shape))
 
 
 @functools.lru_cache(maxsize=8)

@@ -54,7 +54,7 @@ class GridProcessor(VisionProcessor):
 
         `config`: a `VisionLanguageConfig`. `options`: keys of `data.processor`.
         """
-        folder, geometry = Path(folder), config.vision
+        folder, vision = Path(folder), config.vision
         chosen = build(cls.options, options, "data.processor")
         template = with_system(cls.chat, chosen, folder)
         encoder = ChatEncoder(load_tokenizer(folder))
@@ -62,7 +62,7 @@ class GridProcessor(VisionProcessor):
         with foreign_values(str(folder)):
             image, video = cls.files.read(
                 folder,
-                geometry,
+                (vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size),
                 image_bounds=(chosen.min_pixels, chosen.max_pixels),
                 video_bounds=(chosen.video_min_pixels, chosen.video_max_pixels),
             )
@@ -74,7 +74,7 @@ class GridProcessor(VisionProcessor):
                 code="media.image-video-norms-differ",
             )
         # `frames_rule` "ends" allows any number of frames: copies of the last frame fill the last temporal patch.
-        multiple = 1 if cls.frames_rule == "ends" else geometry.temporal_patch_size
+        multiple = 1 if cls.frames_rule == "ends" else vision.temporal_patch_size
         sampling = replace(chosen.sampling(folder), multiple=multiple, rule=cls.frames_rule)
         return cls(encoder, template, sampling, chosen.train_on, False, image, video, **cls.of_model(config))
 
@@ -181,14 +181,15 @@ class TableGridProcessor(GridProcessor):
 
     table_side: int = 1  # number of rows and of columns of the learned position embedding
 
+    @staticmethod
     @abstractmethod
-    def position_table(self, positions: np.ndarray, height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return indices and weights of position embeddings for patches at `positions` [P, 2] of a grid."""
-        ...
+    def position_table(
+        positions: np.ndarray, height: int, width: int, side: int, /
+    ) -> tuple[np.ndarray, np.ndarray]: ...  # a `PositionTable`
 
     def elements(self, kind: PartKind, media: Any, layout: MediaLayout) -> dict[str, np.ndarray]:
         t, h, w = layout.grid
-        index, weights = self.position_table(block_positions(h, w, self.image.merge), h, w)
+        index, weights = self.position_table(block_positions(h, w, self.image.merge), h, w, self.table_side)
         return {
             **super().elements(kind, media, layout),
             "patch_index": np.tile(index, (t, 1)),

@@ -7,7 +7,7 @@ preprocessor.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,6 +19,9 @@ from tessera.errors import TesseraError
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 MAX_ASPECT = 200
+# Returns indices and weights of learned position embeddings for patches at `positions` [P, 2] (row, column). Further
+# arguments: height and width of the image in patches, and the number of rows and of columns of the embedding table.
+PositionTable = Callable[[np.ndarray, int, int, int], tuple[np.ndarray, np.ndarray]]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 
@@ -21,20 +21,8 @@ from tessera.models.vision.patches import CLIP_MEAN, CLIP_STD, Patches
 from tessera.runtime import files
 
 Bounds = tuple[int | None, int | None]
+Sizes = tuple[int, int, int]  # pixels along a side of a patch, patches along a side of a block, frames of a patch
 BICUBIC = 3  # value of `Image.Resampling.BICUBIC` in Pillow
-
-
-class Geometry(Protocol):
-    """Declare the configuration fields of a vision encoder that are needed to cut images into patches."""
-
-    @property
-    def patch_size(self) -> int: ...
-
-    @property
-    def spatial_merge_size(self) -> int: ...
-
-    @property
-    def temporal_patch_size(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -51,7 +39,7 @@ class GridFiles:
     whole_clips: bool = False  # pixel bounds apply to all frames of a video together
 
     def read(
-        self, folder: Path, vision: Geometry, *, image_bounds: Bounds, video_bounds: Bounds
+        self, folder: Path, sizes: Sizes, *, image_bounds: Bounds, video_bounds: Bounds
     ) -> tuple[Patches, Patches]:
         """Return the patch settings of images and of videos. The recipe's pixel bounds override those of the folder."""
         image_file, video_file = read_files(folder)
@@ -61,8 +49,8 @@ class GridFiles:
                 key: image_file[key] for key in ("image_mean", "image_std", "rescale_factor") if key in image_file
             }
         image_file, video_file = {**defaults, **image_file}, {**defaults, **video_file}
-        image = _patches(image_file, vision, image_bounds, self.image_bounds, folder / IMAGE_FILE, "")
-        video = _patches(video_file, vision, video_bounds, self.video_bounds, folder / VIDEO_FILE, "video_")
+        image = _patches(image_file, sizes, image_bounds, self.image_bounds, folder / IMAGE_FILE, "")
+        video = _patches(video_file, sizes, video_bounds, self.video_bounds, folder / VIDEO_FILE, "video_")
         return image, replace(video, whole_clips=self.whole_clips)
 
     def write(self, folder: Path, image: Patches, video: Patches, sampling: VideoSampling, **more: Any) -> None:
@@ -163,9 +151,9 @@ def write_json(path: Path, fields: Mapping[str, Any]) -> None:
 
 
 def _patches(
-    data: Mapping[str, Any], vision: Geometry, bounds: Bounds, default: tuple[int, int], path: Path, prefix: str
+    data: Mapping[str, Any], sizes: Sizes, bounds: Bounds, default: tuple[int, int], path: Path, prefix: str
 ) -> Patches:
-    patch, merge, temporal = vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size
+    patch, merge, temporal = sizes
     check_fields(data, path, patch_size=patch, merge_size=merge, temporal_patch_size=temporal)
     size = data["size"] if isinstance(data.get("size"), dict) else {}
     least = bounds[0] or data.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels") or default[0]

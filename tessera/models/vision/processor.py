@@ -24,8 +24,8 @@ from tessera.models.processing.streams import MediaStream, MediaStreams
 from tessera.models.vision.patches import Patches
 
 VISION = "vision"
-# Batch tensors of patches and the modules that read them (see `Stream`), equal in all families. `vision_stream` adds
-# width and blank input of a particular encoder.
+# Batch tensors of patches and the modules that read them (see `Stream`), equal in all families. A family adds width and
+# blank input of its encoder.
 PATCHES = Stream(
     tensors=("pixels", "patch_positions", "patch_index", "patch_weights"),
     segments=VISION,
