@@ -91,7 +91,7 @@ def _inside_notebook(rule: re.Match[str]) -> str:
 
 def escape(text: str) -> str:
     """Escape markup, and replace characters that are invalid in HTML or reverse the direction of text."""
-    return html.escape(printable(text, kept="\n\t"))
+    return html.escape(printable(text, allowed="\n\t"))
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,6 @@ CLASSES = {
     "dinov2_with_registers": "Dinov2WithRegistersModel",
     "vit": "ViTModel",
 }
-_LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 _SIDE_FILES = (CONFIG_FILE, "preprocessor_config.json", "tokenizer.json", "vocab.json", "merges.txt")
 
 
@@ -104,9 +103,13 @@ class VisionFeatures(FeatureModel):
             from transformers import AutoImageProcessor, AutoTokenizer
 
             # Pillow's resizing does not depend on an installed torchvision.
-            self._processor: Any = AutoImageProcessor.from_pretrained(folder, backend="pil", **_LOCAL)
+            self._processor: Any = AutoImageProcessor.from_pretrained(
+                folder, backend="pil", local_files_only=True, trust_remote_code=False
+            )
             self._model: Any = _load(folder, CLASSES[self.kind]).eval().requires_grad_(False).to(device)
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, **_LOCAL) if self.kind == CLIP else None
+            self._tokenizer: Any = None
+            if self.kind == CLIP:
+                self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         sides = [folder / name for name in _SIDE_FILES if (folder / name).is_file()]
         self.digest = digest_of([*folder_layout(folder).weight_files(), *sides])
         self.truncated = 0  # number of prompts that were longer than the context of CLIP
@@ -229,9 +232,10 @@ def _load(folder: Path, name: str) -> nn.Module:
         model, report = getattr(transformers, name).from_pretrained(
             folder,
             use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
             dtype=torch.float32,
             output_loading_info=True,
-            **_LOCAL,
         )
     unused = "pooler."  # missing tensors of the pooler do not matter: only the class token is used
     missing = [key for key in report["missing_keys"] if not key.startswith(unused)]

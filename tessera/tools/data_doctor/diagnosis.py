@@ -27,7 +27,7 @@ WITHOUT_A_MODEL = (
 _WIDE = 110
 _MARKS: dict[Severity, str] = {"loss": "✗", "warning": "!", "note": "·"}
 _MAX_SHOWN = 700  # limit of printed characters per sample
-_harmless = functools.partial(printable, kept="")  # for a part of a line: line ends are replaced, too
+_harmless = functools.partial(printable, allowed="")  # for a part of a line: line ends are replaced, too
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ def _sample(sample: Shown) -> list[str]:
         lines.append(f"   {_harmless(thumb.name)}: {thumb.size}{tokens}")
     text, room = "", _MAX_SHOWN
     for span in sample.spans:
-        words = printable(span.text, kept="\n\t")
+        words = printable(span.text, allowed="\n\t")
         words = words if len(words) <= room else words[: max(0, room)] + "…"
         room -= len(words)
         text += {"trained": f"⟦{words}⟧", "media": f"[{words}]", "context": words}[span.kind]
