@@ -48,8 +48,7 @@ from tessera.training.setup import build_meta_model, resolve_precision
 class RecordSteps(Callback):
     """Record the steps `first` to `last`, counted from 1, into a folder.
 
-    `rounding`: number of additional passes that measure the effect of rounding. `ends`: whether the run ends after the
-    step `last`.
+    The run ends after the last of them. `rounding`: number of additional passes that measure the effect of rounding.
     """
 
     def __init__(
@@ -61,11 +60,10 @@ class RecordSteps(Callback):
         plan: Plan | None = None,
         budget: Budget | None = None,
         rounding: int = 2,
-        ends: bool = True,
         label: str = "",
     ) -> None:
         self.folder, self.first, self.last = Path(folder), first, last
-        self.plan, self.budget, self.rounding, self.ends, self.label = plan, budget or Budget(), rounding, ends, label
+        self.plan, self.budget, self.rounding, self.label = plan, budget or Budget(), rounding, label
         self.recorder: Recorder | None = None
         self._claim = ExitStack()  # holds the lock of the folder, on rank 0
         check_target(self.folder)
@@ -101,8 +99,7 @@ class RecordSteps(Callback):
             row.values |= {"grad_norm": result.numbers()["grad_norm"], "lr": result.lr}
         if result.step == self.last:
             self._finish(trainer)
-            if self.ends:
-                trainer.end_early("the recorded steps are done")
+            trainer.end_early("the recorded steps are done")
 
     def on_error(self, trainer: Any, error: BaseException) -> None:
         self._claim.close()
