@@ -118,8 +118,8 @@ def _first(a: Curve, b: Curve, allowed: Callable[[int, str, float], float]) -> t
                 value, other = a[step][name], b[step][name]
                 limit = allowed(step, name, value)
                 if not abs(value - other) <= limit:
-                    found = f"first step whose {name} differs: {step}"
-                    return step, f"{found} ({value:.8g} and {other:.8g}; allowed {limit:.2g})"
+                    difference = f"first step whose {name} differs: {step}"
+                    return step, f"{difference} ({value:.8g} and {other:.8g}; allowed {limit:.2g})"
     return None, f"steps {steps[0]} to {steps[-1]}: loss and gradient norm agree"
 
 
