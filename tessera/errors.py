@@ -95,12 +95,12 @@ def few_names(names: Sequence[str], most: int = 8) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def printable(text: str) -> str:
-    """Replace all characters that are not printable, except line ends, by U+FFFD.
+def printable(text: str, allowed: str = "\n") -> str:
+    """Replace all characters that are neither printable nor in `allowed` by U+FFFD.
 
     Text from data may contain escape codes of terminals, or marks that reverse the direction of writing.
     """
-    return "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)
+    return "".join(char if char.isprintable() or char in allowed else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 @contextmanager

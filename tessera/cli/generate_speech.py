@@ -40,14 +40,7 @@ def speak(options: Mapping[str, Any], adapters: Mapping[Path, float]) -> None:
     chosen = SpeechSampling(**{name: options[name] for name in names if name in options})
     chosen.sampling(1.0)  # raise for wrong values before the model is loaded
     with log.on_screen():
-        speaker = load_speaker(
-            options["model"],
-            options["device"],
-            codec=options.get("codec"),
-            adapters=adapters,
-            family=options.get("family"),
-            trust=options.get("trust", False),
-        )
+        speaker = load_speaker(options["model"], **_loading(options), adapters=adapters)
         speech = speaker.say(
             options["question"],
             speaker=options.get("speaker", ""),
@@ -77,14 +70,7 @@ def speak_answer(options: Mapping[str, Any], adapters: Mapping[Path, float]) -> 
     of_text = {name: options[name] for name in ("temperature", "top_k", "top_p", "seed") if name in options}
     chosen = sampling_of(**of_text)  # raise for wrong values before the model is loaded
     with log.on_screen():
-        speaker = load_answer_speaker(
-            options["model"],
-            options["device"],
-            codec=options.get("codec"),
-            adapters=adapters,
-            family=options.get("family"),
-            trust=options.get("trust", False),
-        )
+        speaker = load_answer_speaker(options["model"], **_loading(options), adapters=adapters)
         answer = speaker.ask(
             options["question"],
             images=options.get("image", []),
@@ -98,6 +84,11 @@ def speak_answer(options: Mapping[str, Any], adapters: Mapping[Path, float]) -> 
         )
     typer.echo()
     _write(answer.speech, out)
+
+
+def _loading(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options for loading the model."""
+    return {name: options[name] for name in ("device", "codec", "family", "trust") if name in options}
 
 
 def _output(options: Mapping[str, Any]) -> Path:

@@ -20,7 +20,7 @@ from tessera.data.sources.container import RecordError
 from tessera.engine.request import Answer, Sampling
 from tessera.errors import TesseraError
 from tessera.evaluation.benchmark import LARGEST, Benchmark, BenchmarkQuestion
-from tessera.evaluation.protocol import hash_blocks
+from tessera.evaluation.protocol import sampled_blocks
 from tessera.inference.answering import context_of, numbered_answers
 from tessera.inference.loaded import LoadedModel, LoadedProcessor
 from tessera.models.vision.processor import VisionProcessor
@@ -140,7 +140,8 @@ def media_row(sample: Sample, root: Path) -> Row:
             count += 1
             try:
                 with opened(value, root, part.kind) as media:
-                    hash_blocks(content, media.file, size_of(media.file))
+                    for block in sampled_blocks(media.file, size_of(media.file)):
+                        content.update(block)
             except TesseraError as error:  # `value` is not a file, such as a folder of frames or a URL
                 content.update(str(error.code).encode())
     return {"media": content.hexdigest()[:16]} if count else {}

@@ -98,7 +98,13 @@ def evaluate(
     for name in names:
         read_task(name, "--tasks")  # report a misspelt name before any file is opened
     if metric is not None:
-        _refuse_metric(names)
+        if names:
+            raise TesseraError(
+                "a benchmark has its own metric",
+                where="--metric",
+                fix="leave --metric out, or write a task file with another metric",
+                code="evaluation.metric-of-benchmark",
+            )
         check_metric(metric, "--metric")
     folder = local_model(model)
     description = describe(folder, trust=trust)
@@ -142,16 +148,6 @@ def _task_names(tasks: str | Sequence[str] | None, data: str | Path | None) -> l
     if data is None or Path(data).suffix.lower() != TABLE_SUFFIX:
         return []
     return [published_task(Path(data).stem, "--data")]
-
-
-def _refuse_metric(names: Sequence[str]) -> None:
-    if names:
-        raise TesseraError(
-            "a benchmark has its own metric",
-            where="--metric",
-            fix="leave --metric out, or write a task file with another metric",
-            code="evaluation.metric-of-benchmark",
-        )
 
 
 def _held_out(

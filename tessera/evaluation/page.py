@@ -20,15 +20,7 @@ from tessera.evaluation.protocol import flat
 from tessera.evaluation.run import read_results
 from tessera.evaluation.scores import TaskResult
 from tessera.evaluation.thumbnails import MOST_CARDS, MOST_IMAGES, chosen_rows, read_thumbnails, write_thumbnails
-from tessera.observe.report.answers import (
-    RECORDING,
-    STYLE,
-    embedded_image,
-    embedded_recording,
-    folded,
-    regions_overlay,
-    text_block,
-)
+from tessera.observe.report.answers import STYLE, embedded_media, folded, regions_overlay, text_block
 from tessera.observe.report.page import write_page
 from tessera.runtime import html
 
@@ -233,9 +225,7 @@ def _expected(row: Row) -> str:
 def _images(out: Path, row: Row, images: Mapping[str, Sequence[tuple[str, tuple[int, int]]]]) -> str:
     regions = [region for region in _list(row.get("regions")) if isinstance(region, dict)]
     parts = [
-        embedded_recording(out, file)
-        if file.endswith(RECORDING)
-        else embedded_image(out, file, regions_overlay(regions, number, size))
+        embedded_media(out, file, regions_overlay(regions, number, size))
         for number, (file, size) in enumerate(images.get(str(row["index"]), ()))
     ]
     return f'<div class="images">{"".join(parts)}</div>' if any(parts) else ""

@@ -15,7 +15,7 @@ import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 from tessera.checkpoint.files import MANIFEST
 from tessera.data.media.read import MediaProcessor
@@ -32,12 +32,6 @@ _NOT_SETTINGS = ("encoder", "train_on", "last_only", "template", "config")
 
 _MOST_LINES = 12  # limit of differences that a comparison lists
 _NAMES = ("task", "source", "files")  # keys of `task` and `task.data` with names, whose content other keys have or hash
-
-
-class Digest(Protocol):
-    """Declare the interface of a hash of `hashlib`."""
-
-    def update(self, data: bytes, /) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -109,20 +103,21 @@ def weight_fingerprint(path: Path) -> str:
         with open_regular(file) as opened:
             size = os.fstat(opened.fileno()).st_size
             content.update(f"{file.name} ".encode("utf-8", "surrogateescape"))
-            hash_blocks(content, opened, size)
+            for block in sampled_blocks(opened, size):
+                content.update(block)
     return content.hexdigest()[:12]
 
 
-def hash_blocks(content: Digest, file: BinaryIO, size: int) -> None:
-    """Add a file to a hash: its size, and all of a small file or sixteen blocks of a large one."""
-    content.update(f"{size}\n".encode())
+def sampled_blocks(file: BinaryIO, size: int) -> Iterator[bytes]:
+    """Yield what a hash covers of a file: its size, and all of a small file or sixteen blocks of a large one."""
+    yield f"{size}\n".encode()
     if size <= _PARTS * _PART_BYTES:
         file.seek(0)
-        content.update(file.read(size))
+        yield file.read(size)
         return
     for part in range(_PARTS):
         file.seek((size - _PART_BYTES) * part // (_PARTS - 1))
-        content.update(file.read(_PART_BYTES))
+        yield file.read(_PART_BYTES)
 
 
 def model_name(path: Path) -> str:

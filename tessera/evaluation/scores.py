@@ -9,7 +9,7 @@ from typing import Any
 
 from tessera.errors import printable
 from tessera.evaluation.answers import Row, units_of
-from tessera.evaluation.benchmark import Mark, together
+from tessera.evaluation.benchmark import together
 from tessera.evaluation.intervals import Estimate, Summary, estimates
 from tessera.evaluation.protocol import compared, short_hash
 
@@ -134,11 +134,7 @@ class TaskResult:
 
 def unit_values(rows: Sequence[Row]) -> dict[str, Mapping[str, float]]:
     """Return the values of each unit (a question, or a group of questions), joined from the marks of its rows."""
-    units = units_of(rows)
-    return {
-        unit: together([Mark(row.get("extracted"), row["values"]) for row in members]).values
-        for unit, members in units.items()
-    }
+    return {unit: together([row["values"] for row in members]) for unit, members in units_of(rows).items()}
 
 
 def category_tables(rows: Sequence[Row], summary: Summary) -> dict[str, dict[str, Category]]:

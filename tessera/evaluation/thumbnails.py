@@ -15,6 +15,7 @@ from tessera.errors import TesseraError
 from tessera.evaluation.answers import Row
 from tessera.evaluation.benchmark import AnswerMetric, Benchmark, BenchmarkQuestion
 from tessera.observe.report.answers import RECORDING
+from tessera.observe.report.recorded import image_size
 from tessera.runtime.files import read_json_mapping, replace_file
 
 MOST_CARDS = 600  # limit of answers of a benchmark in a report
@@ -71,9 +72,8 @@ def read_thumbnails(out: Path, title: str) -> dict[str, list[tuple[str, tuple[in
                 continue
             if image["file"].endswith(RECORDING):
                 copies.setdefault(str(index), []).append((image["file"], (0, 0)))
-            sizes = [side for side in (image.get("width"), image.get("height")) if type(side) is int]
-            if len(sizes) == 2 and all(0 < side < 1 << 31 for side in sizes):
-                copies.setdefault(str(index), []).append((image["file"], (sizes[0], sizes[1])))
+            elif (size := image_size(image)) is not None:
+                copies.setdefault(str(index), []).append((image["file"], size))
     return copies
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -37,11 +38,6 @@ class Listing:
 
 class Unreachable(Exception):
     """Report that a hub could not be reached. The text of the exception is the reason."""
-
-
-def escaped(name: str) -> str:
-    """Return a glob pattern that matches this file name and no other."""
-    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
 
 
 class HuggingFace:
@@ -95,7 +91,7 @@ class HuggingFace:
                 endpoint=self.endpoint,
                 cache_dir=str(self.cache),
                 local_dir=None if to is None else str(to),
-                allow_patterns=[escaped(name) for name in names],
+                allow_patterns=[glob.escape(name) for name in names],
             )
         if to is None and Path(folder).name != commit:
             raise Unreachable(f"the revision became {Path(folder).name} during the download")
@@ -205,7 +201,7 @@ class ModelScope:
 
     def fetch(self, id: HubId, commit: str, names: Sequence[str], to: Path | None) -> Path:
         folder = to or self._folder(id.at(commit))
-        patterns = [escaped(name) for name in names]
+        patterns = [glob.escape(name) for name in names]
         with self.explained(str(id)):
             self.api.download_repo(id.name, id.kind, revision=commit, local_dir=str(folder), allow_patterns=patterns)
         return folder

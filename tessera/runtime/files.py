@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shutil
 import stat
@@ -274,6 +275,15 @@ def last_step(path: Path, wanted: Callable[[Row], bool] = lambda row: True) -> i
         if row is not None and step is not None and wanted(row):
             return step
     return 0
+
+
+def finite_json(value: Any) -> Any:
+    """Return a JSON value with nan and infinity as text, because JSON lacks them."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, dict):
+        return {key: finite_json(inner) for key, inner in value.items()}
+    return [finite_json(inner) for inner in value] if isinstance(value, list) else value
 
 
 class JsonLines:

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, pairwise
 
+from tessera.errors import printable
+
 HOVERED = 100  # maximum number of intervals between the tooltips of a line chart
 COLUMNS = 800  # columns of a line chart; each shows the lowest and the highest point of its range of steps
 Point = tuple[float, float]
@@ -89,8 +91,7 @@ def _inside_notebook(rule: re.Match[str]) -> str:
 
 def escape(text: str) -> str:
     """Escape markup, and replace characters that are invalid in HTML or reverse the direction of text."""
-    printable = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
-    return html.escape(printable, quote=True)
+    return html.escape(printable(text, allowed="\n\t"))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tessera.config.reader import dump_yaml, parse_yaml
@@ -26,10 +25,6 @@ def plan_for_device(config: RunConfig, world: int, device: str) -> DescribedPlan
     search = _Search(size, world)
     config = for_device(config, size)
     return replace(build_meta_model(config, world).plan, device_fit=search.fit(config))
-
-
-def _changed(config: RunConfig, settings: dict[str, object]) -> RunConfig:
-    return load_config(parse_yaml(dump_yaml(config), "recipe"), settings)
 
 
 @dataclass(frozen=True)
@@ -65,7 +60,7 @@ class _Search:
                 return [_describe(key, first, tried)]
         changes: list[FitChange] = []
         at = first
-        for key in _in_turn(keys):
+        for key in sorted(keys, key=lambda key: not key.while_training):  # first what a resumed run may change
             again: MemoryKey | None = key
             for _ in range(_TIMES):
                 if again is None or at.total <= self._usable:
@@ -75,7 +70,9 @@ class _Search:
                     break
                 changes.append(_describe(again, at, tried))
                 at = tried
-                again = _of_kind(again, memory_keys(at.config, self._world, at.plan.layout.modules.blocks))
+                further = memory_keys(at.config, self._world, at.plan.layout.modules.blocks)
+                # the same recipe keys with other values, such as an even smaller micro-batch
+                again = next((other for other in further if other.settings.keys() == key.settings.keys()), None)
         return changes
 
     def _try(self, key: MemoryKey, at: _Count, phase: str, *, alone: bool) -> _Count | None:
@@ -84,21 +81,18 @@ class _Search:
         `alone`: if the weights and optimizer state alone do not fit, return None without a dry run.
         """
         try:
-            config = _changed(at.config, dict(key.settings))
+            config = load_config(parse_yaml(dump_yaml(at.config), "recipe"), dict(key.settings))
             plan = build_meta_model(config, self._world).plan
         except TesseraError:
             return None
-        if (
-            alone
-            and max(device_bytes(plan, position) for position in range(len(plan.memory.by_position))) > self._usable
-        ):
+        if alone and _held(plan) > self._usable:
             return None
         log.logger().info("%s: trying %s", phase, key.text)
         return self._count(config, phase, plan)
 
     def _count(self, config: RunConfig, phase: str, plan: DescribedPlan | None = None) -> _Count:
         plan = plan or build_meta_model(config, self._world).plan
-        held = max(device_bytes(plan, position) for position in range(len(plan.memory.by_position)))
+        held = _held(plan)
         if plan.layout.pipeline is None and plan.microbatches > 2 and config.train.samples_per_step is None:
             # Two micro-batches are enough: from the second on, all need the same memory.
             rows = config.train.global_batch * 2 // plan.microbatches
@@ -114,17 +108,9 @@ class _Search:
         return _Count(config, plan, most.held, most.total)
 
 
-def _in_turn(keys: Sequence[MemoryKey]) -> list[MemoryKey]:
-    """Return the recipe changes in the order to try. Keys that a resumed run may change come first."""
-    return [key for key in keys if key.while_training] + [key for key in keys if not key.while_training]
-
-
-def _of_kind(key: MemoryKey, keys: Sequence[MemoryKey]) -> MemoryKey | None:
-    """Return the first of `keys` that sets the same recipe keys as `key`, such as an even smaller micro-batch.
-
-    Return None if there is none.
-    """
-    return next((other for other in keys if other.settings.keys() == key.settings.keys()), None)
+def _held(plan: DescribedPlan) -> int:
+    """Return the bytes of weights and optimizer state on the rank that has most."""
+    return max(device_bytes(plan, position) for position in range(len(plan.memory.by_position)))
 
 
 def _describe(key: MemoryKey, before: _Count, after: _Count) -> FitChange:

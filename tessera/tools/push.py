@@ -39,7 +39,6 @@ class Pushed:
     """Describe files that were sent to the hub, or that a dry run would send."""
 
     id: HubId
-    folder: Path
     files: dict[str, int]  # name -> size in bytes
     left_out: tuple[str, ...]
     card: str | None  # the generated model card; None: the folder contains a README.md
@@ -89,7 +88,7 @@ def push(
     sizes = {name: len(it) if isinstance(it, bytes) else it.stat().st_size for name, it in contents.items()}
     if card is not None:
         sizes[CARD] = len(card.encode())
-    planned = Pushed(named, folder, sizes, left_out, card, None)
+    planned = Pushed(named, sizes, left_out, card, None)
     if dry_run:
         return planned
     return _send(planned, contents, private, message or "Add the model")

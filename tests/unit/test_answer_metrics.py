@@ -495,8 +495,7 @@ def test_functions_of_the_user(tmp_path: Path) -> None:
 
 
 def test_marks_of_a_group_are_the_least() -> None:
-    marks = [Mark("A", {"accuracy": 1.0}), Mark("B", {"accuracy": 0.0, "other": 1.0})]
-    assert together(marks) == Mark("A", {"accuracy": 0.0, "other": 0.0})
+    assert together([{"accuracy": 1.0}, {"accuracy": 0.0, "other": 1.0}]) == {"accuracy": 0.0, "other": 0.0}
 
 
 def test_whisper_normalisation_equals_that_of_transformers() -> None:

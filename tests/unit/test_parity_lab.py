@@ -508,7 +508,7 @@ def test_folders_of_killed_processes_are_removed_and_no_others(tmp_path: Path, m
 def test_the_first_step_is_found_in_curves() -> None:
     a = {step: {"loss": 1.0 / step, "grad_norm": 1.0} for step in range(1, 9)}
     b = {step: {"loss": 1.0 / step + (0.01 if step > 4 else 1e-9), "grad_norm": 1.0} for step in range(2, 9)}
-    assert _first(a, b, lambda step, name, value: 1e-6).step == 5
-    assert _first(a, a, lambda step, name, value: 0.0).step is None
+    assert _first(a, b, lambda step, name, value: 1e-6)[0] == 5
+    assert _first(a, a, lambda step, name, value: 0.0)[0] is None
     with raises("parity.no-common-step"):
         _first(a, {}, lambda step, name, value: 0.0)

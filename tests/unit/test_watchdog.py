@@ -22,7 +22,6 @@ from tessera.observe.watchdog.diagnosis import (
     UNEXPLAINED,
     CpuUsage,
     Heartbeat,
-    Timeouts,
     Verdict,
     collective_of,
     diagnose,
@@ -32,7 +31,7 @@ from tessera.observe.watchdog.watchdog import Watchdog
 from tessera.runtime.distributed import OutOfStep, is_peer_error, wait_for
 from tessera.runtime.process import Process
 
-TIMEOUTS = Timeouts(silence_s=15, stall_s=60, timeout_s=600)
+TIMEOUTS = ParallelSection(silence_s=15, stall_s=60, timeout_s=600)
 MODEL = Heartbeat(0, 9, 4, "running the model", "forward of a.1", 0.0, "", "h", UNEXPLAINED)
 
 

@@ -42,14 +42,10 @@ class Mark:
     values: Mapping[str, float]
 
 
-def together(marks: Sequence[Mark]) -> Mark:
-    """Return the mark of a group of questions, such as one question with its options rotated: the minimum of each
-    value.
-
-    `marks`: in the order of the questions. `extracted` of the result is that of the first question.
-    """
-    names = dict.fromkeys(name for mark in marks for name in mark.values)
-    return Mark(marks[0].extracted, {name: min(mark.values.get(name, 0.0) for mark in marks) for name in names})
+def together(marks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the values of a group of questions, such as one question with its options rotated: the minimum of each."""
+    names = dict.fromkeys(name for values in marks for name in values)
+    return {name: min(values.get(name, 0.0) for values in marks) for name in names}
 
 
 @dataclass(frozen=True)

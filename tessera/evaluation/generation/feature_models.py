@@ -98,12 +98,18 @@ class VisionFeatures(FeatureModel):
     """Compute features by a model folder of transformers: the projected embedding of CLIP, the class token of DINO."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
-        self.kind = _kind_of(folder)
-        self._folder, self._device = folder, device
+        self.kind, self._device = _kind_of(folder), device
         with _readable(folder):
-            self._processor = _image_processor(folder)
+            from transformers import AutoImageProcessor, AutoTokenizer
+
+            # Pillow's resizing does not depend on an installed torchvision.
+            self._processor: Any = AutoImageProcessor.from_pretrained(
+                folder, backend="pil", local_files_only=True, trust_remote_code=False
+            )
             self._model: Any = _load(folder, CLASSES[self.kind]).eval().requires_grad_(False).to(device)
-            self._tokenizer = _tokenizer(folder) if self.kind == CLIP else None
+            self._tokenizer: Any = None
+            if self.kind == CLIP:
+                self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         sides = [folder / name for name in _SIDE_FILES if (folder / name).is_file()]
         self.digest = digest_of([*folder_layout(folder).weight_files(), *sides])
         self.truncated = 0  # number of prompts that were longer than the context of CLIP
@@ -143,13 +149,13 @@ def open_features(path: str | Path, device: str = "auto", where: str = "--featur
     return VisionFeatures(local_model(path, where), target)
 
 
-def open_clip(path: str | Path, device: str = "auto", where: str = "--clip") -> VisionFeatures:
+def open_clip(path: str | Path, device: str = "auto") -> VisionFeatures:
     """Open the folder or hub name of a CLIP model."""
-    model = open_features(path, device, where)
+    model = open_features(path, device, "--clip")
     if not isinstance(model, VisionFeatures) or model.kind != CLIP:
         raise TesseraError(
             f"{path} has a {model.kind} model, not a CLIP model",
-            where=where,
+            where="--clip",
             fix="name the folder of a CLIP model, such as openai/clip-vit-large-patch14",
             code="evaluation.not-clip",
         )
@@ -242,16 +248,3 @@ def _load(folder: Path, name: str) -> nn.Module:
         )
     loaded: nn.Module = model
     return loaded
-
-
-def _image_processor(folder: Path) -> Any:
-    """Return the image processor with Pillow's resizing, which does not depend on an installed torchvision."""
-    from transformers import AutoImageProcessor
-
-    return AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True, trust_remote_code=False)
-
-
-def _tokenizer(folder: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

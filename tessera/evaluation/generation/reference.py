@@ -16,7 +16,7 @@ from tessera.checkpoint.files import open_safetensors, stored_shape
 from tessera.errors import TesseraError, first_line
 from tessera.evaluation.generation.distances import Moments
 from tessera.evaluation.generation.feature_models import FeatureModel
-from tessera.evaluation.generation.samples import GeneratedSample, media_files, middle_frames
+from tessera.evaluation.generation.samples import GeneratedSample, media_files
 from tessera.runtime.files import replace_file
 from tessera.runtime.progress import WorkProgress
 
@@ -60,12 +60,13 @@ def encode_progress(model: FeatureModel, samples: list[GeneratedSample]) -> Tens
     """Return the features of samples: of images, or of the middle frames of videos."""
     with WorkProgress(f"{model.kind} features", len(samples), "samples") as progress:
 
-        def counted() -> Iterator[np.ndarray]:
-            for image in middle_frames(samples):
-                yield image
+        def middle_frames() -> Iterator[np.ndarray]:
+            for sample in samples:
+                frames = sample.frames()
+                yield frames[len(frames) // 2]
                 progress.count()
 
-        return model.encode_all(counted())
+        return model.encode_all(middle_frames())
 
 
 def write_features(path: Path, features: Tensor, model: FeatureModel) -> None:

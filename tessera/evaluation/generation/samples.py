@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -215,10 +215,3 @@ def _by_file_name(files: Sequence[Path], prompts: Path) -> tuple[dict[str, str],
     named = ((path.name, _NUMBERED.fullmatch(path.stem)) for path in files)
     table = {name: match[1] for name, match in named if match is not None and match[1] in texts}
     return table, len(texts - set(table.values()))
-
-
-def middle_frames(samples: Sequence[GeneratedSample]) -> Iterator[np.ndarray]:
-    """Yield an image, or the middle frame of a video, of each sample."""
-    for sample in samples:
-        frames = sample.frames()
-        yield frames[len(frames) // 2]

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -85,8 +86,14 @@ def sample_suite(
     suffix = ".mp4" if (request.frames or 1) > 1 else ".png"
     check_out(folder / SAMPLES / f"sample{suffix}", request.frames or 1)
     if suffix == ".mp4" and ((request.height or 0) % 2 or (request.width or 0) % 2):
-        _refuse_odd(request)
+        raise TesseraError(
+            f"MP4 needs even height and width, and these videos have {request.width}x{request.height} pixels",
+            where="--vbench",
+            fix="set even --height and --width",
+            code="output.mp4-odd-size",
+        )
 
+    @_writing(folder)
     def begin() -> set[tuple[str, int]]:
         shards = [Path(loading["shards"])] if loading.get("shards") else []
         weights = _weight_files(Path(local_model(model)), pipeline, shards)
@@ -102,7 +109,7 @@ def sample_suite(
             replace_file(folder / PROTOCOL, (json.dumps(protocol, indent=2, ensure_ascii=False) + "\n").encode())
         return {(str(row.get("prompt")), int(row.get("index", -1))) for row in finished_samples(folder)}
 
-    finished = ranks.on_rank0(lambda: _writable(folder, begin))
+    finished = ranks.on_rank0(begin)
     record = JsonLines(folder / RECORDS) if ranks.rank == 0 else None
     total = len(suite) * request.count
     for number, prompt in enumerate(suite):
@@ -128,22 +135,14 @@ def _follow(on_step: OnStep, before: int, total: int, finished: int, _: int, ste
     on_step(before + finished, total, step, steps)
 
 
-def _writable(folder: Path, begin: Any) -> Any:
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
     try:
-        return begin()
+        yield
     except OSError as error:
         raise TesseraError(
-            f"{folder} cannot be written: {first_line(error)}", where="--out", code="output.not-writable"
+            f"{path} cannot be written: {first_line(error)}", where="--out", code="output.not-writable"
         ) from None
-
-
-def _refuse_odd(request: MediaRequest) -> None:
-    raise TesseraError(
-        f"MP4 needs even height and width, and these videos have {request.width}x{request.height} pixels",
-        where="--vbench",
-        fix="set even --height and --width",
-        code="output.mp4-odd-size",
-    )
 
 
 def _runs(indices: Sequence[int], longest: int) -> Iterator[tuple[int, int]]:
@@ -162,18 +161,12 @@ def _write(
     """Write a sample under a temporary name outside of the folder of samples, rename it, and record it."""
     name = prompt.file_name(index, suffix)
     fresh = folder / f".unfinished{suffix}"
-    try:
+    with _writing(folder / SAMPLES / name):
         fresh.unlink(missing_ok=True)  # a link with this name would redirect the write
         fresh.write_bytes(encoded(sample.frames, suffix, fps))
         os.replace(fresh, folder / SAMPLES / name)
         row = {"file": name, "prompt": prompt.text, "index": index, "seed": sample.seed, "pixels": sample.digest}
         record.write(row)
-    except OSError as error:
-        raise TesseraError(
-            f"{folder / SAMPLES / name} cannot be written: {first_line(error)}",
-            where="--out",
-            code="output.not-writable",
-        ) from None
 
 
 def _protocol(

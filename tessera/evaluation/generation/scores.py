@@ -243,10 +243,10 @@ def _collect(samples: SampleSet, models: _Models) -> _Collected:
             lengths = [len(video) for video in videos]
             encode = _once(videos)
             if models.clip is not None:
-                for sample, frames in zip(chunk, _split(encode(models.clip), lengths), strict=True):
+                for sample, frames in zip(chunk, torch.split(encode(models.clip), lengths), strict=True):
                     result.clip.append(clip_score(frames, texts[sample.prompt or ""]))
             if models.consistency is not None:
-                for sample, frames in zip(chunk, _split(encode(models.consistency), lengths), strict=True):
+                for sample, frames in zip(chunk, torch.split(encode(models.consistency), lengths), strict=True):
                     result.consistency.append(frame_consistency(frames, sample))
             if models.features is not None:
                 rows.append(models.features.encode_all(video[len(video) // 2] for video in videos))
@@ -267,11 +267,6 @@ def _chunks(samples: Sequence[GeneratedSample]) -> Iterator[tuple[list[Generated
             chunk, videos = [], []
     if chunk:
         yield chunk, videos
-
-
-def _split(features: Tensor, lengths: Sequence[int]) -> list[Tensor]:
-    parts: tuple[Tensor, ...] = torch.split(features, list(lengths))
-    return list(parts)
 
 
 def _once(videos: Sequence[np.ndarray]) -> Callable[[FeatureModel], Tensor]:
@@ -343,8 +338,8 @@ def _distances(result: Scores, model: FeatureModel, features: Tensor, reference:
 def _warn(result: Scores, options: ScoreOptions) -> None:
     if result.samples.unsampled:
         result.warnings.append(f"{result.samples.unsampled} prompts of {options.prompts} have no sample")
-    without = [name for name, value in result.values.items() if name not in ("fid",) and value["interval_95"] is None]
-    without = [name for name in without if not name.startswith("fd_")]
+    absent = [name for name, value in result.values.items() if value["interval_95"] is None]
+    without = [name for name in absent if name != "fid" and not name.startswith("fd_")]
     if without:
         result.warnings.append(f"no interval for {', '.join(without)}: it needs {FEWEST_GROUPS} prompts or samples")
 
@@ -380,9 +375,8 @@ def _protocol(samples: SampleSet, models: _Models, reference: ReferenceFeatures 
             "reference_count": moments.count,
         }
     prompts = repr([sample.prompt for sample in samples.samples]).encode()
-    generation: Mapping[str, Any] | None = samples.generation
     return {
-        "generation": generation if generation is not None else "unknown",
+        "generation": samples.generation if samples.generation is not None else "unknown",
         "samples": {"count": len(samples.samples), "prompts": hashlib.sha256(prompts).hexdigest()},
         "scoring": scoring,
         "versions": package_versions(_LIBRARIES),

@@ -90,7 +90,6 @@ class _Judge:
             ):
                 first_side = join(shards, second_side.shape) or first_side
             if first_side is None or second_side is None:
-                first_side = join(shards, shards[0].entry.whole or shards[0].entry.shape)
                 self.skipped.append(f"{finding.what} (rows {rows}): {_shapes(shards)} and {_shapes(other)}")
                 continue
             yield self._judged(finding, first_side, second_side)

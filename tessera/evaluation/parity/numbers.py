@@ -52,13 +52,10 @@ def _scalars(row: StepNumbers, other: StepNumbers, eps: float, drift: float) -> 
         if row.counts[name] != other.counts[name]:
             finding.reason = f"{row.counts[name]:.10g} and {other.counts[name]:.10g}"
         yield finding
-    for name in row.values.keys() & other.values.keys():
-        if name == "lr":
-            continue
+    # `_rates` compares the learning rates; of the gradient norm the rounding is unknown: the gradients are compared
+    for name in row.values.keys() & other.values.keys() - {"lr", "grad_norm"}:
         value, other_value = row.values[name], other.values[name]
         moved = max(row.moved.get(name, 0.0), other.moved.get(name, 0.0))
-        if name == "grad_norm":  # not compared: its rounding is unknown, and the gradients themselves are compared
-            continue
         limit = ROUNDINGS * drift * moved + 2 * eps * abs(value)
         finding = ParityFinding(row.step, "loss", name, 0.0 if name != "loss" else 1.0)
         finding.sides = ({"value": value}, {"value": other_value})

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import fcntl
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from safetensors.torch import save_file
 
 from tessera.checkpoint.files import DTYPES, open_safetensors, remove_folder
 from tessera.errors import TesseraError
-from tessera.runtime.files import read_bytes, read_json_mapping
+from tessera.runtime.files import finite_json, read_bytes, read_json_mapping
 from tessera.version import __version__
 
 FORMAT, VERSION = "tessera-recording", 1
@@ -137,7 +136,8 @@ def write_rank(record: RankRecord, folder: Path) -> None:
     tensors = {key: tensor.contiguous() for key, tensor in record.tensors.items()}
     with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"rank-{record.rank}.json").write_text(json.dumps(_finite(content)), encoding="utf-8")
+        # pydantic reads "nan" and "inf" as numbers
+        (folder / f"rank-{record.rank}.json").write_text(json.dumps(finite_json(content)), encoding="utf-8")
         save_file(tensors, _tensors_of(folder, record.rank))
 
 
@@ -157,15 +157,6 @@ def _writing(folder: Path) -> Iterator[None]:
 
 def _tensors_of(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.safetensors"
-
-
-def _finite(value: Any) -> Any:
-    """Replace nan and infinity by text, because JSON lacks them; pydantic reads the text as a number."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    return [_finite(inner) for inner in value] if isinstance(value, list) else value
 
 
 def unfinished(folder: Path) -> Path:

@@ -13,7 +13,7 @@ from typing import Any
 from tessera.errors import TesseraError
 from tessera.evaluation.parity.findings import PHASES, Comparison, ParityFinding
 from tessera.runtime import html
-from tessera.runtime.files import replace_file
+from tessera.runtime.files import finite_json, replace_file
 
 AROUND = 5  # findings before and after the first difference that are printed
 _MOST_ROWS = 4000  # limit of rows of the table on the page
@@ -105,26 +105,22 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
 def _row(finding: ParityFinding) -> dict[str, Any]:
     apart = finding.difference
     numbers = {} if apart is None else {k: v for k, v in vars(apart).items() if k != "positions"}
-    row = {
-        "step": finding.step,
-        "kind": finding.phase,
-        "name": finding.name,
-        "rows": finding.rows,
-        "differs": finding.differs,
-        "reason": finding.reason,
-        "not_finite_on_both_sides": finding.not_finite,
-        "samples": list(finding.samples),
-        "a": finding.sides[0],
-        "b": finding.sides[1],
-        **numbers,
-    }
-    return {key: _plain(value) for key, value in row.items()}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    row: dict[str, Any] = finite_json(
+        {
+            "step": finding.step,
+            "kind": finding.phase,
+            "name": finding.name,
+            "rows": finding.rows,
+            "differs": finding.differs,
+            "reason": finding.reason,
+            "not_finite_on_both_sides": finding.not_finite,
+            "samples": list(finding.samples),
+            "a": finding.sides[0],
+            "b": finding.sides[1],
+            **numbers,
+        }
+    )
+    return row
 
 
 def _table(comparison: Comparison) -> str:

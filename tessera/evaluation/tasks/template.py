@@ -16,9 +16,8 @@ _MAX_LITERAL = 1 << 20
 FILTERS = ("strip", "lower", "capitalize", "lines", "joined", "quoted", "get KEY", "without TEXT", "match REGEX")
 
 
-def check_template(template: str, where: str) -> list[str]:
-    """Return the names of the fields in a template. Raise if the template is invalid."""
-    names = []
+def check_template(template: str, where: str) -> None:
+    """Raise if a template is invalid."""
     try:
         pieces = list(string.Formatter().parse(template))
     except ValueError as error:
@@ -52,8 +51,6 @@ def check_template(template: str, where: str) -> list[str]:
                 )
             if word == "match":
                 checked_pattern(argument, where)
-        names.append(name)
-    return names
 
 
 def fill(template: str, row: Mapping[str, Any], *, empty: bool = False) -> str:

@@ -105,19 +105,11 @@ class _Recorder:
         ]
 
 
-class _TracedTask(Task):
-    """Wrap a task: record the index of the current micro-batch, and its loss.
+class WrappedTask(Task):
+    """Pass calls on to another task, which has encoded the micro-batches already."""
 
-    The loss is not divided by the number of tokens. Then gradients are those of the *summed* loss, and can be compared
-    between probes with different numbers of tokens.
-    """
-
-    def __init__(self, task: Task, microbatches: Sequence[Batch], recorder: _Recorder) -> None:
+    def __init__(self, task: Task) -> None:
         self._task = task
-        self._numbers = {id(batch): number for number, batch in reversed(list(enumerate(microbatches)))}
-        self._recorder = recorder
-        self._counts: dict[int, Counts | None] = {}
-        self.sums: dict[int, tuple[Tensor, Tensor]] = {}  # micro-batch -> its summed loss, number of tokens or samples
 
     @property
     def reads(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -128,6 +120,27 @@ class _TracedTask(Task):
         return self._task.reference
 
     def counts(self, batch: Batch) -> Counts | None:
+        return self._task.counts(batch)
+
+    def forward(self, model: nn.Module, batch: Batch) -> Any:
+        return self._task.forward(model, batch)
+
+
+class _TracedTask(WrappedTask):
+    """Record the index of the current micro-batch, and its loss.
+
+    The loss is not divided by the number of tokens. Then gradients are those of the *summed* loss, and can be compared
+    between probes with different numbers of tokens.
+    """
+
+    def __init__(self, task: Task, microbatches: Sequence[Batch], recorder: _Recorder) -> None:
+        super().__init__(task)
+        self._numbers = {id(batch): number for number, batch in reversed(list(enumerate(microbatches)))}
+        self._recorder = recorder
+        self._counts: dict[int, Counts | None] = {}
+        self.sums: dict[int, tuple[Tensor, Tensor]] = {}  # micro-batch -> its summed loss, number of tokens or samples
+
+    def counts(self, batch: Batch) -> Counts | None:
         counts = self._task.counts(batch)
         self._counts[self._numbers[id(batch)]] = counts
         return None if counts is None else dict.fromkeys(counts, 1)
@@ -135,9 +148,6 @@ class _TracedTask(Task):
     def inputs(self, batch: Batch) -> Batch:
         self._recorder.microbatch = self._numbers[id(batch)]
         return self._task.inputs(batch)
-
-    def forward(self, model: nn.Module, batch: Batch) -> Any:
-        return self._task.forward(model, batch)
 
     def losses(self, outputs: Any, batch: Batch) -> Losses:
         losses = self._task.losses(outputs, batch)

@@ -25,6 +25,7 @@ from tessera.observe.anomaly.activation_trace import ActivationTrace, TensorReco
 from tessera.observe.anomaly.check import AnomalyKind
 from tessera.observe.anomaly.state import Damage, find_damage
 from tessera.runtime.collective import Ranks
+from tessera.runtime.files import finite_json
 from tessera.runtime.modules import clean_name
 
 RECORD = "guard.jsonl"
@@ -65,25 +66,23 @@ class BadStep:
 
     def row(self, action: str, back_to: int | None) -> dict[str, Any]:
         cause = self.cause or Attribution("")
-        return {
-            "step": self.step,
-            "kind": self.kind,
-            "loss": _number(self.loss),
-            "grad_norm": _number(self.grad_norm),
-            "module": cause.module or None,
-            "parameters": [{"name": d.name, "worst": _number(d.value), "count": d.count} for d in self.damage],
-            "samples": list(cause.samples),
-            "ambiguous": cause.ambiguous,
-            "every_sample": cause.every_sample,
-            "action": action,
-            **({"note": self.note} if self.note else {}),
-            **({} if back_to is None else {"back_to": back_to}),
-        }
-
-
-def _number(value: float) -> float | str:
-    """Return a number for JSON: nan and infinity become text, because JSON lacks them."""
-    return value if math.isfinite(value) else str(value)
+        row: dict[str, Any] = finite_json(
+            {
+                "step": self.step,
+                "kind": self.kind,
+                "loss": self.loss,
+                "grad_norm": self.grad_norm,
+                "module": cause.module or None,
+                "parameters": [{"name": d.name, "worst": d.value, "count": d.count} for d in self.damage],
+                "samples": list(cause.samples),
+                "ambiguous": cause.ambiguous,
+                "every_sample": cause.every_sample,
+                "action": action,
+                **({"note": self.note} if self.note else {}),
+                **({} if back_to is None else {"back_to": back_to}),
+            }
+        )
+        return row
 
 
 @dataclass(frozen=True)

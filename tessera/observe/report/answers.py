@@ -116,7 +116,7 @@ def _images(row: Mapping[str, Any], run: RecordedRun) -> str:
     copies = [*row["copies"], *[None] * len(row["images"])]
     sizes = [*row["sizes"], *[None] * len(row["images"])]
     images = "".join(
-        _embedded(run.folder, copy or path, regions_overlay(row["regions"], number, sizes[number]))
+        embedded_media(run.folder, copy or path, regions_overlay(row["regions"], number, sizes[number]))
         for number, (path, copy) in enumerate(zip(row["images"][:MOST_IMAGES], copies, strict=False))
     )
     more = len(row["images"]) - MOST_IMAGES
@@ -158,7 +158,8 @@ def embedded_image(folder: Path, path: str, overlay: str) -> str:
     return f'<div class="image drawn"><img{tiny} alt="" src="{uri}">{overlay}</div>'
 
 
-def _embedded(folder: Path, path: str, overlay: str) -> str:
+def embedded_media(folder: Path, path: str, overlay: str) -> str:
+    """Return HTML that embeds a recording, or an image with its overlay; empty if the file cannot be read."""
     return embedded_recording(folder, path) if path.endswith(RECORDING) else embedded_image(folder, path, overlay)
 
 

@@ -100,15 +100,12 @@ def state_of(run: RecordedRun) -> str:
         return ""
     last = run.sessions[-1]
     when = f"started {last.began:%Y-%m-%d %H:%M} UTC" + (f" · {last.hardware}" if last.device else "")
-    line = f'<p><span class="how {html.escape(last.how)}">{html.escape(_how(run))}</span> · {html.escape(when)}</p>'
+    line = f'<p><span class="how {html.escape(last.how)}">{html.escape(_how(last))}</span> · {html.escape(when)}</p>'
     reason = f'<p class="reason">{html.escape(last.reason[:4000])}</p>' if last.reason else ""
     return line + reason
 
 
-def _how(run: RecordedRun) -> str:
-    if not run.sessions:
-        return ""
-    last = run.sessions[-1]
+def _how(last: RunSession) -> str:
     if last.how == "silent":
         return f"no new rows since {last.last:%Y-%m-%d %H:%M} UTC"
     return _HOW.get(last.how, last.how)

@@ -106,7 +106,7 @@ def _answers(folder: Path) -> Iterator[dict[str, Any]]:
             "correct": bool(row.get("correct")),
             "images": [str(path) for path in images] if isinstance(images, list) else [],
             "copies": [_file(copy) for copy in copies] if isinstance(copies := row.get("shown"), list) else [],
-            "sizes": [_size(copy) for copy in copies] if isinstance(copies, list) else [],
+            "sizes": [image_size(copy) for copy in copies] if isinstance(copies, list) else [],
             "regions": [region for region in regions if isinstance(region, dict)]
             if isinstance(regions := row.get("regions"), list)
             else [],
@@ -119,7 +119,7 @@ def _file(copy: object) -> str | None:
     return file if isinstance(file, str) else None
 
 
-def _size(copy: object) -> tuple[int, int] | None:
+def image_size(copy: object) -> tuple[int, int] | None:
     """Return width and height of the image that a copy was made of; None if they are unknown."""
     sides = [copy.get(name) for name in ("width", "height")] if isinstance(copy, dict) else []
     good = [side for side in sides if type(side) is int and 0 < side < 1 << 31]

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from types import FrameType
 from typing import Final
 
+from tessera.config.run_config import ParallelSection
 from tessera.errors import first_line
 from tessera.runtime.distributed import wait_for
 from tessera.runtime.rendezvous import name_ranks
@@ -182,15 +183,6 @@ class Verdict:
         return Verdict(fields["kind"], tuple(fields["ranks"]), fields["text"])
 
 
-@dataclass(frozen=True)
-class Timeouts:
-    """Hold the keys `parallel.silence_s`, `parallel.stall_s` and `parallel.timeout_s`."""
-
-    silence_s: float
-    stall_s: float
-    timeout_s: float
-
-
 def lost(heartbeat: Heartbeat, how: str, witness: Heartbeat) -> Verdict:
     """Return the verdict about a rank that died or sends no heartbeats.
 
@@ -209,7 +201,7 @@ def failed(heartbeat: Heartbeat, error: BaseException) -> Verdict:
 def diagnose(
     heartbeats: Mapping[int, Heartbeat],
     silent_s: Mapping[int, float],
-    timeouts: Timeouts,
+    timeouts: ParallelSection,
     witness: Heartbeat,
     busy_silent: Collection[int] = (),
 ) -> Verdict | None:

@@ -39,7 +39,6 @@ from tessera.observe.watchdog.diagnosis import (
     UNEXPLAINED,
     CpuUsage,
     Heartbeat,
-    Timeouts,
     Verdict,
     collective_of,
     diagnose,
@@ -69,7 +68,7 @@ class Watchdog(Callback):
 
     def __init__(self, blocks: Sequence[str], settings: ParallelSection) -> None:
         self.blocks = list(blocks)
-        self.timeouts = Timeouts(settings.silence_s, settings.stall_s, settings.timeout_s)
+        self.timeouts = settings  # `silence_s`, `stall_s` and `timeout_s`
         self.interval = min(_HEARTBEAT_S, settings.silence_s / 5, settings.stall_s / 5)
         self.module = ""  # current block, such as "forward of layers.3"; written by hooks in the main thread
         self._hooks: list[Any] = []

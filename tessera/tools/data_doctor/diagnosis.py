@@ -5,12 +5,14 @@ Texts of a data set are untrusted: control characters are replaced for the termi
 
 from __future__ import annotations
 
+import functools
 import json
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from tessera.errors import printable
 from tessera.runtime import html
 from tessera.runtime.html import escape, section
 from tessera.tools.data_doctor.collect import Rung, SetFacts
@@ -25,6 +27,7 @@ WITHOUT_A_MODEL = (
 _WIDE = 110
 _MARKS: dict[Severity, str] = {"loss": "✗", "warning": "!", "note": "·"}
 _MAX_SHOWN = 700  # limit of printed characters per sample
+_harmless = functools.partial(printable, allowed="")  # for a part of a line: line ends are replaced, too
 
 
 @dataclass(frozen=True)
@@ -152,7 +155,7 @@ def _terminal_lines(diagnosis: Diagnosis, samples: int) -> list[str]:
         for location in finding.locations:
             id = f" ({location.id})" if location.id and location.id != location.where else ""
             code = f" [{location.code}]" if location.code else ""
-            lines += _wrapped(harmless(f"{location.where}{id}: {location.detail}{code}"), "      ")
+            lines += _wrapped(_harmless(f"{location.where}{id}: {location.detail}{code}"), "      ")
         lines += _wrapped(f"mend: {kind.mend}", "      ")
     if diagnosis.findings:
         lines.append("")
@@ -171,7 +174,7 @@ def _aligned(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     table = [names, *rows]
     widths = [max(len(row[at]) for row in table) for at in range(len(names))]
     return [
-        "  ".join([harmless(row[0]).ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+        "  ".join([_harmless(row[0]).ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
         for row in table
     ]
 
@@ -179,27 +182,21 @@ def _aligned(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 def _sample(sample: Shown) -> list[str]:
     """Return a sample as lines of text. ⟦...⟧ marks text that is trained on, [...] marks media."""
     counts = "" if sample.tokens is None else f"  {sample.tokens:,} tokens, {sample.trained:,} trained on"
-    lines = [harmless(f"── {sample.location} ({sample.id})") + counts]
+    lines = [_harmless(f"── {sample.location} ({sample.id})") + counts]
     if sample.problem:
-        lines.append(harmless(sample.problem))
+        lines.append(_harmless(sample.problem))
     for thumb in sample.media:
         tokens = "" if thumb.tokens is None else f", {thumb.tokens:,} tokens"
-        lines.append(f"   {harmless(thumb.name)}: {thumb.size}{tokens}")
+        lines.append(f"   {_harmless(thumb.name)}: {thumb.size}{tokens}")
     text, room = "", _MAX_SHOWN
     for span in sample.spans:
-        words = harmless(span.text, keep_lines=True)
+        words = printable(span.text, allowed="\n\t")
         words = words if len(words) <= room else words[: max(0, room)] + "…"
         room -= len(words)
         text += {"trained": f"⟦{words}⟧", "media": f"[{words}]", "context": words}[span.kind]
         if room <= 0:
             break
     return [*lines, *text.rstrip("\n").split("\n")]
-
-
-def harmless(text: str, *, keep_lines: bool = False) -> str:
-    """Replace control characters by the replacement character."""
-    allowed = "\n\t" if keep_lines else ""
-    return "".join(char if char.isprintable() or char in allowed else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 def _wrapped(text: str, indent: str) -> list[str]:

@@ -56,21 +56,15 @@ class Curves(Callback):
             trainer.end_early("the compared steps are done")
 
 
-@dataclass(frozen=True)
-class FirstStep:
-    """Hold the first step in which loss or gradient norm differ between two runs; `step` None: no step differs."""
-
-    step: int | None
-    line: str
-
-
 def first_step(
     a: tuple[str | Path | Mapping[str, Any], Mapping[str, Any]],
     b: tuple[str | Path | Mapping[str, Any], Mapping[str, Any]],
     last: int,
     trust: bool = False,
-) -> FirstStep:
-    """Find the first step in which the loss or gradient norm of `a` and `b` differ by more than rounding explains.
+) -> tuple[int | None, str]:
+    """Return the first step in which the loss or gradient norm of `a` and `b` differ by more than rounding explains.
+
+    None: no step differs. With it, return a line for the terminal.
 
     For two run folders without overrides, their `metrics.jsonl` are compared; the limit is a relative difference of
     sqrt(eps) of the less precise dtype. Otherwise both are trained up to step `last`. Then the limit is measured: `a`
@@ -109,7 +103,7 @@ def _metrics(folder: Path) -> Curve:
     return {row["step"]: {n: float(row[n]) for n in _NAMES if isinstance(row.get(n), (int, float))} for row in rows}
 
 
-def _first(a: Curve, b: Curve, allowed: Callable[[int, str, float], float]) -> FirstStep:
+def _first(a: Curve, b: Curve, allowed: Callable[[int, str, float], float]) -> tuple[int | None, str]:
     steps = sorted(a.keys() & b.keys())
     if not steps:
         raise TesseraError(
@@ -124,11 +118,9 @@ def _first(a: Curve, b: Curve, allowed: Callable[[int, str, float], float]) -> F
                 value, other = a[step][name], b[step][name]
                 limit = allowed(step, name, value)
                 if not abs(value - other) <= limit:
-                    return FirstStep(
-                        step,
-                        f"first step whose {name} differs: {step} ({value:.8g} and {other:.8g}; allowed {limit:.2g})",
-                    )
-    return FirstStep(None, f"steps {steps[0]} to {steps[-1]}: loss and gradient norm agree")
+                    difference = f"first step whose {name} differs: {step}"
+                    return step, f"{difference} ({value:.8g} and {other:.8g}; allowed {limit:.2g})"
+    return None, f"steps {steps[0]} to {steps[-1]}: loss and gradient norm agree"
 
 
 # ---------------------------------------------------------------------------------------------- commits

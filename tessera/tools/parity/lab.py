@@ -102,9 +102,9 @@ def parity(
     if over == "steps":
         _say("training both sides, and the first one twice")
         with scratch_folder(_PREFIX) as temporary, logged_to((temporary if out is None else Path(out)) / "steps.log"):
-            search = first_step((a, sides[0]), (other, sides[1]), parse_steps(steps)[1], trust)
-        text = [search.line]
-        if (step := search.step) is None:
+            step, line = first_step((a, sides[0]), (other, sides[1]), parse_steps(steps)[1], trust)
+        text = [line]
+        if step is None:
             return ParityResult(text)
         steps = f"{max(1, step - 1)}-{step}"  # record also the step before: its update may be the cause
     with scratch_folder(_PREFIX) as temporary:

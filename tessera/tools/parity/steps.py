@@ -21,7 +21,7 @@ from tessera.checkpoint.files import CODES
 from tessera.core.batch import Batch
 from tessera.core.callback import Callback, OptimizerStep, StepOutcome, StepResult
 from tessera.core.engine import TrainingEngine
-from tessera.core.task import Counts, Losses, LossTotals, Reference, Task
+from tessera.core.task import Losses, LossTotals, Task
 from tessera.evaluation.parity.recorder import Budget, Recorder, batch_key, hooked, moved_scalars, moved_weights
 from tessera.evaluation.parity.recording import (
     RankRecord,
@@ -32,6 +32,7 @@ from tessera.evaluation.parity.recording import (
     unfinished,
     write_rank,
 )
+from tessera.observe.anomaly.activation_trace import WrappedTask
 from tessera.observe.anomaly.attribution import kept_buffers
 from tessera.optim.adamw import AdamW
 from tessera.optim.lion import Lion
@@ -47,8 +48,7 @@ from tessera.training.setup import build_meta_model, resolve_precision
 class RecordSteps(Callback):
     """Record the steps `first` to `last`, counted from 1, into a folder.
 
-    `rounding`: number of additional passes that measure the effect of rounding. `ends`: whether the run ends after the
-    step `last`.
+    The run ends after the last of them. `rounding`: number of additional passes that measure the effect of rounding.
     """
 
     def __init__(
@@ -60,11 +60,10 @@ class RecordSteps(Callback):
         plan: Plan | None = None,
         budget: Budget | None = None,
         rounding: int = 2,
-        ends: bool = True,
         label: str = "",
     ) -> None:
         self.folder, self.first, self.last = Path(folder), first, last
-        self.plan, self.budget, self.rounding, self.ends, self.label = plan, budget or Budget(), rounding, ends, label
+        self.plan, self.budget, self.rounding, self.label = plan, budget or Budget(), rounding, label
         self.recorder: Recorder | None = None
         self._claim = ExitStack()  # holds the lock of the folder, on rank 0
         check_target(self.folder)
@@ -100,8 +99,7 @@ class RecordSteps(Callback):
             row.values |= {"grad_norm": result.numbers()["grad_norm"], "lr": result.lr}
         if result.step == self.last:
             self._finish(trainer)
-            if self.ends:
-                trainer.end_early("the recorded steps are done")
+            trainer.end_early("the recorded steps are done")
 
     def on_error(self, trainer: Any, error: BaseException) -> None:
         self._claim.close()
@@ -119,37 +117,17 @@ class RecordSteps(Callback):
         self._claim.close()
 
 
-class _RecordedTask(Task):
-    """Wrap a task to record micro-batches, the loss of each, and the counts."""
+class _RecordedTask(WrappedTask):
+    """Record micro-batches, the loss of each, and the counts."""
 
     def __init__(self, task: Task, keys: Mapping[int, str], recorder: Recorder) -> None:
-        self._task, self._recorder, self._rows = task, recorder, keys
+        super().__init__(task)
+        self._recorder, self._rows = recorder, keys
         self.losses_by_rows: dict[str, float] = {}
-
-    @property
-    def reads(self) -> tuple[str, ...]:  # type: ignore[override]
-        return self._task.reads
-
-    @property
-    def reference(self) -> Reference | None:
-        return self._task.reference
-
-    @property
-    def encode_steps(self) -> int:
-        return self._task.encode_steps
-
-    def encode(self, batches: Sequence[Batch]) -> list[Batch]:
-        return self._task.encode(batches)
-
-    def counts(self, batch: Batch) -> Counts | None:
-        return self._task.counts(batch)
 
     def inputs(self, batch: Batch) -> Batch:
         self._recorder.rows = self._rows.get(id(batch), self._recorder.rows)
         return self._task.inputs(batch)
-
-    def forward(self, model: nn.Module, batch: Batch) -> Any:
-        return self._task.forward(model, batch)
 
     def losses(self, outputs: Any, batch: Batch) -> Losses:
         losses = self._task.losses(outputs, batch)

@@ -83,14 +83,12 @@ def compare_tokens(
     root: str | Path | None = None,
     max_samples: int | None = 8,
     max_new_tokens: int = 32,
-    device: str = "auto",
-    dtype: str | None = None,
     trust: bool = False,
 ) -> TokenParity:
     """Let the engine answer questions, and compute the log-probabilities of the same tokens by the training forward
     pass.
     """
-    loaded, processor = load(model, device, dtype, trust=trust)
+    loaded, processor = load(model, trust=trust)
     sources = held_out_sources(Path(model), data, root, max_samples)
     samples = [question for question in questions(sources) if isinstance(question, Question)]
     if not samples:
