@@ -154,7 +154,7 @@ class PartFile:
 
 
 def _continued(path: Path, rows: int, facts: Mapping[str, Any], overwrite: bool) -> BatchOutput:
-    """Return the output in the folder of `path` if it may be continued, or a new one."""
+    """Continue the output at `path`, or begin one. Unless `overwrite`, raise if it has other facts or was changed."""
     folder = _folder_of(path)
     facts = json.loads(json.dumps(facts))
     settings: Mapping[str, Any] | None = None

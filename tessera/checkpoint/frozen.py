@@ -61,7 +61,7 @@ class FrozenWeights:
 
     @staticmethod
     def of_state(state: Mapping[str, Any], where: Path) -> FrozenWeights | None:
-        """Return the weights that a checkpoint leaves out, from its `state.json`; None if it stores all tensors."""
+        """Read from `state.json` which weights a checkpoint leaves out; None if it stores all tensors."""
         if STATE_KEY not in state:
             return None
         try:

@@ -122,7 +122,7 @@ class GatheredForm(StoredForm):
     in_order = True
 
     def __init__(self, tensors: Mapping[str, Tensor], prepare: Callable[[str, Tensor], Tensor] | None = None) -> None:
-        """Take the tensors of this rank. `prepare` may replace a tensor before it is gathered."""
+        """`tensors`: of this rank. `prepare` (name, tensor) returns what is gathered instead."""
         self.where = "the model"
         self._ranks, self._tensors, self._prepare = Ranks.current(), tensors, prepare
         self._holders = _holders(self._ranks, tensors)

@@ -114,7 +114,7 @@ class AwqWeight(QuantizedWeight):
         values, zeros = (
             _unpack(packed, 4).reshape(packed.shape[0], -1, 8)[:, :, order].reshape(packed.shape[0], -1)
             for packed in (qweight, qzeros)
-        )  # [inputs, outputs] and [groups, outputs]
+        )  # values [inputs, outputs], zeros [groups, outputs]
         each = values.shape[0] // zeros.shape[0]
         zeros, spread = zeros.repeat_interleave(each, dim=0), scales.float().repeat_interleave(each, dim=0)
         return ((values - zeros).float() * spread).t().contiguous()

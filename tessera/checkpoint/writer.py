@@ -75,7 +75,7 @@ def write_weights(target: Path, job: WriteJob) -> None:
     """Write a folder on rank 0 and publish it by one rename. Every rank calls this."""
     ranks, failures = Ranks.current(), list[Failure]()
     groups = job.native.groups(job.weight_map)
-    with job.native.gathering([name for group in groups for name in group.names]):  # other ranks only send shards
+    with job.native.gathering([name for group in groups for name in group.names]):  # rank 0 writes; others send shards
         if ranks.rank == 0:
             try:
                 _write(target, job, groups)

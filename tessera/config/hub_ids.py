@@ -13,7 +13,7 @@ from tessera.errors import TesseraError
 Hub = Literal["hf", "ms"]
 RepoKind = Literal["model", "dataset"]
 HUBS: dict[str, str] = {"hf": "Hugging Face", "ms": "ModelScope"}
-_SCHEME = re.compile(r"(hf|ms):/{1,2}(?=[^/])", re.IGNORECASE)  # one slash is allowed: `Path` removes the second
+_SCHEME = re.compile(r"(hf|ms):/{1,2}(?=[^/])", re.IGNORECASE)  # one slash or two: `Path` turns hf:// into hf:/
 _WORD = r"[A-Za-z0-9][\w.\-]{0,95}"
 _NAME = re.compile(rf"{_WORD}/{_WORD}", re.ASCII)
 _PLAIN = re.compile(rf"{_WORD}/{_WORD}(?:@[\w.\-]+)?", re.ASCII)

@@ -161,5 +161,5 @@ class Encoded:
 
     @property
     def length(self) -> int:
-        """Return how many tokens of a row the sample takes."""
+        """Return how many tokens the sample adds to a row."""
         return len(self.tokens)

@@ -57,7 +57,7 @@ def cut_or_padded(rows: Tensor, count: int) -> Tensor:
 class Captions:
     """Describe how a family reads captions with one text encoder. This class does not pad short captions."""
 
-    padding: ClassVar[str] = "none"  # name of this kind of padding in feature files
+    padding: ClassVar[str] = "none"  # how captions are padded, as feature files name it
 
     encoder: str = "text_encoder"  # name of the encoder's folder inside a diffusers folder
     tokenizer: str = "tokenizer"

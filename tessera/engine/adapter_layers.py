@@ -56,7 +56,7 @@ class Slots:
     """
 
     def __init__(self, weight: Tensor, a: tuple[int, ...], b: tuple[int, ...], axes: tuple[int, int]) -> None:
-        """Create empty storage. `a`, `b`: shapes of both tensors, with 0 slots of rank 0."""
+        """Create empty storage. `a`, `b`: shapes of A and B, with 0 as slots and as rank."""
         self.axes = axes
         with torch.inference_mode(False):
             self.a = torch.zeros(a, dtype=weight.dtype, device=weight.device)

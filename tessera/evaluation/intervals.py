@@ -187,7 +187,7 @@ def _changed(
 
 
 def _resampled_figures(names: Sequence[str], values: np.ndarray, summary: Summary) -> dict[str, np.ndarray]:
-    """Return each figure of resampled benchmarks."""
+    """Return {figure: its value in each of `RESAMPLES` resamples of the questions}."""
     means = _resampled(values)
     if summary is dict:  # `dict` returns the means unchanged: they are the figures
         return dict(zip(names, means.T, strict=True))

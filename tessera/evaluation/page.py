@@ -246,7 +246,7 @@ def _cells(figure: tuple[float, float, float]) -> list[str]:
 
 
 def _spread(figure: tuple[float, float, float]) -> str:
-    """Return an SVG of an interval on a line from 0 to 1; empty if the interval exceeds this range."""
+    """Return an SVG of an interval on a line from 0 to 1; "" if a bound is not on this line."""
     if not all(0 <= each <= 1 for each in figure):
         return ""
     value, low, high = (4 + 172 * each for each in figure)

@@ -365,7 +365,7 @@ def _needed(processor: Processor | None, spec: ModelSpec) -> LanguageProcessor:
     if processor is None:
         raise TesseraError(
             f"the folder of this {spec.name} model has no tokenizer or preprocessor",
-            fix="copy tokenizer.json and the preprocessor files into that folder (of a run: RUN/processor)",
+            fix="copy tokenizer.json and the preprocessor files into that folder, for a run into RUN/processor",
             code="tokenizer.no-processor",
         )
     return processor

@@ -122,7 +122,7 @@ def _audio(value: Mapping[str, Any], where: str) -> Any:
         return value
     if not isinstance(data, str) or not isinstance(suffix, str) or not suffix.isalnum():
         raise TesseraError(
-            'input_audio must be {"data": ..., "format": "wav"}, with base64 as data',
+            'input_audio must be {"data": ..., "format": "wav" or another}, with base64 as data',
             where=where,
             code="generation.bad-messages",
         )

@@ -338,7 +338,7 @@ class _Choice:
         self._rows, self._sampling, self._checked = rows, sampling, checked
         self._size, self._end = size, end
         self._sampler: Sampler | None = None
-        self._unknown = torch.empty(0, dtype=torch.int64)  # codes that are not sampled
+        self._unknown = torch.empty(0, dtype=torch.int64)  # codes never to sample; set in the first call
 
     def __call__(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
         if self._sampler is None:

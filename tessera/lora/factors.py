@@ -95,7 +95,7 @@ def all_modules(parameters: Iterable[str], weight_map: WeightMap) -> set[str]:
 def experts_in_memory(path: str, weight_map: WeightMap, where: str) -> str:
     """Return the name of a module of experts in transformers, whose classes always stack experts."""
     rule, names = weight_map.required_rule(f"{path}.down", where)
-    # A folder stores X.experts.down_proj, or one tensor per expert: X.experts.0.down_proj.weight.
+    # Return X.experts of X.experts.down_proj, or of X.experts.0.down_proj.weight (one per expert).
     return weight_map.in_memory(names[0]).rsplit(".", 3 if isinstance(rule.op, Stack) else 1)[0]
 
 

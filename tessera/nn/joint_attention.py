@@ -232,7 +232,7 @@ class DoubleBlock(nn.Module):
 class SingleBlock(nn.Module):
     """Compute joint attention and a parallel MLP, with the same weights for text and latents.
 
-    The columns of `out` are grouped by head: the output of a head, then its share of the MLP's features. Sharding by
+    The inputs of `out` are grouped by head: the output of a head, then its share of the MLP's features. Sharding by
     columns is then sharding by heads. Diffusers folders store the columns of all heads first; the weight map reorders.
     """
 

@@ -30,7 +30,7 @@ def tensor_core_padding(x: Tensor, width: int) -> int:
 
 
 def linear_pad_out(x: Tensor, weight: Tensor, bias: Tensor | None, zeros: int) -> Tensor:
-    """Return the linear layer of `x` with `zeros` additional output features, all zero."""
+    """Apply a linear layer to `x`, and return its output with `zeros` more features, all zero."""
     return F.linear(x, F.pad(weight, (0, 0, 0, zeros)), None if bias is None else F.pad(bias, (0, zeros)))
 
 

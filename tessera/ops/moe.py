@@ -28,7 +28,7 @@ class ExpertOrder:
 
     order: Tensor  # [N] int64: index of the (token, expert) choice at each sorted position (argsort by expert)
     inverse: Tensor  # [N] int64: sorted position of each choice
-    ends: Tensor  # [E] int32: sorted position after each expert's last choice
+    ends: Tensor  # [E] int32: end of each expert's choices when sorted
 
     @staticmethod
     def of(ids: Tensor, experts: int) -> ExpertOrder:

@@ -87,7 +87,7 @@ class AdamW(torch.optim.AdamW):
         bad = torch.zeros((), device=device) if bad is None else bad.float()
         steps = [state.step for state in states]
         foreach_add_(steps, 1)
-        foreach_sub_(steps, [bad] * len(steps))  # torch would copy the value of a single tensor `bad` to the host
+        foreach_sub_(steps, [bad] * len(steps))  # a list, because torch would copy a single tensor to the host
         count = torch.stack(steps)
         rates = devices.send([state.rate for state in states], torch.float32, device)
         shrinks = devices.send([1 - state.rate * state.decay for state in states], torch.float32, device)

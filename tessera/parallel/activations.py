@@ -28,7 +28,7 @@ from tessera.runtime.torch_internals import (
 
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "_scaled_mm", "_grouped_mm"})
 _ATTENTION_WORD = "attention"  # a word that the names of all fused attention kernels contain
-WORTH_MOVING = 64 << 10  # bytes; smaller tensors stay on the device
+WORTH_MOVING = 64 << 10  # bytes; asynchronous offload leaves smaller tensors on the device
 
 
 def apply_recompute(module: nn.Module, parts: Sequence[Recompute], use_reentrant: bool = False) -> None:

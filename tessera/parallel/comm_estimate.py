@@ -161,7 +161,7 @@ def _computed_again(layout: Layout, path: str, enters: bool) -> bool:
 
 
 def _vocabulary(plan: Plan, weights: Mapping[str, Sequence[int]], position: int) -> Iterator[CommVolume]:
-    """Estimate the collectives of the embedding and of the loss that reads the head, both split by vocabulary."""
+    """Estimate the collectives of embedding and loss, if embedding and head are split by vocabulary."""
     tensor, axes = plan.layout.tensor, plan.layout.axes
     assert tensor is not None
     tables = [path for path, split in tensor.layers.items() if split == "vocab"]

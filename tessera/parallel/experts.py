@@ -147,7 +147,7 @@ def _split_dimensions(module: nn.Module, path: str, model_plan: ModelPlan, tp: i
         if style not in ("column", "row"):
             if tp > 1:
                 raise TesseraError(
-                    f"the model's plan does not split {path}.{name}: {style or 'no style'} is not column or row",
+                    f"the family declares {style or 'no style'} for {path}.{name}; to split it needs column or row",
                     where="parallel.tp",
                     allowed=[1],
                     code="layout.expert-style",

@@ -42,7 +42,7 @@ def frozen_bytes(module: nn.Module, component: Component, axes: Axes, pipeline: 
 
 
 def place_frozen(module: nn.Module, residence: Residence, mesh: Mesh, device: torch.device) -> nn.Module:
-    """Move a component from host memory to its residence: sharded, on the device, or in host memory.
+    """Move a component from host memory to its residence: sharded, whole on the device, or left there.
 
     It is sharded over the FSDP ranks of its pipeline stage. Buffers are always on the device.
     """

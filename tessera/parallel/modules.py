@@ -213,7 +213,7 @@ def _block_offload(
         if path not in again:
             pattern = re.sub(r"\.\d+", ".{*}", path)
             raise TesseraError(
-                f"{path} is not recomputed: autograd would keep its weights on the device",
+                f"block_offload of {path} needs recompute: autograd would keep its weights on the device",
                 where=f"{where} and parallel.recompute",
                 fix=f'parallel.recompute: ["{pattern}"]',
                 code="layout.offload-without-recompute",

@@ -182,7 +182,7 @@ def _prefetch(layout: Layout) -> str:
 
 
 def _prefetched(layout: Layout, forward: bool) -> str:
-    """Return which blocks are prefetched by the first block that runs, as text: the last block, in backward."""
+    """Return as text which blocks the first to run prefetches. In backward the last block runs first."""
     count = layout.sharding.prefetch_forward if forward else layout.sharding.prefetch_backward
     if not count:
         return "none" if forward else "one block"

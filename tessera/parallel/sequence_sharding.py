@@ -306,7 +306,7 @@ def _keep(tensors: dict[str, Tensor], stream: Stream, ranges: Sequence[Range]) -
 
 
 def _inside(lengths: Sequence[int], ranges: Sequence[Range]) -> list[int]:
-    """Return the lengths of the segments that are inside of `ranges`, which begin and end at segment bounds."""
+    """Return the lengths of the segments inside of `ranges`, each of which consists of whole segments."""
     ends = list(itertools.accumulate(lengths, initial=0))
     starts = {start: number for number, start in enumerate(ends[:-1])}
     inner: list[int] = []

@@ -61,7 +61,7 @@ def read_form(body: bytes, content_type: str) -> Mapping[str, FormPart]:
 
 
 def _names(headers: bytes) -> tuple[str, str | None]:
-    """Return the name of a part, and its file name."""
+    """Return a form part's field name, and its file name or None."""
     for line in headers.split(b"\r\n"):
         match = _DISPOSITION.match(line)
         if match is None:

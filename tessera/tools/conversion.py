@@ -139,7 +139,7 @@ def convert_folder(job: ConversionJob, model: ConvertedModel) -> None:
 
 
 def _plan(job: ConversionJob, form: ModelForm | None, native: NativeTensors, table: WeightMap) -> FolderPlan:
-    """Plan the files of a DCP folder, or of a format that another package adds."""
+    """Plan the files to write: a DCP folder, or a format that another package adds."""
     tensors = {name: plan for group in native.groups(table) for name, plan in group.foreign.items()}
     if form is not None:
         return form.plan(tensors, job.layout, str(job.target))

@@ -146,7 +146,7 @@ def _rows(starts: range, number: int, rows: PackedRows) -> range:
 def _prepare(
     config: RunConfig, folder: Path, split: Literal["train", "eval"], device: torch.device
 ) -> tuple[Encoders, PackedRows, dict[str, Any]]:
-    """Return the encoders, one row per sample in the order of the data, and the settings that features depend on."""
+    """Return the encoders, rows of one sample each in the order of the data, and the settings of features."""
     sets = config.data.train if split == "train" else config.data.eval
     if any(data.weight is not None for data in sets):
         raise TesseraError(

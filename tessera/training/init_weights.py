@@ -169,7 +169,7 @@ def _quantize_layers(
 ) -> None:
     """Read the weights of quantized layers one by one, and quantize them. `fill` reads unquantized weights by name.
 
-    All ranks call `fill` together: a rank calls it with no tensors for layers of other pipeline stages.
+    All ranks call `fill` together: with no tensors for a layer of another pipeline stage.
     """
     here = adapted_layers(module)
     for path in adapters:

@@ -100,7 +100,7 @@ def truncate_ledger(path: Path, step: int, segments: Sequence[Segment]) -> None:
             replace_file(path, _unpacked(segment))
         segment.unlink()
     truncate_after(path, step)
-    if closed:  # after a kill during compression, steps may be in the segment and in the file
+    if closed:  # after a kill during compression, the file may repeat steps of a segment
         first_row = next(read_jsonl(path), None)
         if first_row is not None and (step_of(first_row) or 0) <= closed:
             rows = [row for row in read_jsonl(path) if (step_of(row) or 0) > closed]

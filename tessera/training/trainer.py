@@ -133,7 +133,7 @@ class Trainer:
             self.phase = "loading data"
             self._source_state = self.steps.state_dict()
             microbatches = self._wait.next_step(self.steps, lambda: self.stop_reason is not None)
-            # Agree after all ranks have read their data: then no rank waits for another one's data inside of a step.
+            # Agree when all ranks have read their data, so that none waits for another's data inside of a step.
             if not self._goes_on(0 if microbatches is None else len(microbatches)) or microbatches is None:
                 break
             if (result := self.train_step(microbatches)) is None:

@@ -147,7 +147,7 @@ def interleaved(microbatches: int, chunks: int, group: int, stage: int, stages: 
 
 
 def _in_turn(table: Sequence[tuple[int, int]], ahead: int, chunks: int) -> list[Pass]:
-    """Return `ahead` forward passes, then forward and backward passes in turn.
+    """Return `ahead` forward passes, then both kinds in turn, then the rest of the backward passes.
 
     Backward passes visit the model chunks in reverse order.
     """

@@ -33,7 +33,7 @@ def in_words_of_job(report: JobReport) -> Iterator[None]:
 
 def flags_of(key: str, report: JobReport) -> str:
     """Return the flags or file keys of a job that set a recipe key; the recipe key itself if there are none."""
-    if key == "model.freeze":  # a `freeze` key with the value false sets no recipe key
+    if key == "model.freeze":  # the note of `freeze: false` names no recipe key, so collect all `freeze` keys
         freezes = [entry.key for entry in report.entries if entry.key.endswith("freeze")]
         return ", ".join(freezes) or report.places.get(key, key)
     mapped = [(entry.key, recipe_keys(entry.note)) for entry in report.entries if entry.outcome == "mapped"]

@@ -223,7 +223,7 @@ def _images(images: Any, prompts: int, source: str) -> list[list[str]]:
     for line in frames:
         if len(line) > 2:
             raise TesseraError(
-                f"{len(line)} images in a line; at most a first and a last frame are supported",
+                f"a line of images names {len(line)}; at most a first and a last frame are supported",
                 where=source,
                 code="job.image-lines",
             )

@@ -70,7 +70,7 @@ class SoRAModel(GenerationModel):
         seed: int | None = None,
         **others: Any,
     ) -> Any:
-        """Return a list with the loss of a batch. For a batch of the family's processor, return the loss itself.
+        """Return the loss of a batch in a list; without a list for a batch of the family's processor.
 
         `seed`: for noise and noise levels; by default it is drawn from torch's generator.
         """

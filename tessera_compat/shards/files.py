@@ -54,7 +54,7 @@ def _slot(form: MegatronForm, layout: MegatronLayout, name: str, where: str) -> 
     part = form.part_of(name)
     if part is None:
         raise TesseraError(
-            f"the tensor {name} belongs neither to an encoder nor to the decoder of this model",
+            f"this model has no encoder or decoder with the tensor {name}",
             where=where,
             code="weights.unknown-tensor",
         )

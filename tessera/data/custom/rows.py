@@ -146,7 +146,7 @@ class SequentialRows(GuardedRows):
         self._iterator = self._new_pass()
 
     def _new_pass(self) -> Iterator[Any]:
-        """Begin an epoch. Seed the global random generators, so that all ranks and a resume see the same order."""
+        """Begin an epoch with seeded global random generators: all ranks and a resume get the same order."""
         with drawing_from(mix(self.seed, _PASS, self._pass) >> 1):
             iterator = iter(self.data)
             return itertools.chain(list(itertools.islice(iterator, 1)), iterator)

@@ -26,7 +26,8 @@ from tessera.data.media.images import check_pixels, decode_image, probe_image, s
 from tessera.data.media.video_frames import VideoSampling
 from tessera.errors import TesseraError
 
-KindTarget = Callable[[PartKind, MediaSize], "tuple[int, int] | None"]  # signature of `MediaProcessor.target`
+# kind, size in the header -> (width, height) after resizing; None: not resized
+KindTarget = Callable[[PartKind, MediaSize], "tuple[int, int] | None"]
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ def _is_still_allowed(file: Path, url: str, policy: UrlPolicy) -> bool:
     try:
         record = json.loads(file.with_name(file.name + _NOTE).read_text(encoding="utf-8"))
         way, private = list(record["urls"]), bool(record["private"])
-    except FileNotFoundError:  # a note is written only for redirects, and if private addresses were allowed
+    except FileNotFoundError:  # no note: no redirect, and private addresses were not allowed
         return True
     except (OSError, ValueError, KeyError, TypeError):
         return False

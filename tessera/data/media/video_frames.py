@@ -161,7 +161,7 @@ class Frames:
 
     @property
     def next(self) -> int | None:
-        """Return the index of the next sampled frame; None if all sampled frames are stored."""
+        """Return the index in the video of the next frame to store; None if all are stored."""
         return self.chosen[self.filled] if self.filled < len(self.chosen) else None
 
     def put(self, number: int, frame: Image.Image) -> None:

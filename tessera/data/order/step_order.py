@@ -40,7 +40,7 @@ class StepOrder:
     """
 
     mixture: Mixture
-    by_length: np.ndarray  # indices of all draws, shortest first
+    by_length: np.ndarray  # indices of all draws of an epoch, shortest sample first
     # [samples of a step]: the draws, sorted by length, are divided into as many strata; each step takes one sample from
     # each stratum, and puts it into this row of the step.
     row_of: np.ndarray

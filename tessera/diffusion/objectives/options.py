@@ -83,7 +83,7 @@ class DiffusionOptions(TimeOptions):
 
 @dataclass(frozen=True)
 class SampleSegment:
-    """Hold one segment of the main sequence: the values from which its random numbers are derived."""
+    """Hold a segment of the main sequence: all that its random numbers depend on."""
 
     seed: int  # seed of the row
     index: int  # index of the segment in the row

@@ -121,7 +121,7 @@ def join(shards: Sequence[RecordedShard], like: Sequence[int]) -> JoinedTensor |
 
 
 def _elements(shape: Sequence[int]) -> list[int]:
-    """Return a shape without leading dimensions of size 1, which other libraries add for the batch."""
+    """Return a shape without leading 1s: other libraries add them for the batch."""
     trimmed = list(shape)
     while len(trimmed) > 1 and trimmed[0] == 1:
         del trimmed[0]

@@ -272,7 +272,7 @@ def _index(value: Any, count: int) -> int:
 
 
 def _case(cases: Mapping[str, str], value: str) -> str | None:
-    """Return the text of the first matching pattern; None if no pattern matches.
+    """Return the text of the first pattern that fits `value`; None if none does.
 
     `*` in a pattern stands for any text.
     """

@@ -151,7 +151,7 @@ class LlavaConfig(Section):
         if self.features != side**2:
             raise ValueError(
                 f"vision_feature_select_strategy {self.vision_feature_select_strategy!r} keeps {self.features} "
-                f"features of a tile of {side}x{side} patches, but tiles need exactly one feature per patch"
+                f"features of the {side}x{side} patches of a tile, but tiles need one per patch"
             )
         for height, width in tiles.pinpoints:
             if height <= 0 or width <= 0 or height % self.vision.image_size or width % self.vision.image_size:

@@ -54,7 +54,7 @@ class MediaLayout:
 
 @dataclass(frozen=True)
 class MediaStream:
-    """Declare which media an encoder reads, its stream in the model's plan, and the keys of its counts in `measure`.
+    """Declare which media an encoder reads, its `Stream` in the `ModelPlan`, and the keys of its counts in `measure`.
 
     An element is a patch or an audio frame. The number of element pairs is the sum of squared segment lengths, to
     which the FLOPs of attention are proportional. `measure` returns both numbers for a sample.

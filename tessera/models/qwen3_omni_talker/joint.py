@@ -59,7 +59,7 @@ _EXAMPLE_HEARD = 4  # one in this many tokens of an example's conversations stan
 
 
 class HeardStates(nn.Module):
-    """Select the hidden states at media. Context parallelism gathers the output (`Stream.read_at`)."""
+    """Select the hidden states at tokens of media. Context parallelism gathers them (`Stream.read_at`)."""
 
     def forward(self, batch: Batch, states: Tensor) -> Tensor:
         return states.index_select(0, batch[HEARD_FROM])

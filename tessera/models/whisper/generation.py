@@ -26,7 +26,7 @@ from tessera.nn.encoder_decoder import MEMORY
 # Batch tensors of a prompt, with token ids.
 SUPPRESSED = "suppressed"  # tokens that are never generated
 SUPPRESSED_FIRST = "suppressed_first"  # tokens that are not generated as the first token
-LANGUAGES = "languages"  # tokens of the languages to choose from for a prompt without one; may be empty
+LANGUAGES = "languages"  # language tokens to choose from if the prompt names no language; may be empty
 STAMPS = "stamps"  # [3]: tokens of the time stamp 0.00, of the end, and of the latest time stamp at the beginning
 
 Choose = Callable[[Tensor], Tensor]  # logits [rows, vocabulary] -> tokens [rows]

@@ -244,7 +244,7 @@ class Guard(OptimizerStep):
         return "applied"
 
     def _check_weights(self, trainer: RewindHandle, check: StepCheck) -> StepOutcome:
-        """Search the weights for damage. If there is none, store their largest values for the next search."""
+        """Search the weights for damage. If there is none, store the largest value of each for the next search."""
         damage = self._damage(trainer)
         if damage:
             bad_step = BadStep(trainer.step + 1, "damaged", check.loss, check.grad_norm, damage=tuple(damage))
