@@ -18,7 +18,7 @@ from typing import Any
 from tessera.core.spec import LanguageProcessor, Processor
 from tessera.data.media.read import ChatProcessor
 from tessera.errors import TesseraError
-from tessera.runtime.files import leads_out, read_json, read_json_mapping
+from tessera.runtime.files import leads_out, read_json, read_json_mapping, replace_file
 
 IMAGE_FILE = "preprocessor_config.json"
 VIDEO_FILE = "video_preprocessor_config.json"
@@ -262,4 +262,5 @@ def _stop_where_trained(path: Path, stops: Sequence[int]) -> None:
         return
     padding = {} if settings.get("pad_token_id") is not None else {"pad_token_id": stops[-1]}
     settings = {**settings, "eos_token_id": [*ends, *(stop for stop in stops if stop not in ends)], **padding}
-    path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    # Atomically: a run that starts again after a kill reads this file before it writes it.
+    replace_file(path, (json.dumps(settings, indent=2) + "\n").encode())
